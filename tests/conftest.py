@@ -1,0 +1,90 @@
+"""Fixtures shared by all tests: a tiny random target with a tokenizer, saved as a user would have it."""
+
+import os
+
+# Before torch is imported: with more threads than free cores, OpenMP's barriers make small models many times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 128 tokens: 6 special ones, ASCII text, and the commonest pairs of letters."""
+    characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ", "ĉ"]  # byte-level names of space, newline, tab
+    merges = [("Ġ", letter) for letter in "tasifdn"] + [
+        ("e", "r"),
+        ("i", "n"),
+        ("o", "n"),
+        ("r", "e"),
+        ("t", "h"),
+        ("s", "e"),
+    ]
+    merges += [
+        ("o", "r"),
+        ("e", "n"),
+        ("a", "t"),
+        ("l", "f"),
+        ("Ġ", "Ġ"),
+        ("Ċ", "Ġ"),
+        ("e", "l"),
+        ("d", "e"),
+        ("s", "t"),
+    ]
+    merges += [("Ġ", "="), ("Ġ", "c"), ("Ġ", "r")]
+    vocabulary = [*SPECIAL_TOKENS, *characters, *("".join(pair) for pair in merges)]
+    vocabulary += [f"<|reserved{i}|>" for i in range(128 - len(vocabulary))]
+    model = models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    assert len(wrapped) == 128, len(wrapped)
+    return wrapped
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random 8-layer Llama: hidden 32, 4 heads over 2 key-value heads, 128 tokens, context 512."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,  # wide, so that logits differ and greedy text wanders
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
