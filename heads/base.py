@@ -1,0 +1,105 @@
+"""The contract between a draft head, the loop that trains it and the runtime that runs it.
+
+Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L taps, K depth, N tree nodes (root included),
+M rows of one observation, S cache slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from heads.errors import UserError as UserError
+from heads.tree import Proposal, TreeShape
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The two ends of the frozen target that heads share: token ids in, logits out."""
+
+    embed: Callable[[Tensor], Tensor]
+    """(...) int64 token ids -> (..., D) input embeddings, with whatever scaling the family applies."""
+    logits: Callable[[Tensor], Tensor]
+    """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed documents with the target's features; what a head's loss sees."""
+
+    tokens: Tensor  # (B, T) int64
+    loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
+    positions: Tensor  # (B, T) int64, counted from the start of each document
+    documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
+    embeddings: Tensor  # (B, T, D) the target's input embeddings of `tokens`
+    taps: Tensor  # (B, T, L * D) the tapped residual streams, side by side, ascending
+    hidden: Tensor  # (B, T, D) the target's last hidden state after its final norm
+    ends: TargetEnds
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """One micro-batch's loss: already scaled, so that it adds up over micro-batches and ranks without a further division."""
+
+    loss: Tensor  # () float32, sum over depths of scale_k * sums_k; carries the gradient
+    sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
+    metrics: dict[str, Tensor]  # name -> (K,) float32 sums over the same rows, detached
+
+
+@dataclass(frozen=True)
+class Observation:
+    """M consecutive target positions that became known: after a prefill, or after a round was accepted.
+
+    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is junk of the right
+    shape, so that every shape stays static.
+    """
+
+    tokens: Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root: decided, not yet in the target's cache
+    taps: Tensor  # (B, M, L * D)
+    hidden: Tensor  # (B, M, D), after the final norm
+    start: Tensor  # (B,) int64
+    count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done (its state must not change in any way that is read)
+
+
+Perturb = Callable[[Tensor, Tensor], Tensor]
+"""(B, W, V or Vd) float32 draft logits in TARGET ids order given by the caller, (B, W) positions of the drafted tokens ->
+scores of the same shape, by which candidates are ranked: the logits themselves at temperature 0, else logits / temperature plus
+the noise that the target will use at that position (the draft may share it under the `match` rule)."""
+
+
+class DraftState(Protocol):
+    """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime."""
+
+
+class DraftHead(Protocol):
+    """What the training loop and the runtime ask of a head."""
+
+    config: Any
+    depth_weights: tuple[float, ...]
+    """The weight of each depth in the training loss, K of them."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The residual streams the head reads, by the number of the layer they enter; empty if none."""
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        """(K,) float32: supervised rows at each depth; a function of the mask alone, so it is known before any forward pass."""
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        """The loss of one micro-batch; `scale` (K,) float32 is depth_weights / global counts, what each depth's sum is multiplied by.
+
+        It is given beforehand because the loss computes its gradient chunk by chunk while the logits of the chunk exist.
+        """
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+        """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape`."""
+
+    def reset_rows(self, state: Any, rows: Tensor) -> None:
+        """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""
+
+    def observe(self, state: Any, observation: Observation) -> None:
+        """Take in true target features; static shapes, no host synchronisation."""
+
+    def propose(self, state: Any, perturb: Perturb) -> Proposal:
+        """Draft a tree of the state's shape below each root; static shapes, no host synchronisation."""

@@ -1,0 +1,193 @@
+"""Draft trees: their shapes, how they grow, and which node sees which.
+
+A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, its own parent; every other node stands
+behind its parent. Verification depends on nothing else, so any way of growing a tree is exact. A chain is the tree whose
+parents are 0, 0, 1, 2, ...
+
+Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4): each level expands the `top_k` likeliest nodes by the product of the
+draft's probabilities along the path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees are Medusa's
+(arXiv 2401.10774, section 2.1.2): which children of which node, by rank, is fixed beforehand.
+
+Letters: B batch, N nodes, W nodes expanded at one level, R children picked for each of them.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from heads.errors import UserError
+
+DEPTH_PENALTY = 1e-4
+"""Taken from a score per level when candidates are ranked, so that a parent stands before a child of draft probability 1."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What is drafted in a round; `parse_shape` reads it from text."""
+
+    depth: int
+    """Levels below the root; the most tokens a round can accept."""
+    top_k: int
+    """Children picked for each expanded node, and nodes expanded a level."""
+    nodes: int
+    """Nodes verified in a round, the root included."""
+    paths: tuple[tuple[int, ...], ...] | None = None
+    """A static tree: each node but the root as the ranks of the children on its path; None where the tree is dynamic."""
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+ROOT_ONLY = TreeShape(depth=0, top_k=0, nodes=1, text="none")
+"""Plain decoding: nothing is drafted."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A draft tree for each row of the batch."""
+
+    tokens: Tensor  # (B, N) int64, target ids; node 0 is the root
+    parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
+    depths: Tensor  # (B, N) int64; 0 for the root
+    scores: Tensor  # (B, N) float32, log-probability of the path by the draft's reckoning; 0 for the root
+
+
+def parse_shape(text: str) -> TreeShape:
+    """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of every node, level by level)."""
+    if text == "none":
+        return ROOT_ONLY
+    if match := re.fullmatch(r"chain:(\d+)", text):
+        depth = int(match[1])
+        if depth >= 1:
+            return TreeShape(depth=depth, top_k=1, nodes=depth + 1, text=text)
+    elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", text):
+        depth, top_k, nodes = map(int, match.groups())
+        if depth >= 1 and top_k >= 1 and nodes >= 2:
+            most = 1 + top_k + (depth - 1) * top_k**2
+            if nodes > most:
+                raise UserError(f"tree {text!r}: {depth} levels of {top_k} give at most {most} nodes; ask for no more")
+            return TreeShape(depth=depth, top_k=top_k, nodes=nodes, text=text)
+    elif match := re.fullmatch(r"static:(\d+(?:\.\d+)*)", text):
+        branching = [int(part) for part in match[1].split(".")]
+        if min(branching) >= 1:
+            levels = [product(*(range(b) for b in branching[: i + 1])) for i in range(len(branching))]
+            return static_shape([path for level in levels for path in level], text)
+    raise UserError(f"tree {text!r}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., such as chain:5 or tree:5x8x32")
+
+
+def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
+    """A static tree from its nodes' rank paths (Medusa's `choices`); every prefix of a path must be a path."""
+    ordered = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
+    for path in ordered:
+        if len(path) > 1 and path[:-1] not in ordered:
+            raise UserError(f"static tree: node {path} stands without its parent {path[:-1]}; add it")
+    top_k = 1 + max(max(path) for path in ordered)
+    return TreeShape(depth=len(ordered[-1]), top_k=top_k, nodes=1 + len(ordered), paths=ordered, text=text)
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it, for trees of at most `depth` levels."""
+    B, N = parents.shape
+    above = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
+    node = torch.arange(N, device=parents.device).expand(B, N)
+    for _ in range(depth):
+        node = parents.gather(1, node)
+        above.scatter_(2, node[..., None], True)
+    return above
+
+
+Pick = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""(logits (B, W, Vd), level, R) -> the R best children's target ids and log-probabilities, (B, W, R) each, best first."""
+Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(tokens (B, W), parent rows (B, W) in the level before, visible (B, W, P) over the P nodes expanded so far, level) ->
+logits (B, W, Vd). The first of the P nodes is the earliest expanded; the last W are the ones being expanded."""
+
+
+def grow(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
+    """Grow a tree below `root` (B,) from `logits` (B, 1, Vd), the draft's law of the root's child.
+
+    Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
+    """
+    return _grow_dynamic(shape, root, logits, pick, expand) if shape.paths is None else _grow_static(shape, root, logits, pick, expand)
+
+
+def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
+    B, K = len(root), shape.top_k
+    device = root.device
+    picked, logp = pick(logits, 1, K)
+    tokens, scores = [root[:, None], picked[:, 0]], [logp.new_zeros(B, 1), logp[:, 0]]
+    parents = [torch.zeros(B, 1 + K, dtype=torch.int64, device=device)]
+    beam_tokens, beam_scores = picked[:, 0], logp[:, 0]  # (B, K) each
+    beam_nodes = torch.arange(1, 1 + K, device=device).expand(B, K)
+    rows = torch.zeros(B, K, dtype=torch.int64, device=device)
+    own = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
+    visible = own
+    for level in range(2, shape.depth + 1):
+        picked, logp = pick(expand(beam_tokens, rows, visible, level - 1), level, K)  # (B, K, K)
+        candidates, totals = picked.flatten(1), (beam_scores[..., None] + logp).flatten(1)  # (B, K * K)
+        base = 1 + K + (level - 2) * K * K
+        tokens.append(candidates)
+        scores.append(totals)
+        parents.append(beam_nodes.repeat_interleave(K, dim=1))
+        if level < shape.depth:
+            if K == 1:
+                beam_tokens, beam_scores, beam_nodes = candidates, totals, torch.full_like(beam_nodes, base)
+            else:
+                beam_scores, best = totals.topk(K, dim=1)
+                beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
+            visible = torch.cat([visible.gather(1, rows[..., None].expand(-1, -1, visible.shape[2])), own], dim=2)
+    all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
+    widths = [1, K, *[K * K] * (shape.depth - 1)]
+    depths = torch.repeat_interleave(torch.arange(len(widths), device=device), torch.tensor(widths, device=device), output_size=sum(widths))
+    depths = depths.expand(B, -1)
+    if shape.nodes == all_tokens.shape[1]:
+        return Proposal(all_tokens, all_parents, depths, all_scores)
+    # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out when its
+    # child is kept, because its rank is strictly better.
+    rank = all_scores - DEPTH_PENALTY * depths
+    rank[:, 0] = torch.inf
+    kept = rank.topk(shape.nodes, dim=1).indices.sort(dim=1).values  # (B, N)
+    place = torch.zeros_like(all_parents).scatter(1, kept, torch.arange(shape.nodes, device=device).expand(B, -1))
+    return Proposal(all_tokens.gather(1, kept), place.gather(1, all_parents.gather(1, kept)), depths.gather(1, kept), all_scores.gather(1, kept))
+
+
+def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
+    assert shape.paths is not None
+    B, device = len(root), root.device
+    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(shape.paths)}}
+    tokens, scores = root[:, None], logits.new_zeros(B, 1, dtype=torch.float32)  # (B, nodes so far)
+    expanded: list[tuple[int, ...]] = [()]  # the nodes expanded at the level before
+    order: list[tuple[int, ...]] = []  # all nodes given to `expand`, in order
+    for level in range(1, shape.depth + 1):
+        nodes = [path for path in shape.paths if len(path) == level]
+        picked, logp = pick(logits, level, 1 + max(path[-1] for path in nodes))  # (B, W, R)
+        row = torch.tensor([expanded.index(path[:-1]) for path in nodes], device=device)
+        rank = torch.tensor([path[-1] for path in nodes], device=device)
+        above = torch.tensor([node_of[path[:-1]] for path in nodes], device=device)
+        tokens = torch.cat([tokens, picked[:, row, rank]], dim=1)
+        scores = torch.cat([scores, scores[:, above] + logp[:, row, rank]], dim=1)
+        if level == shape.depth:
+            break
+        parents_of_next = [path for path in nodes if any(p[:-1] == path for p in shape.paths)]
+        order += parents_of_next
+        visible = torch.tensor([[path[: len(other)] == other for other in order] for path in parents_of_next], device=device)
+        rows = torch.tensor([expanded.index(path[:-1]) for path in parents_of_next], device=device)
+        ids = torch.tensor([node_of[path] for path in parents_of_next], device=device)
+        logits = expand(tokens[:, ids], rows.expand(B, -1), visible.expand(B, -1, -1), level)
+        expanded = parents_of_next
+    parents = torch.tensor([0, *(node_of[path[:-1]] for path in shape.paths)], device=device).expand(B, -1)
+    depths = torch.tensor([0, *map(len, shape.paths)], device=device).expand(B, -1)
+    return Proposal(tokens, parents, depths, scores)
+
+
+def scratch_slots(shape: TreeShape) -> int:
+    """How many nodes `grow` expands in all: the draft-cache slots one round needs below the root."""
+    if shape.paths is None:
+        return max(shape.depth - 1, 0) * shape.top_k
+    parents = {path[:-1] for path in shape.paths if len(path) > 1}
+    return len(parents)
