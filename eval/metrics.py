@@ -1,0 +1,145 @@
+"""The figures of a measurement, each defined once.
+
+A generation of n tokens begins with one token that the prefill gives; what counts here are the n - 1 that follow, and
+the target passes ("rounds") that made them. A round emits its accepted draft tokens and one token more, the bonus
+token, which the target's own pass gives; only a round that the end of the text cuts short emits no bonus token.
+
+Confidence intervals are percentile bootstraps over units (a prompt, or the prompts that were timed together): units are
+drawn with replacement, and a ratio is formed anew of the drawn units' sums. Where two measurements are compared, both
+are taken of the same drawn units (paired), so that easy and hard prompts do not pass for noise.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Interval = tuple[float, float]
+
+BOOTSTRAP_DRAWS = 2_000
+CONFIDENCE = 0.95
+LOOP_TAIL = 48
+LOOP_PERIOD = 16
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one generation did, as far as acceptance goes."""
+
+    emitted: int
+    """Tokens after the prefill's first one."""
+    accepted: tuple[int, ...]
+    """Draft tokens accepted in each round, of those that were emitted."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last round ended on an accepted draft token, so that the next depth was never put to the test."""
+        missing = sum(self.accepted) + self.rounds - self.emitted
+        assert missing in (0, 1), f"{self.rounds} rounds accepting {sum(self.accepted)} cannot emit {self.emitted}"
+        return missing == 1
+
+
+def tau(traces: Sequence[Trace]) -> float:
+    """Tokens emitted per target pass, bonus token included: sum of emitted over sum of rounds. Plain decoding has 1."""
+    return _ratio(sum(t.emitted for t in traces), sum(t.rounds for t in traces))
+
+
+def tau_interval(traces: Sequence[Trace], *, seed: int = 0) -> Interval:
+    """The 95% interval of `tau` over prompts."""
+    return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces], seed=seed)
+
+
+def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:
+    """alpha_k for k = 1..depth: the share of rounds that accepted a k-th draft token among those that accepted k - 1.
+
+    alpha_k = #(rounds with >= k accepted) / #(rounds with >= k - 1 accepted whose k-th was put to the test). The last
+    round of a text that ends on an accepted token says nothing of the depth after it, and is left out there. None where
+    no round came so deep.
+    """
+    reached, tested = [0] * (depth + 2), [0] * (depth + 2)
+    for trace in traces:
+        for index, count in enumerate(trace.accepted):
+            assert count <= depth, f"a round accepted {count} tokens of a draft of depth {depth}"
+            censored = trace.cut and index == trace.rounds - 1
+            for k in range(1, count + 1):
+                reached[k] += 1
+                tested[k] += 1
+            if not censored:
+                tested[count + 1] += 1
+    return [reached[k] / tested[k] if tested[k] else None for k in range(1, depth + 1)]
+
+
+def accepted_histogram(traces: Iterable[Trace], depth: int) -> list[int]:
+    """How many rounds accepted 0, 1, .. `depth` draft tokens."""
+    counts = [0] * (depth + 1)
+    for trace in traces:
+        for count in trace.accepted:
+            counts[count] += 1
+    return counts
+
+
+def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
+    """Total tokens over total decode seconds; the prefill and the token it gives are in neither."""
+    return _ratio(sum(tokens), sum(seconds))
+
+
+def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
+    """Plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in the same run.
+
+    Equal to the ratio of tokens per second, since the tokens are the same: that is what the audit proves.
+    """
+    return _ratio(sum(plain), sum(speculative))
+
+
+def speedup_interval(plain: Sequence[float], speculative: Sequence[float], *, seed: int = 0) -> Interval:
+    """The 95% interval of `speedup`, paired over units."""
+    return ratio_interval(plain, speculative, seed=seed)
+
+
+def predicted_speedup(tau: float, *, plain_seconds: float, draft: float, verify: float, rest: float) -> float:
+    """tau * t_plain / (t_draft + t_verify + t_rest): what acceptance and the measured costs of a round's parts promise.
+
+    t_plain is plain decoding's seconds per token. A measured speedup well below it means time that no part accounts
+    for.
+    """
+    return tau * _ratio(plain_seconds, draft + verify + rest)
+
+
+def is_loop(tokens: Sequence[int], *, tail: int = LOOP_TAIL, period: int = LOOP_PERIOD) -> bool:
+    """Whether a generation ended in a loop: its last `tail` tokens repeat with some period of at most `period` tokens.
+
+    Loops are easy to draft and flatter every figure here, so their share is reported. A text shorter than `tail` ended
+    by itself and is none.
+    """
+    end = list(tokens[-tail:])
+    return len(end) == tail and any(end[p:] == end[:-p] for p in range(1, period + 1))
+
+
+def loop_share(generations: Sequence[Sequence[int]]) -> float:
+    """The fraction of generations for which `is_loop` holds."""
+    return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0) -> Interval:
+    """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
+    if not top.size:
+        return (float("nan"), float("nan"))
+    drawn = np.random.default_rng(seed).integers(top.size, size=(BOOTSTRAP_DRAWS, top.size))
+    sums = bottom[drawn].sum(axis=1)
+    ratios: NDArray[np.float64] = top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0]
+    if not ratios.size:
+        return (float("nan"), float("nan"))
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(ratios, [outside, 1 - outside])
+    return (float(low), float(high))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else float("nan")
