@@ -31,17 +31,12 @@ class Trace:
     """Tokens after the prefill's first one."""
     accepted: tuple[int, ...]
     """Draft tokens accepted in each round, of those that were emitted."""
+    reached: tuple[int, ...]
+    """The deepest level that each round put to the test: the first one refused, or the last there was."""
 
     @property
     def rounds(self) -> int:
         return len(self.accepted)
-
-    @property
-    def cut(self) -> bool:
-        """Whether the last round ended on an accepted draft token, so that the next depth was never put to the test."""
-        missing = sum(self.accepted) + self.rounds - self.emitted
-        assert missing in (0, 1), f"{self.rounds} rounds accepting {sum(self.accepted)} cannot emit {self.emitted}"
-        return missing == 1
 
 
 def tau(traces: Sequence[Trace]) -> float:
@@ -55,23 +50,21 @@ def tau_interval(traces: Sequence[Trace], *, seed: int = 0) -> Interval:
 
 
 def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:
-    """alpha_k for k = 1..depth: the share of rounds that accepted a k-th draft token among those that accepted k - 1.
+    """alpha_k for k = 1..depth: how often the k-th draft token was accepted where the k - 1 before it were.
 
-    alpha_k = #(rounds with >= k accepted) / #(rounds with >= k - 1 accepted whose k-th was put to the test). The last
-    round of a text that ends on an accepted token says nothing of the depth after it, and is left out there. None where
-    no round came so deep.
+    alpha_k = #(rounds with >= k accepted) / #(rounds that put a k-th token to the test). A round that the end of the
+    text cuts short says nothing of the depths after the cut, and a tree without a node at depth k nothing of k: neither
+    counts there. None where no round came so deep.
     """
-    reached, tested = [0] * (depth + 2), [0] * (depth + 2)
-    for trace in traces:
-        for index, count in enumerate(trace.accepted):
-            assert count <= depth, f"a round accepted {count} tokens of a draft of depth {depth}"
-            censored = trace.cut and index == trace.rounds - 1
-            for k in range(1, count + 1):
-                reached[k] += 1
-                tested[k] += 1
-            if not censored:
-                tested[count + 1] += 1
-    return [reached[k] / tested[k] if tested[k] else None for k in range(1, depth + 1)]
+    accepted = np.array([count for trace in traces for count in trace.accepted], dtype=np.int64)
+    reached = np.array([level for trace in traces for level in trace.reached], dtype=np.int64)
+    assert accepted.shape == reached.shape, f"{accepted.shape} rounds accepted, {reached.shape} reached"
+    assert (accepted <= reached).all() and (reached <= depth).all(), (accepted, reached, depth)
+    rates: list[float | None] = []
+    for k in range(1, depth + 1):
+        tested = int((reached >= k).sum())
+        rates.append(int((accepted >= k).sum()) / tested if tested else None)
+    return rates
 
 
 def accepted_histogram(traces: Iterable[Trace], depth: int) -> list[int]:

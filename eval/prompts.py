@@ -235,7 +235,7 @@ def to_prompt(where: str, record: dict[str, Any], suite: str, tokenizer: PreTrai
 
 
 def read_messages(where: str, messages: Any) -> tuple[list[Message], list[str]]:
-    """A chat record's system message, if any, and first user turn; recorded answers are not the target's and left out."""
+    """A chat record's system message, if any, and first user turn; the recorded answers are not the target's."""
     try:
         said = [(message["role"], message["content"]) for message in messages]
     except (TypeError, KeyError) as error:

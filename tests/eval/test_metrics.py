@@ -20,21 +20,15 @@ from eval.metrics import (
     tokens_per_second,
 )
 
-WHOLE = Trace(emitted=7, accepted=(3, 0, 1))  # 3+1, 0+1, 1+1
-CUT = Trace(emitted=5, accepted=(2, 2))  # 2+1, then 2 and the text ended
+WHOLE = Trace(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2))  # 3+1, 0+1, 1+1 tokens
+CUT = Trace(emitted=5, accepted=(2, 2), reached=(3, 2))  # 2+1, then 2 and the text ended
 
 
 def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
     assert tau([WHOLE]) == 7 / 3
     assert tau([WHOLE, CUT]) == 12 / 5  # not the mean of 7/3 and 5/2
-    assert tau([Trace(9, (0,) * 9)]) == 1  # plain decoding
-    assert math.isnan(tau([Trace(0, ())]))  # the text ended with the prefill's token
-
-
-def test_a_cut_round_is_known_by_the_missing_bonus_token() -> None:
-    assert CUT.cut and not WHOLE.cut
-    with pytest.raises(AssertionError, match="cannot emit 9"):
-        _ = Trace(9, (1, 1)).cut
+    assert tau([Trace(9, (0,) * 9, (0,) * 9)]) == 1  # plain decoding
+    assert math.isnan(tau([Trace(0, (), ())]))  # the text ended with the prefill's token
 
 
 def test_acceptance_is_conditional_on_the_depths_before() -> None:
@@ -43,15 +37,15 @@ def test_acceptance_is_conditional_on_the_depths_before() -> None:
 
 
 def test_a_cut_round_is_no_evidence_of_the_depth_it_never_reached() -> None:
-    # depth 3 was tested once only, by the first round, and refused
+    # depth 3 was tested by the first round only, and refused
     assert acceptance_by_depth([CUT], 3) == [1.0, 1.0, 0.0]
-    assert acceptance_by_depth([Trace(1, (1,))], 2) == [1.0, None]
+    assert acceptance_by_depth([Trace(1, (1,), (1,))], 2) == [1.0, None]
 
 
 def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
     rng = np.random.default_rng(0)
     accepted = tuple(int(x) for x in rng.integers(0, 5, size=200))
-    trace = Trace(emitted=sum(accepted) + 200, accepted=accepted)
+    trace = Trace(sum(accepted) + 200, accepted, tuple(min(n + 1, 4) for n in accepted))
     reach = np.cumprod([alpha or 0.0 for alpha in acceptance_by_depth([trace], 4)])
     assert 1 + reach.sum() == pytest.approx(tau([trace]))
     histogram = accepted_histogram([trace], 4)
@@ -94,7 +88,7 @@ def test_pairing_removes_what_prompts_have_in_common() -> None:
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
-    traces = [Trace(7, (3, 0, 1)), Trace(5, (2, 2)), Trace(4, (0, 0, 1))]
+    traces = [WHOLE, CUT, Trace(4, (0, 0, 1), (1, 1, 2))]
     assert tau_interval(traces, seed=5) == tau_interval(traces, seed=5)
     assert all(map(math.isnan, tau_interval([])))
 
