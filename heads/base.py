@@ -62,10 +62,15 @@ class Observation:
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done (its state must not change in any way that is read)
 
 
-Perturb = Callable[[Tensor, Tensor], Tensor]
-"""(B, W, V or Vd) float32 draft logits in TARGET ids order given by the caller, (B, W) positions of the drafted tokens ->
-scores of the same shape, by which candidates are ranked: the logits themselves at temperature 0, else logits / temperature plus
-the noise that the target will use at that position (the draft may share it under the `match` rule)."""
+class Perturb(Protocol):
+    """How a draft ranks candidates: the runtime's noise under the `match` rule, which the draft may share."""
+
+    def __call__(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Draft logits (B, W, Vx) and the (B, W) positions of the drafted tokens -> scores (B, W, Vx) float32.
+
+        token_ids (Vx,) are the target ids of the columns; None where they are 0 .. Vx - 1. At temperature 0 the scores are the
+        logits themselves, else logits / temperature plus the noise by which the target will choose at that position.
+        """
 
 
 class DraftState(Protocol):

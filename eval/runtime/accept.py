@@ -1,0 +1,53 @@
+"""The acceptance rule `match`: what the target chose decides, the draft only proposed.
+
+The target chooses a token at every node. Starting at the root, follow a child that bears the chosen token as far as
+that goes; the tokens on the path are accepted, and the choice at its last node is the bonus. So what comes out is the
+sequence of the target's own choices, whatever the tree. Where siblings bear the same token, the deepest path wins,
+then the lowest node.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.tree import Proposal
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a round decided, row by row; entries past a row's own are junk of the right shape."""
+
+    accepted: Tensor  # (B,) int64, n: drafted tokens accepted, 0 <= n <= K
+    path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are true
+    emitted: Tensor  # (B, K + 1) int64, the accepted tokens, then the bonus; entries 0 .. n are true
+
+
+def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
+    """Accept the deepest path of chosen tokens.
+
+    choice (B, N): the token the target chose after each node; above (B, N, N): `heads.tree.ancestors` of the proposal;
+    depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one level above it)
+    never counts.
+    """
+    B, N = choice.shape
+    node = torch.arange(N, device=choice.device).expand(B, N)
+    parent_depths = proposal.depths.gather(1, proposal.parents)
+    follows = (proposal.tokens == choice.gather(1, proposal.parents)) & (proposal.depths == parent_depths + 1)
+    follows = follows | (node == 0)
+    alive = (follows[:, None, :] | ~above).all(dim=2)  # every node above it follows, and so does it
+    best = torch.where(alive, proposal.depths * N + (N - 1 - node), -1).argmax(dim=1, keepdim=True)  # (B, 1)
+    accepted = proposal.depths.gather(1, best)  # (B, 1)
+    on_path = above.gather(1, best[..., None].expand(B, 1, N))[:, 0]  # (B, N)
+    # Each node on the path goes to the place of its depth, all others to a place that is cut off.
+    path = torch.zeros(B, depth + 2, dtype=torch.int64, device=choice.device)
+    path = path.scatter_(1, torch.where(on_path, proposal.depths, depth + 1), node)[:, : depth + 1]
+    # The choice at a node of the path is the token of the next node on it; at the last it is the bonus.
+    return Acceptance(accepted[:, 0], path, choice.gather(1, path))
+
+
+def match_chain(tokens: Tensor, choice: Tensor) -> Acceptance:
+    """The same for a chain: tokens (B, K + 1), root first, each the child of the one before it; choice (B, K + 1)."""
+    accepted = (tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
+    path = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return Acceptance(accepted, path, choice)

@@ -1,0 +1,117 @@
+"""The target's step through any Hugging Face causal LM: static caches, a 4-D mask, positions of our own.
+
+Letters: B rows, N nodes of a step, C tokens of a prefill chunk, E slots shown to attention, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from eval.runtime.cache import RowCache, round_up
+from heads.errors import UserError
+from heads.target import Features, FrozenTarget
+from heads.tree import Proposal
+
+CHUNK = 256
+"""Prompt tokens of one prefill step, at most."""
+TREE_SAFE_LAYERS = {"full_attention", "sliding_attention"}
+ALIBI_FAMILIES = {"bloom", "mpt"}
+
+
+class TargetStep:
+    """The frozen target with the caches of one batch."""
+
+    def __init__(self, target: FrozenTarget, *, batch_size: int, capacity: int, taps: tuple[int, ...]) -> None:
+        check_family(target)
+        self.target, self.taps = target, taps
+        self.capacity = round_up(capacity)
+        device = target.device
+        self.cache = RowCache(
+            num_layers=target.num_layers, batch_size=batch_size, capacity=self.capacity, device=device
+        )
+        self.slot = torch.arange(self.capacity, device=device)  # (S,)
+
+    def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
+        """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
+
+        One row at a time: what a request computes then cannot depend on its neighbours. Tokens past the prompt's end
+        are junk whose keys later tokens overwrite before anything may see them.
+        """
+        C = tokens.shape[1]
+        extent = min(round_up(start + C), self.capacity)
+        positions = self.slot[start : start + C] if start + C <= self.capacity else self._clamped(start, C)
+        key = self.slot[:extent]
+        self.cache.aim(positions[None], extent=extent, row=row)
+        visible = key[None, None] <= positions[None, :, None]
+        return self._features(tokens, positions[None], visible, key[None])
+
+    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int) -> tuple[Features, Tensor]:
+        """One pass over a tree: node j of row b stands in slot length[b] + j, at position length[b] + its depth.
+
+        above (B, N, N): `heads.tree.ancestors`, None for a chain; length (B,): tokens in the cache; extent: slots
+        shown, at least length + N of every row. Returns the features of all nodes and their float32 logits (B, N, V).
+        """
+        B, N = proposal.tokens.shape
+        slots = length[:, None] + self.slot[:N]  # (B, N)
+        key = self.slot[:extent]
+        self.cache.aim(slots, extent=extent)
+        if above is None:
+            positions, key_positions = slots, key.expand(B, extent)
+            visible = key <= slots[:, :, None]
+        else:
+            positions = length[:, None] + proposal.depths
+            key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
+            visible = (key < length[:, None])[:, None].repeat(1, N, 1)
+            visible.scatter_(2, slots[:, None].expand(B, N, N), above)
+        features = self._features(proposal.tokens, positions, visible, key_positions)
+        return features, self.target.ends.logits(features.hidden)
+
+    def compact(self, length: Tensor, path: Tensor) -> None:
+        """Move the accepted nodes, `path` (B, K + 1), to the slots they will keep: the first after `length`, in
+        order."""
+        kept = path.shape[1]
+        self.cache.compact(length[:, None] + path, length[:, None] + self.slot[:kept])
+
+    def _features(self, tokens: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor) -> Features:
+        return self.target.features(
+            tokens,
+            positions=positions,
+            visible=visible,
+            key_positions=key_positions,
+            cache=self.cache,
+            taps=self.taps,
+        )
+
+    def _clamped(self, start: int, C: int) -> Tensor:
+        # The junk tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
+        # fills.
+        return torch.arange(start, start + C, device=self.slot.device).clamp_(max=self.capacity - 1)
+
+
+def chunk_size(remaining: int) -> int:
+    """The padded length of the next prefill step: few shapes, and less than half of one is padding."""
+    return min(CHUNK, max(16, 1 << (remaining - 1).bit_length()))
+
+
+def check_family(target: FrozenTarget) -> None:
+    """Refuse families whose attention cannot take a tree mask: recurrent layers, chunks, position biases without
+    positions."""
+    config = target.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - TREE_SAFE_LAYERS
+    model_type = config.model_type
+    reason = None
+    if kinds:
+        reason = f"layers of kind {', '.join(sorted(kinds))}"
+    elif getattr(target.model, "_is_stateful", False):
+        reason = "recurrent state"
+    elif getattr(config, "alibi", False) or model_type in ALIBI_FAMILIES:
+        reason = "alibi position biases, which are built from a 2-D mask"
+    if reason is not None:
+        raise UserError(
+            f"{target.name}: the runtime cannot verify drafts on {model_type}: it has {reason}; "
+            "use a target with full or sliding-window attention and rotary or learned positions"
+        )
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise UserError(
+            f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with 'sdpa' or 'eager'"
+        )

@@ -1,0 +1,173 @@
+"""One round of speculative decoding: propose, verify, choose, accept, commit.
+
+Everything lives in static tensors on the target's device and nothing waits for the host, so that a CUDA graph can
+hold a round. The host may run any number of rounds ahead: a row that is done stays as it is.
+
+State of row b: its first length[b] tokens are in the target's cache, the root is the next one (decided, not yet in
+the cache). Node j goes to slot length + j at position length + depth_j; the token chosen after it has position length
++ depth_j + 1.
+
+Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, E slots shown to attention.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.runtime.accept import Acceptance, match, match_chain
+from eval.runtime.hf import TargetStep
+from eval.runtime.sampling import RowSampling
+from heads.base import DraftHead, Observation
+from heads.target import Features
+from heads.tree import Proposal, TreeShape, ancestors
+
+Mark = Callable[[str], None]
+"""Called after each phase of a round with its name: draft, verify, accept, commit."""
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """What a batch has decided so far."""
+
+    length: Tensor  # (B,) int64, tokens in the target's cache
+    root: Tensor  # (B,) int64
+    done: Tensor  # (B,) bool; rows without a request are done
+    limit: Tensor  # (B,) int64, most tokens to emit
+    heeds_eos: Tensor  # (B,) bool
+    output: Tensor  # (B, capacity) int64, tokens emitted, the root included; junk after output_length
+    output_length: Tensor  # (B,) int64
+    rounds: Tensor  # (B,) int64, rounds the row took part in
+    accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
+    reached: Tensor  # (B, capacity) int64, by round: the deepest level put to the test, all levels above it accepted
+
+    @classmethod
+    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device) -> "RoundState":
+        """Rows without requests; `capacity` is the most tokens a request emits."""
+        B, M = batch_size, depth + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            length=zeros(B),
+            root=zeros(B),
+            done=~zeros(B, dtype=torch.bool),
+            limit=zeros(B),
+            heeds_eos=zeros(B, dtype=torch.bool),
+            output=zeros(B, capacity + M),
+            output_length=zeros(B),
+            rounds=zeros(B),
+            accepted=zeros(B, capacity + 1),
+            reached=zeros(B, capacity + 1),
+        )
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The parts a round works with."""
+
+    step: TargetStep
+    shape: TreeShape
+    head: DraftHead | None
+    head_state: Any
+    sampling: RowSampling
+    eos: Tensor  # (number of them,) int64
+    state: RoundState
+
+    def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
+        """Advance every row that is not done; `extent` slots are shown to attention, at least length + N of every
+        row."""
+        state, shape = self.state, self.shape
+        proposal = self.propose()
+        mark("draft")
+        above = None if is_chain(shape) else ancestors(proposal.parents, shape.depth)
+        features, logits = self.step.verify(proposal, above, state.length, extent)
+        choice = self.sampling.choose(logits, state.length[:, None] + 1 + proposal.depths)  # (B, N)
+        mark("verify")
+        acceptance = (
+            match_chain(proposal.tokens, choice) if above is None else match(proposal, choice, above, shape.depth)
+        )
+        mark("accept")
+        self.commit(proposal, acceptance, features)
+        mark("commit")
+
+    def propose(self) -> Proposal:
+        """The head's tree below each root; the root alone without a head."""
+        if self.head is not None:
+            return self.head.propose(self.head_state, self.sampling.perturb)
+        root = self.state.root[:, None]
+        none = torch.zeros_like(root)
+        return Proposal(root, none, none, torch.zeros(root.shape, device=root.device))
+
+    def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
+        """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
+        state, M = self.state, self.shape.depth + 1
+        emitted = acceptance.emitted  # (B, M)
+        count = acceptance.accepted + 1
+        kept, ended = self.cut(emitted, count)
+        going = ~(state.done | ended)
+
+        if M > 1:
+            self.record(proposal, acceptance.accepted, kept)
+        places = state.output_length[:, None] + torch.arange(M, device=kept.device)
+        state.output.scatter_(1, places, emitted)
+        state.output_length.add_(kept)
+        state.rounds.add_(~state.done)
+        state.done.logical_or_(ended)
+
+        if self.head is not None:
+            self.observe(acceptance, features, torch.where(going, count, 0))
+        if not is_chain(self.shape):
+            self.step.compact(state.length, acceptance.path)
+        state.length.add_(torch.where(going, count, 0))
+        state.root.copy_(torch.where(going, emitted.gather(1, acceptance.accepted[:, None])[:, 0], state.root))
+
+    def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of the first count[b] emitted tokens the output keeps, (B,), and whether it ends with them, (B,)
+        bool."""
+        state = self.state
+        room = state.limit - state.output_length
+        kept = torch.minimum(count, room)
+        ended = count >= room
+        if len(self.eos):
+            M = emitted.shape[1]
+            is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.heeds_eos[:, None]  # (B, M)
+            if M > 1:
+                place = torch.arange(M, device=emitted.device)
+                upto_eos = torch.where(is_eos, place + 1, M + 1).amin(dim=1)
+                ended = ended | (upto_eos <= kept)
+                kept = torch.minimum(kept, upto_eos)
+            else:
+                ended = ended | is_eos[:, 0]
+        return torch.where(state.done, 0, kept), ended
+
+    def record(self, proposal: Proposal, accepted: Tensor, kept: Tensor) -> None:
+        """Note how deep the round came. One that EOS or the limit cuts short tests only the levels whose outcome the
+        output shows."""
+        state, K = self.state, self.shape.depth
+        deepest = K if is_chain(self.shape) else proposal.depths.amax(dim=1)
+        at = state.rounds[:, None]
+        state.accepted.scatter_(1, at, torch.minimum(accepted, kept)[:, None])
+        state.reached.scatter_(1, at, torch.minimum(accepted + 1, kept).clamp(max=deepest)[:, None])
+
+    def observe(self, acceptance: Acceptance, features: Features, count: Tensor) -> None:
+        """Hand the head the true features of the accepted path; count (B,) is 0 for rows that are done."""
+        assert self.head is not None
+        path = acceptance.path[..., None]
+        observation = Observation(
+            tokens=torch.cat([self.state.root[:, None], acceptance.emitted], dim=1),
+            taps=features.taps.gather(1, path.expand(-1, -1, features.taps.shape[-1])),
+            hidden=features.hidden.gather(1, path.expand(-1, -1, features.hidden.shape[-1])),
+            start=self.state.length.clone(),
+            count=count,
+        )
+        self.head.observe(self.head_state, observation)
+
+
+def is_chain(shape: TreeShape) -> bool:
+    """Whether each node is the only child of the one before it: no masks of ancestors, and accepted keys already in
+    place."""
+    return shape.nodes == shape.depth + 1 and shape.top_k <= 1

@@ -1,0 +1,171 @@
+"""How a token is chosen: one processed law, and noise that depends on nothing but (seed, position, token id).
+
+    p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
+    choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
+
+G is Gumbel noise, so the choice is a draw from p_t; and since G is a pure function of the seed, the absolute position
+and the token id, it is the same draw on every device, in every batch, tree and round. That makes sampled speculative
+decoding equal to plain decoding token for token, and lets a draft use the very noise the target will use.
+
+Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.errors import UserError
+
+GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
+MIX_1, MIX_2 = -4658895280553007687, -7723592293110705685  # splitmix64's two multipliers
+LOW_34, LOW_37, LOW_33, LOW_52 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1, (1 << 52) - 1
+COLDEST = 1e-6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request's tokens are chosen. Temperature 0 is greedy, and then the filters and the seed have no
+    effect."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Keep the k likeliest tokens (lowest ids on ties); 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens until their mass reaches this share; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the likeliest; 0 keeps all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
+            raise UserError(f"temperature: expected 0 (greedy) or a number from {COLDEST} up, got {self.temperature}")
+        if self.top_k < 0:
+            raise UserError(f"top_k: expected a count, or 0 to keep all tokens, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: expected a share above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p: expected a share from 0 to 1, got {self.min_p}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed: expected an integer of at most 64 bits, got {self.seed}")
+
+
+class RowSampling:
+    """The sampling of every row of a batch, as tensors; rows of different requests mix freely.
+
+    `random` and `filtered` are host flags (does any row sample? does any row filter?), so that a greedy batch costs
+    one argmax. They choose between forms of equal result, never the result.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
+        self._rows = [Sampling()] * batch_size
+        self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
+        self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(batch_size, device=device)
+        self.min_p = torch.zeros(batch_size, device=device)
+        self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.random = self.filtered = False
+
+    def set_row(self, row: int, sampling: Sampling) -> None:
+        """Give a row to a request."""
+        self._rows[row] = sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.seed[row] = sampling.seed
+        self.random = any(s.temperature > 0 for s in self._rows)
+        self.filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self._rows)
+
+    def row(self, row: int) -> "RowSampling":
+        """One row alone, as a batch of one; a copy."""
+        alone = RowSampling(1, self.seed.device)
+        alone.set_row(0, self._rows[row])
+        return alone
+
+    def log_law(self, logits: Tensor) -> Tensor:
+        """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
+        return log_law(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
+        if not self.random:
+            return logits.argmax(dim=-1)
+        noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        return noise.add_(self.log_law(logits)).argmax(dim=-1)
+
+    def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.
+
+        logits (B, W, Vx); positions (B, W) of the drafted tokens; token_ids (Vx,) the target ids of the columns, None
+        where they are 0 .. Vx - 1. Greedy rows come back as float32 logits, unchanged.
+        """
+        logits = logits.float()
+        if not self.random:
+            return logits
+        if token_ids is None:
+            token_ids = torch.arange(logits.shape[-1], device=logits.device)
+        hot = (self.temperature > 0)[:, None, None]
+        warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
+        noise = gumbel(self.seed, positions, token_ids)
+        return torch.where(hot, logits / warmth + noise, logits)
+
+
+def log_law(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """The processed law, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the one
+    before left.
+
+    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
+    """
+    hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
+    top = logits.argmax(dim=-1, keepdim=True)
+    greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
+    # The maximum is taken off first: logits divided by a very low temperature would overflow to inf - inf.
+    scaled = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
+    if filtered:
+        scaled = scaled.masked_fill(~_kept(scaled, top_k, top_p, min_p), -torch.inf)
+    return torch.where(hot, scaled.log_softmax(dim=-1), greedy)
+
+
+def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(B, W, V) bool: what the three filters leave. Each keeps a prefix of the tokens in falling order, so one sort
+    does."""
+    V = scaled.shape[-1]
+    falling, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(V, device=scaled.device)
+    k = torch.where(top_k > 0, top_k, V)[:, None, None]
+    kept = rank < k
+    # A token stays while the mass before it is short of top_p, so the likeliest always does. Sums that only rounding
+    # brought to 1 must cut nothing off, hence the second term.
+    share = falling.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    before = share.cumsum(dim=-1) - share
+    p = top_p[:, None, None]
+    kept = kept & ((before < p) | (p >= 1)) & (falling >= falling[..., :1] + min_p[:, None, None].log())
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
+
+    splitmix64 over the three integers gives 52 bits k, and w = (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
+    Since G = -log(-log(1 - w)), large noise comes from small w, where w is finest: values up to 36 are drawn by their
+    true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some hundred
+    millions).
+    """
+    keys = _mix(_mix(seeds)[:, None] + positions * GAMMA)  # (B, W)
+    bits = _mix_(keys[..., None] + token_ids * GAMMA)
+    w = bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
+    return w.neg_().log1p_().neg_().log_().neg_().float()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 tensors; a bijection. Shifts are arithmetic, so the sign's copies are masked
+    off."""
+    return _mix_(x.clone())
+
+
+def _mix_(x: Tensor) -> Tensor:
+    x.bitwise_xor_((x >> 30).bitwise_and_(LOW_34)).mul_(MIX_1)
+    x.bitwise_xor_((x >> 27).bitwise_and_(LOW_37)).mul_(MIX_2)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(LOW_33))
