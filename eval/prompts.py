@@ -155,7 +155,7 @@ def cut_prompt(
         return None
     ids = ids[:length]
     shown = str(tokenizer.decode(list(ids), skip_special_tokens=True))
-    return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, name.split("/")[0].removesuffix(".py"), shown, ids)
+    return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
 
 
 def read_records(suite_or_path: str) -> Iterator[Record]:

@@ -1,0 +1,234 @@
+"""Decode the same prompts plainly and with drafts, timed in turns, and compare every token.
+
+Prompts that are decoded together form a unit. For each unit every contender (plain decoding, and each draft tree)
+decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill is timed
+apart.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eval.metrics import Trace
+from eval.prompts import Prompt
+from eval.runtime.engine import PHASES, Engine, Output, Request
+from eval.runtime.sampling import RowSampling, Sampling, gumbel
+from heads.base import DraftHead
+from heads.target import FrozenTarget
+from heads.tree import ROOT_ONLY, TreeShape
+
+WARM_UP_TOKENS = 24
+PROFILED_PROMPTS = 8
+
+OnUnit = Callable[[int], None]
+"""Called whenever one contender has decoded one unit, with the number of its prompts."""
+
+
+@dataclass
+class Contender:
+    """One way of decoding, and what it gave; one entry a repeat."""
+
+    shape: TreeShape
+    engine: Engine
+    outputs: list[dict[int, Output]] = field(default_factory=list)
+    """By repeat: prompt index -> output."""
+    decode_seconds: list[dict[int, float]] = field(default_factory=list)
+    """By repeat: unit index -> seconds, prefill left out."""
+    rounds: list[dict[int, int]] = field(default_factory=list)
+    """By repeat: unit index -> rounds of the whole batch."""
+    prefill_seconds: float = 0.0
+
+    def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
+        """Decode one unit and keep what it gave."""
+        if len(self.outputs) == repeat:
+            self.outputs.append({})
+            self.decode_seconds.append({})
+            self.rounds.append({})
+        outputs = self.engine.generate([requests[i] for i in indices])
+        self.outputs[repeat].update(zip(indices, outputs, strict=True))
+        timings = self.engine.timings
+        self.decode_seconds[repeat][unit] = timings.decode_seconds
+        self.rounds[repeat][unit] = timings.rounds
+        self.prefill_seconds += timings.prefill_seconds
+
+    def unit_seconds(self, unit: int) -> float:
+        """Decode seconds of one unit, all repeats together."""
+        return sum(seconds[unit] for seconds in self.decode_seconds)
+
+    def unit_rounds(self, unit: int) -> int:
+        """Rounds of one unit, all repeats together."""
+        return sum(rounds[unit] for rounds in self.rounds)
+
+
+@dataclass
+class Race:
+    """All contenders over all prompts at one way of sampling."""
+
+    prompts: Sequence[Prompt]
+    requests: Sequence[Request]
+    units: list[list[int]]
+    plain: Contender
+    drafting: list[Contender]
+    breakdowns: list[dict[str, float]] = field(default_factory=list)
+    """For each of `drafting`: seconds of one round by phase, and under `plain` those of a plain step in the same
+    minute."""
+
+    def tokens(self, unit: int) -> int:
+        """Tokens that decoding (not prefill) made in one unit, all repeats together; the same for every contender."""
+        return len(self.plain.outputs) * sum(len(self.plain.outputs[0][i].tokens) - 1 for i in self.units[unit])
+
+
+def race(
+    target: FrozenTarget,
+    head: DraftHead,
+    prompts: Sequence[Prompt],
+    shapes: Sequence[TreeShape],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    repeats: int,
+    on_unit: OnUnit = lambda count: None,
+) -> Race:
+    """Decode `prompts` with every contender, `repeats` times in turns. Prompt i samples with seed `sampling.seed` +
+    i."""
+    longest = max(len(prompt.ids) for prompt in prompts)
+    room = longest + max_new_tokens + max(shape.nodes for shape in shapes)
+    requests = [
+        Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i))
+        for i, prompt in enumerate(prompts)
+    ]
+    plain = Contender(ROOT_ONLY, Engine(target, batch_size=batch_size, max_length=room))
+    drafting = [
+        Contender(shape, Engine(target, head, shape=shape, batch_size=batch_size, max_length=room)) for shape in shapes
+    ]
+    result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
+    contenders = [plain, *drafting]
+    for contender in contenders:
+        contender.engine.generate([replace(requests[i], max_new_tokens=_warm(max_new_tokens)) for i in result.units[0]])
+    for repeat in range(repeats):
+        for unit, indices in enumerate(result.units):
+            first = (repeat + unit) % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                contender.run(unit, indices, requests, repeat)
+                on_unit(len(indices))
+    result.breakdowns = [profile(result, contender) for contender in drafting]
+    return result
+
+
+def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
+    """Indices of the prompts that are decoded together: neighbours of one suite and category, at most a batch."""
+    units: list[list[int]] = []
+    for _, group in groupby(range(len(prompts)), key=lambda i: (prompts[i].suite, prompts[i].category)):
+        indices = list(group)
+        units += [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+    return units
+
+
+def profile(race: Race, contender: Contender) -> dict[str, float]:
+    """Seconds of one round by phase, over a few prompts; each unit is also decoded plainly, for a plain step's
+    seconds."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    rounds, plain_seconds, plain_rounds, profiled = 0, 0.0, 0, 0
+    for indices in race.units:
+        requests = [race.requests[i] for i in indices]
+        race.plain.engine.generate(requests)
+        plain_seconds += race.plain.engine.timings.decode_seconds
+        plain_rounds += race.plain.engine.timings.rounds
+        contender.engine.profile = True
+        contender.engine.generate(requests)
+        contender.engine.profile = False
+        timings = contender.engine.timings
+        rounds += timings.rounds
+        for phase in PHASES:
+            seconds[phase] += timings.breakdown[phase]
+        profiled += len(indices)
+        if profiled >= PROFILED_PROMPTS:
+            break
+    per_round = {phase: seconds[phase] / max(rounds, 1) for phase in PHASES}
+    return per_round | {"plain": plain_seconds / max(plain_rounds, 1)}
+
+
+def trace(output: Output) -> Trace:
+    """What the metrics need of one output."""
+    return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached))
+
+
+def find_divergences(
+    race: Race, contender: Contender, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Where a contender's tokens, in any repeat, are not plain decoding's first ones: one entry a prompt, at most.
+
+    Called with `race.plain` itself, it tells whether plain decoding repeats itself.
+    """
+    found = []
+    for i, prompt in enumerate(race.prompts):
+        reference = race.plain.outputs[0][i].tokens
+        for repeat, outputs in enumerate(contender.outputs):
+            position = first_difference(reference, outputs[i].tokens)
+            if position is None:
+                continue
+            pair = [tokens[position] if position < len(tokens) else None for tokens in (reference, outputs[i].tokens)]
+            margin = top_two_margin(target, [*prompt.ids, *reference[:position]], race.requests[i].sampling)
+            found.append(
+                {
+                    "suite": prompt.suite,
+                    "prompt": prompt.id,
+                    "tree": str(contender.shape),
+                    "temperature": race.requests[i].sampling.temperature,
+                    "repeat": repeat,
+                    "position": position,
+                    "plain_token": pair[0],
+                    "token": pair[1],
+                    "plain_text": None if pair[0] is None else tokenizer.decode([pair[0]]),
+                    "text": None if pair[1] is None else tokenizer.decode([pair[1]]),
+                    "top_two_margin": margin,
+                }
+            )
+            break
+    return found
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position at which two token sequences differ, the shorter one's end included; None if they are
+    equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+@torch.no_grad()
+def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
+    """By how much the token after `ids` won: the gap between the two best scores that the choice compares.
+
+    At temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise.
+    """
+    T = len(ids)
+    tokens = torch.tensor([ids], device=target.device)  # (1, T)
+    positions = torch.arange(T, device=target.device)
+    features = target.features(
+        tokens,
+        positions=positions[None],
+        visible=(positions <= positions[:, None])[None],
+        key_positions=positions[None],
+    )
+    logits = target.ends.logits(features.hidden[:, -1:])  # (1, 1, V)
+    if sampling.temperature == 0:
+        scores = logits.log_softmax(dim=-1)
+    else:
+        rows = RowSampling(1, target.device)
+        rows.set_row(0, sampling)
+        position = torch.full((1, 1), T, device=target.device)
+        token_ids = torch.arange(logits.shape[-1], device=target.device)
+        scores = rows.log_law(logits) + gumbel(rows.seed, position, token_ids)
+    best = scores.flatten().topk(2).values
+    return float(best[0] - best[1])
+
+
+def _warm(max_new_tokens: int) -> int:
+    return min(max_new_tokens, WARM_UP_TOKENS)

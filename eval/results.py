@@ -1,0 +1,230 @@
+"""results.json: the figures of a measurement in one dictionary, and how it is written and read.
+
+Keys are added, never renamed. Figures at the top level are those of the headline setting; `measurements` has every
+setting, `suites` every suite and category at the headline setting. A speedup stands nowhere unless every output was
+identical.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from eval import metrics
+from eval.environment import device_facts, versions
+from eval.measure import Contender, Race, trace
+from eval.runtime.engine import PHASES, Output
+from heads.base import DraftHead
+from heads.errors import UserError
+from heads.target import FrozenTarget
+
+SCHEMA_VERSION = 1
+NUM_SAMPLES = 4
+
+Results = dict[str, Any]
+
+
+def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]], units: Sequence[int]) -> Results:
+    """What one setting gave over some of the units (all of them, or a suite's)."""
+    indices = [i for unit in units for i in race.units[unit]]
+    chosen = {(race.prompts[i].suite, race.prompts[i].id) for i in indices}
+    wrong = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
+    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
+    outputs = [contender.outputs[0][i] for i in indices]
+    traces = [trace(output) for output in outputs]
+    depth = contender.shape.depth
+    tokens = [race.tokens(unit) for unit in units]
+    plain = [race.plain.unit_seconds(unit) for unit in units]
+    seconds = [contender.unit_seconds(unit) for unit in units]
+    rounds = sum(contender.unit_rounds(unit) for unit in units)
+    tau = metrics.tau(traces)
+    phases = race.breakdowns[race.drafting.index(contender)]
+    speedup = None
+    if identical == len(indices):
+        speedup = {
+            "measured": metrics.speedup(plain, seconds),
+            "ci95": metrics.speedup_interval(plain, seconds) if len(units) > 1 else None,
+            "predicted": metrics.predicted_speedup(
+                tau,
+                plain_seconds=phases["plain"],
+                draft=phases["draft"],
+                verify=phases["verify"],
+                rest=phases["accept"] + phases["commit"],
+            ),
+        }
+    return {
+        "tree": str(contender.shape),
+        "temperature": race.requests[0].sampling.temperature,
+        "exact": {"prompts": len(indices), "identical": identical, "divergences": wrong},
+        "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
+        "alpha": metrics.acceptance_by_depth(traces, depth),
+        "accepted_histogram": metrics.accepted_histogram(traces, depth),
+        "baseline": {
+            "tokens_per_second": metrics.tokens_per_second(tokens, plain),
+            "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
+        },
+        "speculative": {
+            "tokens_per_second": metrics.tokens_per_second(tokens, seconds),
+            "ms_per_round": 1e3 * sum(seconds) / max(rounds, 1),
+            "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
+        },
+        "speedup": speedup,
+        "loop_share": metrics.loop_share([output.tokens for output in outputs]),
+        "tokens": sum(len(output.tokens) for output in outputs),
+    }
+
+
+def by_suite(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:
+    """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
+    groups: dict[str, list[int]] = {}
+    for unit, indices in enumerate(race.units):
+        prompt = race.prompts[indices[0]]
+        groups.setdefault(prompt.suite, []).append(unit)
+        if prompt.category != prompt.suite:
+            groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
+    return {name: figures(race, contender, divergences, units) for name, units in groups.items()}
+
+
+def headline(measurements: Sequence[Results]) -> int:
+    """The setting that stands for all: the fastest at the first temperature, or the first one if the audit failed."""
+    candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
+    if any(measurements[i]["speedup"] is None for i in candidates):
+        return 0
+    return max(candidates, key=lambda i: measurements[i]["speedup"]["measured"])
+
+
+def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dict[str, Any]]) -> Results:
+    """The audit over every setting measured; plain decoding must repeat itself too."""
+    return {
+        "prompts": sum(m["exact"]["prompts"] for m in measurements),
+        "identical": sum(m["exact"]["identical"] for m in measurements) - len(unrepeatable),
+        "divergences": [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])],
+    }
+
+
+def target_facts(target: FrozenTarget) -> Results:
+    """What identifies the target, and its size."""
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "fingerprint": target.fingerprint,
+        "parameters": num_parameters(target.model),
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def head_facts(head: DraftHead, kind: str, path: str) -> Results:
+    """What identifies the head, and its size."""
+    assert isinstance(head, nn.Module)
+    config = asdict(head.config) if is_dataclass(head.config) and not isinstance(head.config, type) else {}
+    return {"kind": kind, "path": path, "parameters": num_parameters(head), "taps": list(head.taps), "config": config}
+
+
+def environment(target: FrozenTarget) -> Results:
+    """Where it was measured."""
+    return {
+        "device": device_facts(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+
+
+def samples(race: Race, contender: Contender, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
+    """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
+    count = min(NUM_SAMPLES, len(race.prompts))
+    chosen = [i * len(race.prompts) // count for i in range(count)]
+    return [
+        {
+            "suite": race.prompts[i].suite,
+            "prompt_id": race.prompts[i].id,
+            "prompt": race.prompts[i].text,
+            "output": tokenizer.decode(contender.outputs[0][i].tokens),
+            "rounds": contender.outputs[0][i].rounds,
+            "tau": _number(metrics.tau([trace(contender.outputs[0][i])])),
+            "pieces": pieces(contender.outputs[0][i], tokenizer),
+        }
+        for i in chosen
+    ]
+
+
+def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
+    """The output token by token: text, round (0 = the prefill), drafted or the target's own.
+
+    A token may end inside a character; its text then comes with the token that completes it.
+    """
+    rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
+    drafted = [False] + [k < count for count in output.accepted for k in range(count + 1)]
+    found, shown = [], ""
+    for n in range(1, len(output.tokens) + 1):
+        text = str(tokenizer.decode(output.tokens[:n]))
+        new = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(shown) :]
+        shown += new
+        found.append({"text": new, "round": rounds[n - 1], "drafted": drafted[n - 1]})
+    return found
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Weights, tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Write results.json whole or not at all; what is not a number becomes null."""
+    write_text(path, json.dumps(_clean(results), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_results(path: Path) -> Results:
+    """Read a results.json; UserError where it is none."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {error}") from error
+    if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(f"{path}: expected a results.json with schema_version {SCHEMA_VERSION}; measure again")
+    return results
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: could not be written: {error.strerror}; free space or choose another --out"
+        ) from error
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _clean(value: Any) -> Any:
+    """The same, fit for JSON: no NaN or infinity, and nothing but plain types."""
+    match value:
+        case float():
+            return _number(value)
+        case dict():
+            return {str(key): _clean(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_clean(item) for item in value]
+        case str() | int() | None:
+            return value
+        case _:
+            return str(value)
