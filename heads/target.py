@@ -61,6 +61,12 @@ class FrozenTarget:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D) the output embeddings, tied or not."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
     @torch.no_grad()
     def features(
         self,

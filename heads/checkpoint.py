@@ -1,0 +1,174 @@
+"""Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
+
+EAGLE-3's keys are those of the EAGLE repository, read by SGLang and vLLM. Both conventions of naming taps are written: vLLM counts
+the layer a stream enters, SGLang the layer it leaves. Everything of ours stands under one key, `draftsmith`, which engines ignore.
+A save is complete or absent.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers.utils import cached_file
+
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.errors import UserError
+from heads.registry import HEADS
+from heads.target import FrozenTarget, first_line
+
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def target_record(target: FrozenTarget) -> dict[str, Any]:
+    """What a head remembers of the target it was trained for."""
+    config = target.model.config
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "fingerprint": target.fingerprint,
+        "bos_token_id": getattr(config, "bos_token_id", None),
+        "eos_token_id": getattr(config, "eos_token_id", None),
+    }
+
+
+def save_head(head: Eagle3, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None) -> None:
+    """Write a head into `folder`, replacing what is there in one step. `target` is `target_record` of the target it belongs to."""
+    folder = Path(folder)
+    fresh, old = folder.with_name(f".{folder.name}.new-{os.getpid()}"), folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    kind = next(name for name, cls in HEADS.items() if type(head) is cls)
+    ours = {"format": FORMAT, "kind": kind, "config": asdict(head.config), "target": target, "provenance": provenance or {}}
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.state_dict().items()}
+        save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / CONFIG).write_text(json.dumps({**engine_config(head.config, target), "draftsmith": ours}, indent=2) + "\n")
+        for path in (fresh / WEIGHTS, fresh / CONFIG):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def engine_config(config: Eagle3Config, target: dict[str, Any]) -> dict[str, Any]:
+    """config.json as vLLM and SGLang read it."""
+    if 0 in config.taps:
+        nested = None  # SGLang counts layer outputs and has no number for the embeddings
+    else:
+        nested = [k - 1 for k in config.taps]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "float32",
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+        "norm_before_residual": False,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "num_aux_hidden_states": len(config.taps),
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested},
+    }
+
+
+def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Eagle3:
+    """Load a head from its folder, from the folder of the run that made it, or from the hub; strictly.
+
+    Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
+    """
+    folder = find_head(path)
+    record = read_config(folder)
+    kind = record["kind"]
+    config = HEADS[kind].Config(**{**record["config"], "taps": tuple(record["config"]["taps"])})
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{folder / WEIGHTS}: truncated or not a safetensors file ({first_line(error)}); fetch or train it again") from error
+    missing_tables = {"d2t", "t2d"} - weights.keys()
+    if missing_tables:
+        raise UserError(f"{folder / WEIGHTS}: lacks {', '.join(sorted(missing_tables))}; the draft vocabulary belongs inside the head")
+    head = HEADS[kind](config, weights["d2t"], weights["t2d"])
+    expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in weights.items()}
+    if expected != found:
+        name = min(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        raise UserError(
+            f"{folder / WEIGHTS}: tensor {name}: expected {expected.get(name, 'none')}, found {found.get(name, 'none')}; "
+            "it does not belong to the config.json beside it"
+        )
+    for name, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise UserError(f"{folder / WEIGHTS}: tensor {name} holds values that are not finite; fetch or train it again")
+    head.load_state_dict(weights)
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def find_head(path: str | Path) -> Path:
+    """The folder with the head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
+    for folder in (Path(path), Path(path) / "head"):
+        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+            return folder
+    if Path(path).exists() or str(path).startswith((".", "/")) or str(path).count("/") != 1:
+        raise UserError(f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id")
+    try:
+        files = [cached_file(str(path), name) for name in (CONFIG, WEIGHTS)]
+        return Path(files[0]).parent
+    except OSError as error:
+        raise UserError(f"{path}: neither a folder here nor a head on the hub ({first_line(error)})") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Our section of a head's config.json."""
+    try:
+        record: dict[str, Any] = json.loads((folder / CONFIG).read_text()).get("draftsmith")
+    except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / CONFIG}: not a JSON object ({first_line(error)})") from error
+    if not isinstance(record, dict) or record.get("kind") not in HEADS:
+        raise UserError(f"{folder / CONFIG}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
+    if record.get("format") != FORMAT:
+        raise UserError(f"{folder / CONFIG}: format {record.get('format')}, this version reads {FORMAT}")
+    return record
+
+
+def check_fits(path: str | Path, target: FrozenTarget) -> None:
+    """Refuse a head that was trained for another target: another width, vocabulary, depth or other weights."""
+    record = read_config(find_head(path))
+    config, trained_for = record["config"], record["target"]
+    for name, ours, theirs in (
+        ("hidden size", config["hidden_size"], target.hidden_size),
+        ("vocabulary", config["vocab_size"], target.vocab_size),
+        ("number of layers", config["num_target_layers"], target.num_layers),
+        ("fingerprint of the weights", trained_for["fingerprint"], target.fingerprint),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"{path}: trained for target {trained_for['name']} with {name} {ours}, but {target.name} has {theirs}; "
+                "measure it on its own target"
+            )

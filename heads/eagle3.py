@@ -1,0 +1,303 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that drafts from fused features of the target's low, middle and high layers.
+
+    g_t = fc [l_t ; m_t ; u_t]                                     fused taps of slot t
+    a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)      predicts x_{t+2} through norm and the draft's own lm_head
+    step i: the layer sees e(x_{t+1+i}) and its own last output a_t in the place of g_t, and predicts x_{t+2+i}
+
+Training-time test: all K steps run in training, gradients through all of them. At step i slot t attends to the step-0 keys of the
+slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position is t + i.
+Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's law restricted to the draft vocabulary.
+
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, L taps, K depth, W nodes of one level, S cache slots,
+P scratch slots, d head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from heads.attention import causal_attention, merge_steps
+from heads.base import Batch, HeadLoss, Observation, Perturb, TargetEnds
+from heads.errors import UserError
+from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
+from heads.losses import LOSSES, draft_loss
+from heads.tree import Proposal, TreeShape, grow, scratch_slots
+from heads.vocab import check_vocab, kept_ids
+
+AHEAD = 2
+"""Step i of slot t predicts the token at t + AHEAD + i."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(BlockConfig):
+    """Everything that the head's function and its training loss depend on."""
+
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    num_target_layers: int
+    """Decoder layers of the target."""
+    taps: tuple[int, ...]
+    """Residual streams read, by the layer they enter; ascending."""
+    draft_vocab_size: int
+    """Tokens the head can draft."""
+    rope_theta: float
+    """Base of the rotary positions."""
+    max_position_embeddings: int
+    """Context length, for engines; the head itself has no limit."""
+    depth: int = 7
+    """Steps of the training-time test."""
+    depth_decay: float = 0.8
+    """Weight of depth k in the loss is depth_decay^k."""
+    loss: str = "kl"
+    """One of heads.losses.LOSSES."""
+    fc_norm: bool = False
+    """EAGLE-3.1: an RMSNorm of its own for each tap before they are fused."""
+    norm_output: bool = False
+    """EAGLE-3.1: recycle the state after the final norm instead of before it."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise UserError(f"head.depth: expected at least 1, got {self.depth}")
+        if not 0 < self.depth_decay <= 1:
+            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
+        if self.loss not in LOSSES:
+            raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of head.num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head.head_dim: rotary positions need an even number, got {self.head_dim}")
+
+
+@dataclass
+class Eagle3State:
+    """What one batch of sequences drafts with. Slot t of the cache holds the step-0 key of position t; slot S takes junk; then scratch."""
+
+    ends: TargetEnds
+    shape: TreeShape
+    keys: Tensor  # (B, Hkv, S + 1 + P, d)
+    values: Tensor
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position: slots before it are observed
+    hidden: Tensor  # (B, D), the recycled state of the last observed slot
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer, whose attention reads [normed embedding ; normed state] and whose residual is the raw state."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(D, eps)
+        self.hidden_norm = RMSNorm(D, eps)
+        self.self_attn = Attention(config, 2 * D)
+        self.post_attention_layernorm = RMSNorm(D, eps)
+        self.mlp = MLP(config)
+
+    def forward(self, embedding: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], dim=-1)  # (B, T, 2D)
+        residual = state + self.self_attn(x, rotation, attend)
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+
+class Eagle3(nn.Module):
+    """The head. Its state dict is the checkpoint that SGLang, vLLM and the EAGLE repository read."""
+
+    Config: ClassVar[type[Eagle3Config]] = Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
+    kept: Tensor
+
+    def __init__(self, config: Eagle3Config, d2t: Tensor, t2d: Tensor) -> None:
+        super().__init__()
+        check_vocab(d2t, t2d)
+        D, L = config.hidden_size, len(config.taps)
+        self.config = config
+        self.fc = nn.Linear(L * D, D, bias=False)
+        self.fc_norm = nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.taps) if config.fc_norm else None
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+        self.register_buffer("kept", kept_ids(d2t), persistent=False)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        return tuple(self.config.depth_decay**k for k in range(self.config.depth))
+
+    @torch.no_grad()
+    def initialise(self, target_lm_head: Tensor) -> None:
+        """Start as a copy of the target where there is one: fuse to the highest tap, read out with the target's own rows (V, D)."""
+        D = self.config.hidden_size
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        self.fc.weight[:, -D:] += torch.eye(D)
+        self.lm_head.weight.copy_(target_lm_head[self.kept])
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """(..., L * D) tapped streams -> (..., D)."""
+        taps = taps.to(self.fc.weight.dtype)
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(taps)  # type: ignore[no-any-return]
+
+    def step(self, embedding: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """One step, the same in training and in drafting: (B, T, D) embeddings and states at rotary positions (B, T) -> the state to
+        recycle and the normed state that lm_head reads."""
+        turn = rotation(positions, self.config.head_dim, self.config.rope_theta, state.dtype)
+        state = self.midlayer(embedding.to(state.dtype), state, turn, attend)
+        normed = self.norm(state)
+        return normed if self.config.norm_output else state, normed
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        K = self.config.depth
+        return torch.stack([_supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+
+    def unroll(self, batch: Batch) -> list[Tensor]:
+        """The normed states (B, T, D) of every step of the training-time test."""
+        state = self.fuse(batch.taps)
+        base: list[Tensor] = []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if base:
+                keys.append(k)
+                values.append(v)
+            else:
+                base.extend((k, v))
+            out, lse = causal_attention(q, base[0], base[1], batch.documents)
+            return merge_steps(q, out, lse, keys, values)
+
+        normed = []
+        for i in range(self.config.depth):
+            embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+            state, out = self.step(embedding, state, batch.positions + i, attend)
+            normed.append(out)
+        return normed
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label = _supervised(batch.loss_mask, batch.documents, AHEAD, pad=True).nonzero(as_tuple=True)  # (R,) each
+        slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
+        inside = slots.clamp_min(0)
+        valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+        states = torch.stack([state[row, slot] for state, slot in zip(self.unroll(batch), inside, strict=True)])  # (K, R, D)
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            self.lm_head.weight,
+            valid,
+            batch.hidden[row, label - 1],
+            batch.ends.logits,
+            self.kept,
+            scale,
+            loss=self.config.loss,
+        )
+        hits, live = (_by_slot(x, row, inside, batch.tokens.shape) for x in (correct & valid, valid))
+        metrics = {
+            "correct": hits.sum((1, 2)),
+            "accepted": hits.cumprod(0).sum((1, 2)),
+            "chains": live.cumprod(0).sum((1, 2)),
+            "overlap": overlap,
+        }
+        return HeadLoss(loss, sums, {name: value.float() for name, value in metrics.items()})
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Eagle3State:
+        config, weight = self.config, self.fc.weight
+        slots = capacity + 1 + scratch_slots(shape)
+        cache = weight.new_zeros(2, batch_size, config.num_key_value_heads, slots, config.head_dim)
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
+        hidden = weight.new_zeros(batch_size, config.hidden_size)
+        return Eagle3State(ends, shape, cache[0], cache[1], ids[0], ids[1], hidden)
+
+    def reset_rows(self, state: Eagle3State, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    @torch.no_grad()
+    def observe(self, state: Eagle3State, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        B, M = observation.taps.shape[:2]
+        junk = state.keys.shape[2] - 1 - scratch_slots(state.shape)
+        offset = torch.arange(M, device=tokens.device)
+        positions = start[:, None] + offset  # (B, M)
+        slots = torch.where(offset < count[:, None], positions, junk)
+        row = torch.arange(B, device=tokens.device)[:, None]
+        visible = torch.arange(junk, device=tokens.device) <= positions[:, :, None]  # (B, M, S)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            state.keys[row, :, slots] = k.transpose(1, 2)
+            state.values[row, :, slots] = v.transpose(1, 2)
+            return _attend(q, state.keys[:, :, :junk], state.values[:, :, :junk], visible)
+
+        recycled, _ = self.step(state.ends.embed(tokens[:, 1:]), self.fuse(observation.taps), positions, attend)
+        live = count > 0
+        last = (count - 1).clamp_min(0)
+        hidden = recycled.gather(1, last[:, None, None].expand(-1, 1, recycled.shape[2]))[:, 0]
+        state.hidden.copy_(torch.where(live[:, None], hidden, state.hidden))
+        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
+        state.length.copy_(torch.where(live, start + count, state.length))
+
+    @torch.no_grad()
+    def propose(self, state: Eagle3State, perturb: Perturb) -> Proposal:
+        junk = state.keys.shape[2] - 1 - scratch_slots(state.shape)
+        observed = (torch.arange(junk + 1, device=state.root.device) < state.length[:, None])[:, None]  # (B, 1, S + 1)
+        hidden = state.hidden[:, None]  # (B, W, D), what the level's children recycle
+
+        def logits_of(normed: Tensor) -> Tensor:
+            return self.lm_head(normed).to(torch.promote_types(normed.dtype, torch.float32))  # type: ignore[no-any-return]
+
+        def pick(logits: Tensor, level: int, R: int) -> tuple[Tensor, Tensor]:
+            positions = (state.length + level)[:, None].expand(-1, logits.shape[1])
+            logp = perturb(logits, positions, self.kept).log_softmax(-1)
+            best = logp.max(-1, keepdim=True) if R == 1 else logp.topk(R, dim=-1)
+            return self.kept[best[1]], best[0]
+
+        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+            nonlocal hidden
+            W, P = visible.shape[1:]
+            fresh = slice(junk + 1 + P - W, junk + 1 + P)
+            seen = torch.cat([observed.expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                state.keys[:, :, fresh] = k
+                state.values[:, :, fresh] = v
+                return _attend(q, state.keys[:, :, : fresh.stop], state.values[:, :, : fresh.stop], seen)
+
+            above = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2]))
+            positions = (state.length - 1 + level)[:, None].expand(-1, W)
+            hidden, normed = self.step(state.ends.embed(tokens), above, positions, attend)
+            return logits_of(normed)
+
+        first = logits_of(hidden if self.config.norm_output else self.norm(hidden))
+        return grow(state.shape, state.root, first, pick, expand)
+
+
+def _supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
+    """(B, T - ahead) bool: labels whose slot, `ahead` tokens before, lies in the same document; (B, T) with `pad`."""
+    T = loss_mask.shape[1]
+    document = documents[:, ahead:]
+    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
+    return nn.functional.pad(mask, (min(ahead, T), 0)) if pad else mask
+
+
+def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
+    """(K, R) bool by label -> (K, B, T) int64 by the slot that predicts it."""
+    K = len(values)
+    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
+    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
+    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Attention over a cache: visible (B, W, slots) bool."""
+    return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)

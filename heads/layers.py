@@ -1,0 +1,85 @@
+"""The one decoder block that heads share, under the key names of the published checkpoints.
+
+Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q (B, H, T, d), k and v (B, Hkv, T, d), all rotated -> output (B, H, T, d). Training and drafting differ in nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The widths of one decoder block."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32 (or wider)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention; what attends to what is the caller's `attend`."""
+
+    def __init__(self, config: BlockConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = attend(rotate(q, rotation), rotate(k, rotation), v)  # (B, H, T, d)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions (arXiv 2104.09864), angles in float32 or wider: positions (B, T) -> (B, 1, T, d) twice."""
+    wide = torch.promote_types(dtype, torch.float32)
+    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
+    angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the halves of each head against each other, as Llama-family checkpoints do: x (B, H, T, d)."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,0 +1,62 @@
+"""The heads there are, and how one is made for a target."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from torch import Tensor
+
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.errors import UserError
+from heads.target import FrozenTarget, check_taps, default_taps
+from heads.vocab import build_vocab
+
+HEADS: dict[str, type[Eagle3]] = {"eagle3": Eagle3}
+
+FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings"})
+"""Settings that only the target decides; a recipe does not name them."""
+
+
+def recipe_settings(kind: str) -> list[str]:
+    """The names of the settings that a recipe may give a head of this kind."""
+    return [field.name for field in fields(HEADS[kind].Config) if field.name not in FROM_TARGET]
+
+
+def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Eagle3:
+    """A new head for `target`. `settings` are the recipe's; what it leaves out follows the target's own shape.
+
+    token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
+    """
+    config, D = target.config, target.hidden_size
+    num_heads = settings.get("num_attention_heads") or config.num_attention_heads
+    defaults: dict[str, Any] = {
+        "hidden_size": D,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "max_position_embeddings": target.context_length,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+        "head_dim": getattr(config, "head_dim", None) or D // num_heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": rope_theta(config),
+        "draft_vocab_size": min(32_000, target.vocab_size),
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if forbidden := FROM_TARGET & given.keys():
+        raise UserError(f"head.{min(forbidden)}: decided by the target; take it out of the recipe")
+    taps = check_taps(given.pop("taps"), target.num_layers) if "taps" in given else default_taps(target.num_layers)
+    known = HEADS[kind].Config
+    missing = [f.name for f in fields(known) if f.default is MISSING and f.name not in {*defaults, *given, "taps"}]
+    assert not missing, f"{kind}: no value for {missing}"
+    head_config: Eagle3Config = known(**{**defaults, **given, "taps": taps})
+    head = HEADS[kind](head_config, *build_vocab(token_counts, head_config.draft_vocab_size))
+    head.initialise(target.lm_head_weight)
+    return head
+
+
+def rope_theta(config: Any) -> float:
+    """The target's rotary base; transformers 5 keeps it in `rope_parameters`, by layer type where there are several."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters:
+        parameters = parameters.get("full_attention", {})
+    return float(parameters.get("rope_theta", 10_000.0))

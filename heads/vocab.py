@@ -1,0 +1,34 @@
+"""The draft vocabulary: the target's most frequent labels, as the offsets and flags that engines read.
+
+d2t (Vd,) int64: target id = draft id + d2t[draft id], ascending. t2d (V,) bool: True where a target id has a draft id.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.errors import UserError
+
+
+def build_vocab(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The `size` likeliest ids by `counts` (V,), ties to the lowest id; ids never counted fill up, so it is never short."""
+    V = len(counts)
+    if not 0 < size <= V:
+        raise UserError(f"head.draft_vocab_size: expected 1 to {V} (the target's vocabulary), got {size}")
+    kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[kept] = True
+    return kept - torch.arange(size), t2d
+
+
+def kept_ids(d2t: Tensor) -> Tensor:
+    """(Vd,) the target id of each draft id."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def check_vocab(d2t: Tensor, t2d: Tensor) -> None:
+    """Refuse a pair of tables that do not describe one and the same set of ids."""
+    ids = kept_ids(d2t)
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= len(t2d):
+        raise UserError(f"d2t: expected ascending target ids below {len(t2d)}, got {ids.tolist()[:8]}...")
+    if not torch.equal(t2d.nonzero()[:, 0], ids):
+        raise UserError(f"t2d marks {int(t2d.sum())} ids and d2t names {len(ids)}: they must be the same ids")
