@@ -1,0 +1,308 @@
+"""Measure one head: tau, acceptance, speed against plain decoding, and whether every token is the target's.
+
+    python eval/bench.py runs/quickstart
+    python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
+
+Writes results.json, report.html, plots and a model card's section into --out. Exit status 0; 1 if an output was not the
+target's own (then no speedup is printed); 2 with one line for what the caller can mend.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from eval.measure import find_divergences, race
+from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, follow_up, load_prompts, prompts_hash
+from eval.report import print_report, write_report
+from eval.results import (
+    SCHEMA_VERSION,
+    Results,
+    by_suite,
+    environment,
+    figures,
+    head_facts,
+    headline,
+    pooled_exactness,
+    samples,
+    target_facts,
+    write_results,
+)
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.base import DraftHead
+from heads.checkpoint import check_fits, find_head, load_head, read_config
+from heads.errors import UserError
+from heads.registry import HEADS
+from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.tree import parse_shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What is measured; all of it goes into results.json."""
+
+    prompts: str = HELD_OUT_SUITE
+    """Suites or files, commas between."""
+    num_prompts: int | None = None
+    """Of each suite; all of a suite if None, 64 held-out modules."""
+    max_prompt_tokens: int | None = None
+    """As many as the target's context leaves room for if None."""
+    skip_long: bool = False
+    trees: tuple[str, ...] = ("chain:5",)
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    repeats: int = 2
+    """How often each contender decodes each prompt."""
+    seed: int = 0
+
+
+def run_bench(
+    target: FrozenTarget,
+    head: DraftHead,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: BenchSettings,
+    *,
+    head_path: str,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> Results:
+    """Measure a head on a target, write and print the report, and return what results.json holds."""
+    shapes = [parse_shape(tree) for tree in settings.trees]
+    if any(shape.nodes == 1 for shape in shapes):
+        raise UserError(
+            "--tree: expected trees that draft something, such as chain:5; plain decoding is always measured"
+        )
+    prompts = choose_prompts(target, tokenizer, settings)
+    measurements, suites, shown, unrepeatable = [], [], [], []
+    steps = len(settings.temperatures) * settings.repeats * (1 + len(shapes)) * len(prompts)
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=steps)
+        for temperature in settings.temperatures:
+            sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
+            result = race(
+                target,
+                head,
+                prompts,
+                shapes,
+                sampling,
+                max_new_tokens=settings.max_new_tokens,
+                batch_size=settings.batch_size,
+                repeats=settings.repeats,
+                on_unit=lambda count: bar.advance(task, count),
+            )
+            unrepeatable += find_divergences(result, result.plain, target, tokenizer)
+            for contender in result.drafting:
+                divergences = find_divergences(result, contender, target, tokenizer)
+                measurements.append(figures(result, contender, divergences, range(len(result.units))))
+                suites.append(by_suite(result, contender, divergences))
+                shown.append(samples(result, contender, tokenizer))
+    best = headline(measurements)
+    exact = pooled_exactness(measurements, unrepeatable)
+    if exact["divergences"]:
+        withhold_speed([*measurements, *(figure for suite in suites for figure in suite.values())])
+    results: Results = {
+        "schema_version": SCHEMA_VERSION,
+        "target": target_facts(target),
+        "head": head_facts(head, kind_of(head), head_path),
+        **environment(target),
+        "settings": {**asdict(settings), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
+        **measurements[best],
+        "exact": exact,
+        "suites": suites[best],
+        "measurements": measurements,
+        "samples": shown[best],
+    }
+    if out is not None:
+        write_results(results, out / "results.json")
+        write_report(results, out)
+    print_report(results, console or Console())
+    return results
+
+
+def withhold_speed(measurements: Sequence[Results]) -> None:
+    """Where the audit failed, no speedup is stated anywhere."""
+    for measurement in measurements:
+        measurement["speedup"] = None
+
+
+def choose_prompts(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings) -> list[Prompt]:
+    """The prompts of every suite, later turns of conversations included: those follow the target's own greedy
+    answers."""
+    most_nodes = max(parse_shape(tree).nodes for tree in settings.trees)
+    room = target.context_length - settings.max_new_tokens - most_nodes
+    if room < 1:
+        raise UserError(
+            f"{settings.max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
+            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
+        )
+    limit = min(settings.max_prompt_tokens or room, room)
+    prompts = []
+    for suite in settings.prompts.split(","):
+        prompts += load_prompts(
+            suite.strip(),
+            tokenizer,
+            num_prompts=settings.num_prompts,
+            max_prompt_tokens=limit,
+            seed=settings.seed,
+            skip_long=settings.skip_long,
+        )
+    open_turns = [prompt for prompt in prompts if prompt.later_turns]
+    engine = Engine(target, batch_size=settings.batch_size, max_length=limit + settings.max_new_tokens + 1)
+    while open_turns:
+        answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in open_turns])
+        texts = [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
+        # A conversation that has grown past the room is left where it is: its later turns are no fault of the prompt
+        # file.
+        grown = [follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, texts, strict=True)]
+        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]
+        prompts += grown
+        open_turns = [prompt for prompt in grown if prompt.later_turns]
+    return prompts
+
+
+def kind_of(head: DraftHead) -> str:
+    """The head's name in the registry."""
+    return next(kind for kind, cls in HEADS.items() if type(head) is cls)
+
+
+def progress_bar() -> Progress:
+    """A bar on standard error, where that is a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: its exit status."""
+    options = parse_arguments(arguments)
+    try:
+        results = bench_command(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 1 if results["exact"]["divergences"] else 0
+
+
+def bench_command(options: argparse.Namespace) -> Results:
+    """Load what the command names, and measure."""
+    settings = to_settings(options)
+    for tree in settings.trees:
+        parse_shape(tree)  # a mistyped tree is told before a large target is loaded
+    folder = find_head(options.head)
+    target_path = options.target or read_config(folder)["target"]["name"]
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = load_target(
+        target_path,
+        dtype=pick_dtype(options.dtype, device),
+        device=device,
+        trust_remote_code=options.trust_remote_code,
+    )
+    check_fits(folder, target)
+    tokenizer = load_tokenizer(target_path, trust_remote_code=options.trust_remote_code)
+    head = load_head(folder, dtype=target.dtype, device=device)
+    results = run_bench(
+        target, head, tokenizer, settings, head_path=options.head, out=options.out or default_out(folder)
+    )
+    Console(stderr=True).print(f"written to {options.out or default_out(folder)}", highlight=False)
+    return results
+
+
+def default_out(folder: Path) -> Path:
+    """bench/ in the run the head is of, else bench-NAME here; never the run's own results."""
+    run = folder.resolve().parent
+    if folder.name == "head" and (run / "recipe.yaml").is_file():
+        return run / "bench"
+    return Path(f"bench-{folder.resolve().name}")
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """`auto` keeps what the target was saved in, but float32 on a CPU, where less is slower."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def to_settings(options: argparse.Namespace) -> BenchSettings:
+    """The command's settings, checked."""
+    for name in ("num_prompts", "max_prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    try:
+        temperatures = tuple(float(part) for part in options.temperature.split(","))
+    except ValueError:
+        raise UserError(f"--temperature: expected numbers with commas between, got {options.temperature!r}") from None
+    values: dict[str, Any] = {field.name: getattr(options, field.name, None) for field in fields(BenchSettings)}
+    return BenchSettings(
+        **{**values, "trees": tuple(t.strip() for t in options.tree.split(",")), "temperatures": temperatures}
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    known = BenchSettings()
+    parser = argparse.ArgumentParser(
+        description="Measure a draft head: tau, speed, and whether every token is the target's.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("head", help="a run directory, a head's directory or a hub id")
+    add("--target", help="the target's path; by default the one the head was trained for")
+    add(
+        "--prompts",
+        default=known.prompts,
+        help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
+    )
+    add("--num-prompts", type=int, help="of each suite, evenly spread; all by default (64 held-out modules)")
+    add("--max-prompt-tokens", type=int, help="longer prompts are an error; what the context leaves by default")
+    add("--skip-long", action="store_true", help="leave longer prompts out instead")
+    add(
+        "--tree",
+        default=",".join(known.trees),
+        help="drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1",
+    )
+    add("--temperature", default="0", help="0 is greedy; several with commas between")
+    add("--top-k", type=int, default=known.top_k, help="0 keeps all")
+    add("--top-p", type=float, default=known.top_p, help="1 keeps all")
+    add("--min-p", type=float, default=known.min_p, help="0 keeps all")
+    add("--max-new-tokens", type=int, default=known.max_new_tokens, help="of each prompt")
+    add("--batch-size", type=int, default=known.batch_size, help="prompts decoded together")
+    add("--repeats", type=int, default=known.repeats, help="how often each setting decodes each prompt")
+    add("--seed", type=int, default=known.seed, help="of the sampling and of the choice of held-out prompts")
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="what the target computes in",
+    )
+    add("--device", help="cuda where there is one, else cpu")
+    add("--out", type=Path, help="where results.json, report.html, plots/ and README.md go")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

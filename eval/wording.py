@@ -1,0 +1,88 @@
+"""How figures are put into words, the same in the terminal, on the page and in the model card."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Results = dict[str, Any]
+
+MISSING = "–"  # noqa: RUF001
+PHASE_NAMES = {"draft": "draft", "verify": "verify", "accept": "accept", "commit": "commit"}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where there is none."""
+    return MISSING if value is None else f"{value:,.{digits}f}"
+
+
+def with_interval(
+    value: float | None, interval: Sequence[float | None] | None, *, digits: int = 2, unit: str = ""
+) -> str:
+    """`2.46 [2.31, 2.60]`."""
+    text = number(value, digits) + (unit if value is not None else "")
+    if value is None or interval is None or None in interval:
+        return text
+    return f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """`64%`."""
+    return MISSING if share is None else f"{100 * share:.{digits}f}%"
+
+
+def count(value: float) -> str:
+    """`1.2k`, `7.3M`, `8.0B`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return str(int(value))
+
+
+def audit_line(results: Results) -> str:
+    """The line that says whether the output was the target's own."""
+    exact, settings = results["exact"], len(results["measurements"])
+    pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
+    return f"output identical to plain decoding: {exact['identical']} of {exact['prompts']} prompts{pooled}"
+
+
+def is_exact(results: Results) -> bool:
+    """Whether the audit passed."""
+    return not results["exact"]["divergences"]
+
+
+def speedup_text(figures: Results) -> str:
+    """`1.62x [1.55, 1.70]`, or why there is none."""
+    if figures["speedup"] is None:
+        return "withheld"
+    return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
+
+
+def short_name(path: str) -> str:
+    """The last part of a path, or a hub id as it is."""
+    parts = [part for part in path.split("/") if part]
+    is_hub_id = len(parts) == 2 and not path.startswith(("/", "."))
+    if is_hub_id or not parts:
+        return path
+    return "/".join(parts[-2:]) if parts[-1] == "head" else parts[-1]
+
+
+def sampling_text(temperature: float) -> str:
+    """`greedy` or `T = 1`."""
+    return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def device_text(results: Results) -> str:
+    """The device and what it computes in."""
+    device = results["device"]
+    threads = f", {device['threads']} thread{'s' if device['threads'] != 1 else ''}" if "threads" in device else ""
+    return f"{device['name']}{threads}, {results['dtype']}"
+
+
+def divergence_text(divergence: Results) -> str:
+    """One line that says where an output left plain decoding's."""
+    tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
+    return (
+        f"{divergence['suite']} {divergence['prompt']}, {divergence['tree']}, "
+        f"{sampling_text(divergence['temperature'])}, token {divergence['position']}: "
+        f"plain {tokens[0]}, here {tokens[1]}; "
+        f"top-two margin {divergence['top_two_margin']:.2e}"
+    )

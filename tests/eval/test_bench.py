@@ -1,0 +1,146 @@
+"""The bench as a function: its results.json, its report, and what it withholds."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from eval import bench as module
+from eval.bench import BenchSettings, run_bench
+from eval.measure import Contender
+from eval.results import Results, read_results
+from heads.errors import UserError
+from heads.target import FrozenTarget
+
+KEYS = {
+    *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
+    *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
+}
+
+
+@pytest.fixture(autouse=True)
+def known_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "kind_of", lambda head: "pairs")
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    records = [
+        {"prompt": "def f(x):", "category": "def"},
+        {"prompt": "def g(y):", "category": "def"},
+        {"turns": ["import os", "and sys"], "category": "import"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run(
+    target: FrozenTarget,
+    head: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    out: Path | None,
+    **settings: Any,
+) -> tuple[Results, str]:
+    console = Console(file=io.StringIO(), width=140)
+    chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
+    results = run_bench(target, head, tokenizer, chosen, head_path="runs/x/head", out=out, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return results, console.file.getvalue()
+
+
+@pytest.fixture
+def measured(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+) -> tuple[Results, str, Path]:
+    out = tmp_path / "run"
+    trees = ("chain:2", "tree:2x2x4")
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, out, trees=trees, temperatures=(0.0, 1.0))
+    return results, text, out
+
+
+def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, Path]) -> None:
+    results, text, out = measured
+    read = read_results(out / "results.json")
+    assert read.keys() >= KEYS
+    assert read["exact"] == {"prompts": 16, "identical": 16, "divergences": []}
+    assert "output identical to plain decoding: 16 of 16 prompts (4 prompts x 4 settings)" in text
+    assert len(read["measurements"]) == 4 and set(read["suites"]) == {"code", "code/def", "code/import"}
+    assert read["speedup"]["measured"] > 0 and read["speedup"]["predicted"] > 0
+    assert read["tree"] in ("chain:2", "tree:2x2x4") and read["temperature"] == 0
+    assert sum(read["accepted_histogram"]) >= read["exact"]["prompts"] // 4
+    page = (out / "report.html").read_text()
+    assert "16 of 16 prompts" in page and "http://" not in page and "https://" not in page and "<script" not in page
+    assert "## Measured" in (out / "README.md").read_text()
+    assert (out / "plots" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "plots" / "round.png").is_file()
+    assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
+    assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
+
+
+def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
+    for sample in measured[0]["samples"]:
+        assert "".join(piece["text"] for piece in sample["pieces"]) == sample["output"]
+        assert sample["pieces"][0]["round"] == 0 and not sample["pieces"][0]["drafted"]
+        assert max(piece["round"] for piece in sample["pieces"]) == sample["rounds"]
+
+
+def test_a_failed_audit_withholds_every_speed(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = Contender.run
+
+    def corrupt(self: Contender, unit: int, indices: Any, requests: Any, repeat: int) -> None:
+        honest(self, unit, indices, requests, repeat)
+        if self.shape.nodes > 1 and unit == 1:
+            tokens = self.outputs[repeat][indices[0]].tokens
+            tokens[1] = (tokens[1] + 1) % 128
+
+    monkeypatch.setattr(Contender, "run", corrupt)
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path)
+    assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
+    assert results["speedup"] is None and all(m["speedup"] is None for m in results["suites"].values())
+    assert "3 of 4 prompts" in text and "token 1: plain" in text and "no speedup is stated" in text
+    assert "speculative tokens/s" not in text and "1.0x" not in text
+    page = (tmp_path / "report.html").read_text()
+    assert "withheld" in page and "3 of 4 prompts" in page and "the audit failed" in page
+    assert "withheld" in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "plots" / "round.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trees": ("none",)}, "expected trees that draft something"),
+        ({"trees": ("chain",)}, "expected none, chain:K"),
+        ({"max_new_tokens": 511}, "leave no room for a prompt in the 512 positions"),
+        ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
+        ({"prompts": "nowhere.jsonl"}, "no such file"),
+    ],
+)
+def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path / "out", **settings)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
