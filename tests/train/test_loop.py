@@ -1,0 +1,240 @@
+"""One loop: it learns, it is the same however a step is cut up, and it goes on bit for bit."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.errors import UserError
+from train import checkpointing
+from train.features import make_batch
+from train.interrupts import Interrupted
+from train.loop import fit
+from train.recipe import load_recipe
+from train.run_folder import RunFolder
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+pytestmark = pytest.mark.usefixtures("linear_kind")
+
+
+def weights_at(run: Path, step: int) -> dict[str, Tensor]:
+    # load_file maps the file, which a test may change.
+    return {
+        name: tensor.clone() for name, tensor in load_file(run / f"checkpoints/step-{step}/head.safetensors").items()
+    }
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
+    folder = fit(load_recipe(write_recipe(settings))).folder
+    folder.unlock()
+    return folder.path
+
+
+def test_it_learns_one_row_by_heart(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["data"]["sources"][0]["limit"] = 1
+    settings["train"] |= {"max_steps": 60, "lr": 0.05, "checkpoint_every": 100, "log_every": 10}
+    folder = run(settings, write_recipe)
+    losses = [line["loss"] for line in lines(folder) if line["kind"] == "train"]
+    assert losses[-1] < 0.2 * losses[0], losses
+    assert (folder / "head").is_dir() and (folder / "provenance.json").is_file() and (folder / "recipe.yaml").is_file()
+
+
+def chat_source(tmp_path: Path) -> dict[str, Any]:
+    """Answers of very different lengths, so that the rows of a step hold different numbers of labels."""
+    records = [{"instruction": "say " + "so " * (n % 3), "response": "the sea " * (1 + 3 * (n % 4))} for n in range(16)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"kind": "chat", "path": str(path)}
+
+
+def test_accumulation_is_the_same_step_cut_up(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    settings["data"] = {"sources": [chat_source(tmp_path)], "context_length": 128}
+    settings["train"] |= {"max_steps": 3, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "log_every": 1}
+    whole = run(settings, write_recipe)
+    settings["train"] |= {"batch_size": 1, "grad_accum": 4}
+    cut = run(settings | {"output_dir": str(tmp_path / "cut")}, write_recipe)
+    for name, tensor in weights_at(whole, 3).items():
+        torch.testing.assert_close(weights_at(cut, 3)[name], tensor, rtol=1e-4, atol=1e-6)
+    norms = [[line["grad_norm"] for line in lines(folder) if line["kind"] == "train"] for folder in (whole, cut)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_bf16_keeps_float32_weights(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["train"] |= {"precision": "bf16", "max_steps": 2}
+    folder = run(settings, write_recipe)
+    assert {tensor.dtype for tensor in weights_at(folder, 2).values()} == {torch.float32}
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, call: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send this process a signal in the midst of its `call`-th forward pass."""
+    calls = iter(range(1, 1_000))
+
+    def make(*arguments: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), number)
+        return make_batch(*arguments)
+
+    monkeypatch.setattr("train.loop.make_batch", make)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    number: signal.Signals,
+    settings: Settings,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd"}
+    unbroken = run(settings, write_recipe)
+    settings["output_dir"] = str(tmp_path / "broken")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        signal_at(patch, 3, number)
+        run(settings, write_recipe)
+    assert (tmp_path / "broken/checkpoints/step-3").is_dir()
+    broken = run(settings, write_recipe)
+    for name in ("head", "optimizer"):
+        assert same(*(load_file(folder / f"checkpoints/step-6/{name}.safetensors") for folder in (unbroken, broken)))
+    states = [json.loads((folder / "checkpoints/step-6/state.json").read_text()) for folder in (unbroken, broken)]
+    assert {**states[0], "seconds": 0} == {**states[1], "seconds": 0}
+    steps = [[(line["kind"], line["step"]) for line in lines(folder)] for folder in (unbroken, broken)]
+    assert steps[0] == steps[1]
+    taus = [[line["tau"] for line in lines(folder) if line["kind"] == "eval"] for folder in (unbroken, broken)]
+    assert taus[0] == taus[1]
+
+
+def test_an_interrupted_measurement_is_made_again(
+    settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings["train"] |= {"eval_every": 3, "checkpoint_every": 100}
+
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal comes first")
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("train.loop.measure", stop)
+        run(settings, write_recipe)
+    folder = run(settings, write_recipe)
+    assert [line["step"] for line in lines(folder) if line["kind"] == "eval"] == [3, 6]
+
+
+def test_checkpoints_are_pruned_by_count(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["train"] |= {"checkpoint_every": 1, "keep_checkpoints": 2}
+    folder = run(settings, write_recipe)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-5", "step-6"]
+
+
+def test_a_finished_run_says_so(
+    settings: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, write_recipe)
+    before = {path: path.stat().st_mtime_ns for path in Path(settings["output_dir"]).rglob("*") if path.name != ".lock"}
+    capsys.readouterr()
+    run(settings, write_recipe)
+    assert "finished already, 6 steps" in capsys.readouterr().err
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_other_settings_are_refused_by_name(settings: Settings, write_recipe: WriteRecipe) -> None:
+    run(settings, write_recipe)
+    settings["train"] |= {"lr": 0.5, "log_every": 3}
+    with pytest.raises(UserError, match=r"train\.lr was 0\.01, is 0\.5\)"):
+        run(settings, write_recipe)
+
+
+def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        signal_at(patch, 1)
+        run(settings, write_recipe)
+    data = Path(settings["data"]["sources"][0]["path"])
+    data.write_text(data.read_text().replace("sea", "tea", 1))
+    with pytest.raises(UserError, match="other data"):
+        run(settings, write_recipe)
+
+
+def test_a_folder_in_use_is_refused(settings: Settings, write_recipe: WriteRecipe) -> None:
+    folder = RunFolder(Path(settings["output_dir"]))
+    folder.lock()
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        run(settings, write_recipe)
+    folder.unlock()
+    run(settings, write_recipe)
+
+
+def test_a_full_disk_loses_nothing(
+    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unbroken = run(settings, write_recipe)
+    settings["output_dir"] = str(tmp_path / "full")
+    written = checkpointing._write
+
+    def write(path: Path, data: bytes) -> None:
+        if path.parent.name == ".step-4.tmp" and path.name.startswith("optimizer"):
+            written(path, data[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left .* step 4; step-2 is intact"):
+        patch.setattr(checkpointing, "_write", write)
+        run(settings, write_recipe)
+    assert [path.name for path in (tmp_path / "full/checkpoints").iterdir()] == ["step-2"]
+    assert same(weights_at(run(settings, write_recipe), 6), weights_at(unbroken, 6))
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest"])
+def test_a_broken_checkpoint_is_passed_over(
+    harm: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unbroken = run(settings, write_recipe)
+    expected = weights_at(unbroken, 6)
+    shutil.rmtree(unbroken / "head")
+    file = unbroken / "checkpoints/step-6/head.safetensors"
+    data = file.read_bytes()
+    match harm:
+        case "truncate":
+            file.write_bytes(data[:-10])
+        case "flip":
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        case "remove":
+            file.unlink()
+        case "no manifest":
+            (file.parent / "manifest.json").unlink()
+    run(settings, write_recipe)
+    said = capsys.readouterr().err
+    assert "warning:" in said and "step-6" in said and "resumed from" in said
+    assert same(weights_at(unbroken, 6), expected)
+
+
+def test_a_diverged_run_stops_with_advice(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["head"]["scale"] = 1.0
+    settings["train"] |= {"lr": 1e30, "max_grad_norm": 1e30}
+    with pytest.raises(UserError, match="diverged; lower train.lr"):
+        run(settings, write_recipe)
+
+
+def test_wandb_offline_records_the_run(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["tracking"] = {"wandb": "offline", "project": "test"}
+    folder = run(settings, write_recipe)
+    record = next(folder.glob("wandb/offline-run-*/*.wandb")).read_bytes()
+    for text in (b"train/loss", b"eval/tau", b"context_length"):
+        assert text in record

@@ -1,0 +1,227 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped, written whole or not at all.
+
+`checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and `manifest.json` with the
+hash of each file. The data position, the learning rate and the random state are functions of the step, so the step is all of them.
+Under DeepSpeed and FSDP the weights and the optimizer are in Accelerate's own sharded form.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from heads.errors import UserError
+from train.launch import SHARDED, on_main
+from train.run_folder import is_full_disk, sync_folder, whole_folder
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class RunState:
+    """Where a run stands."""
+
+    data: str
+    """Hash of the training data."""
+    num_processes: int
+    num_threads: int
+    step: int = 0
+    """Optimizer steps made."""
+    tokens: int = 0
+    """Tokens seen, padding left out."""
+    seconds: float = 0.0
+    best_tau: float | None = None
+    best_step: int | None = None
+    measured_step: int | None = None
+    """The last step after which tau was measured."""
+
+
+def save_checkpoint(
+    accelerator: Accelerator,
+    folder: Path,
+    state: RunState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    keep: int,
+) -> None:
+    """Write `step-N` and then, only then, delete all but the newest `keep`. Called by every process."""
+    if accelerator.distributed_type in SHARDED:
+        _save_sharded(accelerator, folder, state, keep)
+    else:
+        on_main(accelerator, lambda: _save_whole(folder, state, accelerator.unwrap_model(model), optimizer, keep))
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's weights and optimizer state in place. Called by every process."""
+    if accelerator.distributed_type in SHARDED:
+        accelerator.load_state(str(folder / "sharded"))
+        return
+    device = accelerator.device
+    weights = {name: tensor.to(device) for name, tensor in load((folder / "head.safetensors").read_bytes()).items()}
+    accelerator.unwrap_model(model).load_state_dict(weights, strict=True)
+    inner = inner_optimizer(optimizer)
+    inner.load_state_dict(
+        _join_optimizer(load((folder / "optimizer.safetensors").read_bytes()), _read_json(folder / "optimizer.json"))
+    )
+
+
+def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
+    """The newest whole checkpoint. A broken one is named, and the one before it taken."""
+    for path in reversed(list_checkpoints(folder)):
+        fault = find_fault(path)
+        if fault is None:
+            return path, RunState(**_read_json(path / "state.json"))
+        say(f"warning: {path}: {fault}; using the checkpoint before it")
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints, oldest first."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def find_fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, by its manifest; None if nothing is."""
+    try:
+        manifest = _read_json(path / "manifest.json")
+        for name, expected in manifest.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
+            if _hash(file) != expected["sha256"]:
+                return f"{name} was changed after it was written"
+        state = _read_json(path / "state.json")
+        if "state.json" not in manifest or set(state) != {field.name for field in fields(RunState)}:
+            return "state.json is not what this version writes"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest is missing or unreadable"
+    return None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written."""
+    for path in folder.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Accelerate's wrapper."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _save_whole(folder: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+    tensors, rest = _split_optimizer(inner_optimizer(optimizer).state_dict())
+    try:
+        with whole_folder(folder / f"step-{state.step}") as path:
+            _write(path / "head.safetensors", save(_plain(head.state_dict())))
+            _write(path / "optimizer.safetensors", save(_plain(tensors)))
+            _write(path / "optimizer.json", _json(rest))
+            _finish(path, state)
+    except (OSError, SafetensorError) as error:
+        raise _explain(error, folder, state) from error
+    _prune(folder, keep)
+
+
+def _save_sharded(accelerator: Accelerator, folder: Path, state: RunState, keep: int) -> None:
+    final = folder / f"step-{state.step}"
+    temporary = final.with_name(f".{final.name}.tmp")
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        _finish(temporary, state)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.replace(final)
+        sync_folder(folder)
+        _prune(folder, keep)
+
+    on_main(accelerator, prepare)
+    try:
+        accelerator.save_state(str(temporary / "sharded"))
+        accelerator.wait_for_everyone()
+        on_main(accelerator, finish)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _explain(error, folder, state) from error
+
+
+def _finish(path: Path, state: RunState) -> None:
+    """Write state and, last, the manifest."""
+    _write(path / "state.json", _json(asdict(state)))
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    manifest = {str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": _hash(file)} for file in files}
+    _write(path / "manifest.json", _json(manifest))
+
+
+def _prune(folder: Path, keep: int) -> None:
+    for path in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)
+
+
+def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
+    if not is_full_disk(error):
+        return error
+    kept = [path.name for path in list_checkpoints(folder)]
+    what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
+    return UserError(
+        f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; free some space and run the same command again"
+    )
+
+
+def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state_dict as named tensors and plain values."""
+    tensors, values = {}, {}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
+    return tensors, {"param_groups": state["param_groups"], "values": values}
+
+
+def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in [*tensors.items(), *rest["values"].items()]:
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    return {"state": state, "param_groups": rest["param_groups"]}
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,96 @@
+"""What the entries train/*.py share: arguments, exit status, and the measurement at the end."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from eval.bench import BenchSettings, run_bench
+from heads.checkpoint import load_head
+from heads.errors import UserError
+from train.interrupts import Interrupted
+from train.launch import leave, on_main
+from train.loop import Outcome, fit
+from train.recipe import Eval, Recipe, load_recipe
+from train.run_folder import is_full_disk
+
+USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
+
+
+def run_entry(name: str, kinds: Sequence[str]) -> None:
+    """Train by the recipe on the command line and measure the head. Ends the process: 0, 2 user, 130 interrupt, 1 our fault."""
+    leave(attempt(name, kinds, sys.argv[1:]))
+
+
+def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
+    """The exit status of one run; says in one line what a user can mend."""
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(USAGE.format(name=name), file=sys.stdout if arguments else sys.stderr)
+            return 0 if arguments else 2
+        recipe = load_recipe(arguments[0], arguments[1:])
+        if recipe.head["kind"] not in kinds:
+            raise UserError(
+                f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, the recipe says {recipe.head['kind']}"
+            )
+        return finish(recipe, fit(recipe))
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # every process has it; one says it
+            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 2
+    except (Interrupted, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if is_full_disk(error):
+            print(
+                f"error: no space left on the device ({error}); free some and run the same command again",
+                file=sys.stderr,
+            )
+            return 2
+        traceback.print_exc()
+        return 1
+
+
+def finish(recipe: Recipe, outcome: Outcome) -> int:
+    """Measure the kept head, unless an earlier run of the same command did. 1 if an output was not the target's own."""
+
+    def act() -> int:
+        folder, ground = outcome.folder, outcome.ground
+        if folder.results.is_file():
+            outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
+            return 0
+        head = load_head(folder.head, dtype=ground.target.dtype, device=ground.target.device)
+        results = run_bench(
+            ground.target,
+            head,
+            ground.tokenizer,
+            report_settings(recipe.eval),
+            head_path=str(folder.head),
+            out=folder.path,
+        )
+        return 1 if results["exact"]["divergences"] else 0
+
+    code = on_main(outcome.accelerator, act)
+    outcome.folder.unlock()
+    return code
+
+
+def report_settings(settings: Eval) -> BenchSettings:
+    """The bench of `eval` and `eval.report`."""
+    report = settings.report
+    return BenchSettings(
+        prompts=settings.prompts,
+        num_prompts=report.num_prompts or settings.num_prompts,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        trees=tuple(report.trees or [settings.tree]),
+        temperatures=tuple(report.temperatures or [settings.temperature]),
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
+        batch_size=report.batch_size,
+        repeats=report.repeats,
+        # Where prompts are drawn by seed, not the ones by which the best head was chosen.
+        seed=settings.seed + 1,
+    )

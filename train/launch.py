@@ -1,0 +1,195 @@
+"""An Accelerator that is what `accelerate launch` said, or a refusal.
+
+Accelerate runs several launches as something else than was asked, with exit status 0: two processes become two unrelated runs that
+write the same files, DeepSpeed and FSDP are dropped where there is no GPU, gradients are not clipped under DeepSpeed, a launcher
+killed by a signal leaves its process behind. Everything of that kind is dealt with here, so that the loop need not know.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+
+from heads.errors import UserError
+from train.interrupts import Interrupted
+from train.recipe import Train
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(hours=2)
+"""How long a process waits for the others: while one writes a checkpoint or measures, nothing must give up."""
+SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+"""Modes in which no process holds the whole head."""
+
+
+def make_accelerator(settings: Train) -> Accelerator:
+    """The Accelerator of this launch. UserError where the launch cannot be what it says."""
+    wanted = wanted_mode()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_environment(settings, wanted)
+    # Accelerate lets this variable, which its launcher always sets under DeepSpeed, win over the argument.
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    arguments: dict[str, Any] = {
+        "mixed_precision": "bf16" if settings.precision == "bf16" else "no",
+        "gradient_accumulation_steps": settings.grad_accum,
+        "step_scheduler_with_optimizer": False,
+    }
+    group = InitProcessGroupKwargs(timeout=TIMEOUT)
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1"):
+        accelerator = Accelerator(kwargs_handlers=[group], **arguments)
+    elif wanted == "deepspeed":
+        accelerator = _deepspeed_on_cpu(arguments)
+    elif wanted == "fsdp":
+        raise UserError(
+            "FSDP needs a GPU: Accelerate runs it as plain data parallelism on a CPU; launch with --multi_gpu, or --use_deepspeed"
+        )
+    else:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
+        _use_cores()
+    made = {DistributedType.DEEPSPEED: "deepspeed", DistributedType.FSDP: "fsdp"}.get(
+        accelerator.distributed_type, "ddp"
+    )
+    if accelerator.num_processes != world or made != wanted:
+        raise UserError(
+            f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of {made}; "
+            "check the flags of accelerate launch against `accelerate env`"
+        )
+    if accelerator.state.deepspeed_plugin is not None:
+        _configure_deepspeed(accelerator, settings)
+    return accelerator
+
+
+def wanted_mode() -> str:
+    """What the launcher was told: ddp (also for one process), deepspeed or fsdp."""
+    for mode in ("deepspeed", "fsdp"):
+        if os.environ.get(f"ACCELERATE_USE_{mode.upper()}", "false").lower() == "true":
+            return mode
+    return "ddp"
+
+
+def is_launched() -> bool:
+    """Whether `accelerate launch` or torchrun is the parent of this process."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_environment(settings: Train, wanted: str) -> None:
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = "bf16" if settings.precision == "bf16" else "no"
+    if launched not in ("no", precision):
+        raise UserError(
+            f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; leave the flag out"
+        )
+    given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if given not in ("1", "auto", str(settings.grad_accum)):
+        raise UserError(
+            f"launched with --gradient_accumulation_steps {given}, the recipe says train.grad_accum {settings.grad_accum}; leave the flag out"
+        )
+    if wanted == "fsdp":
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise UserError("FSDP is supported in its second version; launch with --fsdp_version 2")
+        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
+            raise UserError(
+                "FSDP cannot load a head's vocabulary tables so; launch with --fsdp_cpu_ram_efficient_loading false"
+            )
+
+
+def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # a C++ build at the first collective, which fails without ninja
+    )
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate drops DeepSpeed and says nothing
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
+
+
+def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
+    plugin = accelerator.state.deepspeed_plugin
+    config: dict[str, Any] = plugin.deepspeed_config
+    if "optimizer" in config or "scheduler" in config:
+        raise UserError(
+            "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
+        )
+    zero = config.setdefault("zero_optimization", {})
+    if settings.precision == "bf16" and zero.get("stage", 0) == 0:
+        raise UserError(
+            "DeepSpeed stage 0 keeps no float32 weights in bf16; use --zero_stage 1, 2 or 3, or train.precision fp32"
+        )
+    config["gradient_clipping"] = settings.max_grad_norm  # clip_grad_norm_ only reports under DeepSpeed
+    config["gradient_accumulation_steps"] = settings.grad_accum
+    config["train_micro_batch_size_per_gpu"] = settings.batch_size
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+@contextmanager
+def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
+    """Load models inside: under ZeRO-3, `from_pretrained` would otherwise leave a frozen target with empty weights."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
+
+
+def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Do something on the main process; all get its result, its UserError or its interruption, so that none is left waiting."""
+    if accelerator.num_processes == 1:
+        return action()
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = action()
+        except (UserError, Interrupted) as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def die_with_launcher() -> None:
+    """Ask for SIGTERM when the launcher dies: `accelerate launch` with one process does not pass signals on."""
+    if is_launched() and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def leave(code: int) -> None:
+    """End the process at once: after distributed runs, interpreter shutdown sometimes aborts with a status of its own."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and code == 0:
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _use_cores() -> None:
+    """Use the cores of the machine: `accelerate launch` sets OMP_NUM_THREADS to 1 where the user said nothing."""
+    if not is_launched() or os.environ.get("OMP_NUM_THREADS") != "1":
+        return
+    parent = Path("/proc") / str(os.getppid())
+    try:
+        said = (
+            b"OMP_NUM_THREADS=" in (parent / "environ").read_bytes()
+            or b"num_cpu_threads" in (parent / "cmdline").read_bytes()
+        )
+    except OSError:
+        return
+    if not said:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

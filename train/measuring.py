@@ -1,0 +1,58 @@
+"""tau during training: the runtime drafts with the head as it stands, on held-out prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from eval.measure import trace
+from eval.metrics import acceptance_by_depth, tau
+from eval.prompts import load_prompts
+from eval.runtime.engine import Engine, Request, Sampling
+from heads.target import FrozenTarget
+from heads.tree import parse_shape
+from train.recipe import Eval
+
+
+@dataclass(frozen=True)
+class Measured:
+    tau: float
+    alpha: list[float | None]
+    tokens: int
+    seconds: float
+
+
+def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
+    """The held-out prompts as requests."""
+    prompts = load_prompts(
+        settings.prompts,
+        tokenizer,
+        num_prompts=settings.num_prompts,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        seed=settings.seed,
+    )
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        seed=settings.seed,
+    )
+    return [
+        Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], settings: Eval) -> Measured:
+    """tau and acceptance by depth over all requests."""
+    shape = parse_shape(settings.tree)
+    longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
+    engine = Engine(target, head, shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest)  # type: ignore[arg-type]
+    outputs = engine.generate(requests)
+    traces = [trace(output) for output in outputs]
+    seconds = engine.timings.prefill_seconds + engine.timings.decode_seconds
+    return Measured(
+        tau(traces), acceptance_by_depth(traces, shape.depth), sum(len(output.tokens) for output in outputs), seconds
+    )

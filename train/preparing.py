@@ -1,0 +1,113 @@
+"""Everything a run needs before its first step: target, data, head."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import UserError
+from heads.registry import build_head
+from heads.target import FrozenTarget, load_target, load_tokenizer
+from train.answers import answer_documents, make_answers
+from train.launch import unpartitioned
+from train.packing import Document, Mixture, Pool
+from train.recipe import Recipe, Target
+from train.run_folder import RunFolder
+from train.sources import read_documents, read_prompts
+from train.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The frozen target and its tokenizer."""
+
+    target: FrozenTarget
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
+    """The target on this process's device, and its tokenizer."""
+    settings = recipe.target
+    with unpartitioned(accelerator):
+        target = load_target(
+            settings.path,
+            dtype=target_dtype(settings, accelerator.device),
+            device=accelerator.device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
+    if recipe.data.context_length > target.context_length:
+        raise UserError(
+            f"data.context_length: expected at most {target.context_length}, the context of {settings.path}, got {recipe.data.context_length}"
+        )
+    return Ground(target, tokenizer)
+
+
+def target_dtype(settings: Target, device: torch.device) -> torch.dtype | None:
+    """The dtype the target runs in; None keeps the stored one."""
+    if settings.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    return dtype
+
+
+def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: RunFolder, tracker: Tracker) -> Mixture:
+    """The packed training rows: the sources, the target's answers to prompts from them, or both."""
+    regenerate, tokenizer = recipe.data.regenerate, ground.tokenizer
+    pools: list[Pool] = []
+    weights: list[float] = []
+    kept = 1.0 if regenerate is None else 1 - regenerate.share
+
+    def add(documents: list[Document], weight: float | None, name: str) -> None:
+        pool = Pool(documents, recipe.data.context_length)
+        tracker.say(
+            f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, {len(pool)} rows"
+        )
+        pools.append(pool)
+        weights.append(len(pool) if weight is None else weight)
+
+    if kept > 0:
+        for number, source in enumerate(recipe.data.sources):
+            add(read_documents(source, tokenizer, tracker.say), source.weight, f"data.sources.{number}")
+        weights = [kept * weight / sum(weights) for weight in weights]
+    if regenerate is not None:
+        prompts = read_prompts(recipe, tokenizer)
+        too_long = max(map(len, prompts)) + regenerate.new_tokens
+        if too_long > recipe.data.context_length:
+            raise UserError(
+                f"data.context_length: expected at least {too_long}, the longest prompt and answer of data.regenerate, "
+                f"got {recipe.data.context_length}"
+            )
+        answers = make_answers(
+            ground.target,
+            prompts,
+            regenerate,
+            folder.path,
+            process=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            wait=accelerator.wait_for_everyone,
+            progress=answering(tracker),
+        )
+        documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
+        add(documents, regenerate.share, "data.regenerate")
+    return Mixture(pools, weights, recipe.train.seed)
+
+
+def answering(tracker: Tracker) -> Callable[[int, int, int], None]:
+    def show(done: int, total: int, tokens: int) -> None:
+        text = f"data.regenerate: {done}/{total} prompts answered, {tokens} tokens"
+        tracker.progress(text, last=done == total)
+
+    return show
+
+
+def make_head(recipe: Recipe, ground: Ground, mixture: Mixture) -> nn.Module:
+    """A new head in float32, the same on every process."""
+    counts = mixture.label_counts(ground.target.vocab_size)
+    settings = {name: value for name, value in recipe.head.items() if name != "kind" and value is not None}
+    torch.manual_seed(recipe.train.seed)
+    head: nn.Module = build_head(recipe.head["kind"], settings, ground.target, counts)  # type: ignore[assignment]
+    return head.to(ground.target.device, torch.float32)

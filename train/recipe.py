@@ -1,0 +1,280 @@
+"""The recipe: one YAML file, one tree of typed settings, each named for the part that it configures."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import Field, ValidationError, create_model
+
+from heads.errors import UserError
+from heads.registry import HEADS, recipe_settings
+from heads.tree import parse_shape
+from train.strict_yaml import Key, Settings, Source, check, read_settings, suggest
+
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Target(Settings):
+    path: str
+    """A folder or a hub id of any Hugging Face causal language model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` keeps what the target was saved in, except float32 on a CPU, where bfloat16 is slow."""
+    trust_remote_code: bool = False
+
+
+class PythonSource(Settings):
+    """Python source found on this machine; some modules are held out by a hash of their path."""
+
+    kind: Literal["python"]
+    limit: Count | None = None
+    """At most so many modules; all of them if null."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Its share of the training rows and prompts, relative to the other sources; if no source gives one, rows are shared in
+    proportion to size and prompts evenly."""
+
+
+class TextSource(Settings):
+    """Plain text: JSON lines or Parquet with a column `text`, a .txt file, or a hub data set."""
+
+    kind: Literal["text"]
+    path: str
+    split: str = "train"
+    limit: Count | None = None
+    weight: Annotated[float, Field(gt=0)] | None = None
+
+
+class ChatSource(Settings):
+    """Conversations: `messages`, `conversations` or `instruction` records; the labels are the assistant's answers."""
+
+    kind: Literal["chat"]
+    path: str
+    split: str = "train"
+    limit: Count | None = None
+    weight: Annotated[float, Field(gt=0)] | None = None
+    chat_template: str | None = None
+    """A file with a Jinja chat template, used in place of the tokenizer's own."""
+
+
+AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
+
+
+class Regenerate(Settings):
+    """Train on the target's own answers to prompts from the sources, which is what a draft head must foresee."""
+
+    prompts: Count
+    """How many prompts are answered."""
+    prompt_tokens: Count = 512
+    """Prompts from text are this long at most; longer conversations are left out."""
+    new_tokens: Count = 256
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    batch_size: Count = 8
+    seed: Seed = 0
+    share: Share = 1.0
+    """The share of training rows that are answers; the rest are the sources as they are."""
+    train_on_prompts: bool = False
+    """Whether prompt tokens are labels too."""
+
+
+class Data(Settings):
+    sources: Annotated[list[AnySource], Field(min_length=1)]
+    context_length: Annotated[int, Field(ge=8)] = 2048
+    """Tokens in one packed row."""
+    regenerate: Regenerate | None = None
+
+
+class Train(Settings):
+    max_steps: Count
+    seed: Seed = 0
+    batch_size: Count = 8
+    """Rows of one forward pass on one device."""
+    grad_accum: Count = 1
+    """Forward passes of one optimizer step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    decay_fraction: Share = 0.2
+    """wsd only: the part of the run in which the rate falls."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The rate at the end of the run, in parts of `lr`."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 is autocast over float32 weights."""
+    checkpoint_every: Count = 500
+    keep_checkpoints: Count = 2
+    eval_every: Count | None = None
+    """Steps between measurements of tau; only at the end if null."""
+    log_every: Count = 10
+
+
+class Report(Settings):
+    """The measurement that ends the run, where it is to differ from the ones along the way."""
+
+    num_prompts: Count | None = None
+    max_new_tokens: Count | None = None
+    batch_size: Count = 1
+    trees: Annotated[list[str], Field(min_length=1)] | None = None
+    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] | None = None
+    repeats: Count = 2
+
+
+class Eval(Settings):
+    prompts: str
+    """A suite's name or a file of held-out prompts."""
+    num_prompts: Count = 32
+    max_prompt_tokens: Count = 256
+    max_new_tokens: Count = 128
+    batch_size: Count = 8
+    tree: str = "chain:5"
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Share = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    seed: Seed = 0
+    """Chooses held-out prompts, and the noise of sampling."""
+    report: Report = Report()
+
+
+class Tracking(Settings):
+    wandb: Literal["off", "offline", "online"] = "off"
+    project: str = "draftsmith"
+    name: str | None = None
+
+
+class Recipe(Settings):
+    output_dir: str
+    target: Target
+    head: dict[str, Any]
+    """`kind`, and the settings of that kind's own Config."""
+    data: Data
+    train: Train
+    eval: Eval
+    tracking: Tracking = Tracking()
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe. UserError lists everything that is wrong, a line each."""
+    source = read_settings(Path(path), overrides)
+    recipe, errors = check(source, Recipe)
+    errors += _head_errors(source)
+    if isinstance(recipe, Recipe):
+        errors += [source.line(key, what) for key, what in _without_effect(recipe)]
+    if errors:
+        raise UserError("\n".join(errors))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as resolved, in YAML that `load_recipe` reads back to the same settings."""
+    return yaml.safe_dump(plain_settings(recipe), sort_keys=False, allow_unicode=True)
+
+
+def plain_settings(recipe: Recipe) -> dict[str, Any]:
+    """Nested plain values of every setting that has an effect in this run."""
+    tree = recipe.model_dump(mode="json")
+    for key, _ in _without_effect(recipe, given_only=False):
+        section = tree
+        for part in key[:-1]:
+            section = section[part]
+        section.pop(key[-1], None)
+    return tree
+
+
+@dataclass(frozen=True)
+class _Rule:
+    key: Key
+    useless: bool
+    why: str
+
+
+def _rules(recipe: Recipe) -> Iterator[_Rule]:
+    """Settings that another setting makes useless."""
+    train, tracking, measure, regenerate = recipe.train, recipe.tracking, recipe.eval, recipe.data.regenerate
+    yield _Rule(("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd")
+    for name in ("project", "name"):
+        yield _Rule(("tracking", name), tracking.wandb == "off", "with tracking.wandb off")
+    greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
+    for name in ("top_k", "top_p", "min_p"):
+        yield _Rule(("eval", name), greedy, "at eval.temperature 0, which is greedy")
+    if regenerate:
+        yield _Rule(("data", "regenerate", "seed"), regenerate.temperature == 0, "at data.regenerate.temperature 0")
+    for n, source in enumerate(recipe.data.sources):
+        useless = source.weight is None or len(recipe.data.sources) == 1
+        yield _Rule(("data", "sources", n, "weight"), useless, "with one source")
+
+
+def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[Key, str]]:
+    for rule in _rules(recipe):
+        if rule.useless and (_is_given(recipe, rule.key) or not given_only):
+            yield rule.key, f"has no effect {rule.why}; leave it out"
+    if not given_only:
+        return
+    if recipe.train.warmup_steps >= recipe.train.max_steps:
+        yield ("train", "warmup_steps"), f"expected less than train.max_steps ({recipe.train.max_steps})"
+    weights = [source.weight is not None for source in recipe.data.sources]
+    if any(weights) and not all(weights):
+        missing = weights.index(False)
+        yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
+    trees: list[tuple[Key, str]] = [(("eval", "tree"), recipe.eval.tree)]
+    trees += [(("eval", "report", "trees", n), tree) for n, tree in enumerate(recipe.eval.report.trees or ())]
+    for key, tree in trees:
+        try:
+            if parse_shape(tree).nodes == 1:
+                yield key, f"expected a tree that drafts something, such as chain:5, got '{tree}'"
+        except UserError as error:
+            yield key, str(error)
+
+
+def _is_given(recipe: Recipe, key: Key) -> bool:
+    section: Any = recipe
+    for part in key[:-1]:
+        section = section[part] if isinstance(part, int) else getattr(section, part)
+    name = str(key[-1])
+    return name in section.model_fields_set and getattr(section, name) is not None
+
+
+def _head_errors(source: Source) -> list[str]:
+    """Check `head` against the Config of its kind: names and types; what a value means is checked with the target at hand."""
+    head = source.tree.get("head")
+    if not isinstance(head, dict):
+        return []  # said by the tree itself
+    kind = head.get("kind")
+    if kind is None:
+        return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
+    if kind not in HEADS:
+        return [source.line(("head", "kind"), f"unknown kind {kind!r}" + suggest(str(kind), HEADS))]
+    config = HEADS[kind].Config
+    hints = get_type_hints(config)
+    names = {name: (_from_yaml(hints[name]) | None, None) for name in recipe_settings(kind)}
+    model = create_model("Head", __base__=Settings, **names)  # type: ignore[call-overload]
+    settings = {name: value for name, value in head.items() if name != "kind"}
+    try:
+        model.model_validate(settings)
+    except ValidationError as failure:
+        lines = []
+        for error in failure.errors(include_url=False):
+            name = str(error["loc"][0])
+            if error["type"] == "extra_forbidden":
+                what = f"unknown key for head kind {kind}" + suggest(name, ["kind", *names])
+            else:
+                what = f"{error['msg'].removeprefix('Input ')}, got {error['input']!r}"
+            lines.append(source.line(("head", name), what))
+        return lines
+    return []
+
+
+def _from_yaml(hint: Any) -> Any:
+    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list."""
+    arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
+    if get_origin(hint) is tuple:
+        return list[arguments[0]]  # type: ignore[valid-type]
+    if get_origin(hint) in (Union, UnionType):
+        return Union[arguments]  # noqa: UP007 - built from a tuple
+    return hint

@@ -1,0 +1,98 @@
+"""Records of training files, each with the place it came from, so that every fault can be named by file and line."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from heads.errors import UserError
+
+Record = tuple[str, dict[str, Any]]
+"""(`file:line`, the record)."""
+
+
+def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
+    """Records of a .jsonl, .jsonl.gz, .txt or .parquet file, or of a data set on the hub."""
+    return islice(_read(path, split), limit)
+
+
+def _read(path: str, split: str) -> Iterator[Record]:
+    file = Path(path)
+    if file.is_file():
+        name = file.name.lower()
+        if name.endswith((".jsonl", ".jsonl.gz")):
+            return _read_json_lines(file)
+        if name.endswith(".txt"):
+            return iter([(f"{file}:1", {"text": _read_text(file)})])
+        if name.endswith(".parquet"):
+            return _read_parquet(file)
+        raise UserError(f"{path}: expected a .jsonl, .jsonl.gz, .parquet or .txt file")
+    if file.is_absolute() or file.exists() or path.count("/") > 1 or file.suffix:
+        raise UserError(f"{path}: no such file; expected a .jsonl, .jsonl.gz, .parquet or .txt file, or a hub data set")
+    return _read_hub(path, split)
+
+
+def _read_json_lines(file: Path) -> Iterator[Record]:
+    number, found = 0, False
+    try:
+        with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    found = True
+                    yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
+    if not found:
+        raise UserError(f"{file}: the file is empty; expected one JSON record a line")
+
+
+def _parse_line(place: str, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: expected a JSON record ({error.msg} at column {error.colno})") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
+    return record
+
+
+def _read_text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise UserError(f"{file}: the file is empty")
+    return text
+
+
+def _read_parquet(file: Path) -> Iterator[Record]:
+    from datasets import Dataset
+
+    try:
+        table = Dataset.from_parquet(str(file))
+    except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
+        raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
+    if len(table) == 0:
+        raise UserError(f"{file}: the file holds no rows")
+    return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))
+
+
+def _read_hub(name: str, split: str) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    try:
+        table = load_dataset(name, split=split)
+    except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
+        what = f"{name}: no such file, and no data set of that name with split '{split}' could be loaded"
+        raise UserError(f"{what} ({_first_line(error)})") from None
+    return ((f"{name}[{split}]: row {number}", dict(record)) for number, record in enumerate(table, start=1))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,156 @@
+"""The run directory: what lies in it, who may write to it, and writes that are complete or absent."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.errors import UserError
+from train.recipe import Recipe, dump_recipe, plain_settings
+
+FREE_SETTINGS = (
+    ("output_dir",),
+    ("tracking",),
+    ("train", "checkpoint_every"),
+    ("train", "keep_checkpoints"),
+    ("train", "log_every"),
+    ("eval", "batch_size"),
+    ("eval", "report"),
+)
+"""What may change between the parts of one run without changing what it computes."""
+
+
+class RunFolder:
+    """Paths of one run, held by at most one process at a time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.head = path / "head"
+        self.metrics = path / "metrics.jsonl"
+        self.provenance = path / "provenance.json"
+        self.results = path / "results.json"
+        self._lock: int | None = None
+
+    def lock(self) -> None:
+        """Take the folder, making it if need be. UserError if a live process holds it, or if it cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"output_dir {self.path}: expected a folder, found a file; name another") from None
+        except PermissionError:
+            raise UserError(f"output_dir {self.path}: no permission to write there; name another") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(self._lock, 32).decode(errors="replace").strip()
+            os.close(self._lock)
+            self._lock = None
+            who = f"process {holder}" if holder else "another process"
+            raise UserError(
+                f"output_dir {self.path}: in use by {who}; wait for it to end or name another folder"
+            ) from None
+        os.truncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse to go on with a run that was begun with other settings. UserError names what differs."""
+        if not self.recipe.is_file():
+            return
+        try:
+            old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            raise UserError(f"{self.recipe}: not readable as a recipe; name another output_dir") from None
+        new = plain_settings(recipe)
+        changed = [
+            f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}"
+            for key, was, now in differences(old, new)
+            if not any(key[: len(free)] == free for free in FREE_SETTINGS)
+        ]
+        if changed and any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"output_dir {self.path}: holds a run with other settings ({'; '.join(changed)}); restore them to go on with it, "
+                "or name another output_dir"
+            )
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        write_text(
+            self.recipe,
+            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(recipe),
+        )
+
+
+def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Every leaf that is not the same in two nested mappings."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), (*key, str(name)))
+    elif old != new:
+        yield key, old, new
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is complete or absent, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `final` if all goes well, and vanishes if not."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_folder(temporary)
+        if final.exists():  # a broken one of the same step: only now that its successor is whole
+            shutil.rmtree(final)
+        temporary.replace(final)
+        sync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that there is no space left. safetensors raises its own kind, with the number in the text."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "(os error 28)" in str(error) or "(os error 122)" in str(error)
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else repr(value)

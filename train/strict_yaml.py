@@ -1,0 +1,230 @@
+"""YAML files checked against typed settings: every error at once, each with its file, line, dotted key and a suggestion."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from heads.errors import UserError
+
+Key = tuple[str | int, ...]
+
+
+class Settings(BaseModel):
+    """A strict, frozen section: unknown keys are refused, and no value is turned into another type."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Source:
+    """A tree of plain values, and where each of its keys was written."""
+
+    def __init__(self, name: str, tree: Any, places: dict[Key, str]):
+        self.name = name
+        self.tree = tree
+        self.places = places
+
+    def place(self, key: Key) -> str:
+        """`file:line` of a key, or of the nearest section around it that was written down."""
+        return next(self.places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in self.places)
+
+    def line(self, key: Key, what: str) -> str:
+        """One error: where, which key, what."""
+        return f"{self.place(key)}: {dotted(key)}: {what}" if key else f"{self.place(key)}: {what}"
+
+
+def dotted(key: Key) -> str:
+    return ".".join(map(str, key))
+
+
+def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
+    """Read a YAML file and put `key.sub=value` overrides on top. Raises UserError with a line for each fault."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected a recipe in YAML")
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, _Loader)
+        tree = yaml.load(text, _Loader)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected UTF-8 text ({error})") from None
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_error(str(path), error)) from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}:1: expected a mapping of settings, got {type(tree).__name__}")
+    places = {key: f"{path}:{line}" for key, line in _lines(root)}
+    source = Source(str(path), tree, {**places, (): str(path)})
+    errors = [error for override in overrides if (error := _override(source, override))]
+    if errors:
+        raise UserError("\n".join(errors))
+    return source
+
+
+def check(source: Source, model: type[BaseModel]) -> tuple[BaseModel | None, list[str]]:
+    """The typed settings, or None with one line for each fault."""
+    try:
+        return model.model_validate(source.tree), []
+    except ValidationError as failure:
+        return None, [_describe(source, model, dict(error)) for error in failure.errors(include_url=False)]
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or the known names where none is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-4 as a number, as everyone who writes it means, and refuses a key given twice."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected a plain word as the key", key_node.start_mark)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            raise yaml.constructor.ConstructorError(
+                None, None, "merge keys (<<) are not supported", key_node.start_mark
+            )
+        if key_node.value in seen:
+            problem = f"key '{key_node.value}' is given twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen.add(key_node.value)
+    return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}  # type: ignore[no-untyped-call]
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def _yaml_error(name: str, error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{name}:{error.problem_mark.line + 1}: {error.problem}"
+    return f"{name}: {' '.join(str(error).split())}"
+
+
+def _lines(node: yaml.Node | None, key: Key = ()) -> Iterator[tuple[Key, int]]:
+    """The line on which each key of a YAML tree stands."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield (*key, name.value), name.start_mark.line + 1
+            yield from _lines(value, (*key, name.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*key, index), value.start_mark.line + 1
+            yield from _lines(value, (*key, index))
+
+
+def _override(source: Source, override: str) -> str | None:
+    """Put one `a.b.0.c=value` into the tree, merging mappings; returns what is wrong with it, if anything."""
+    name, equals, text = override.lstrip("-").partition("=")
+    place = f"override '{override}'"
+    if not equals or not all(name.split(".")):
+        return f"{place}: expected key.sub=value"
+    key: Key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        return _yaml_error(place, error)
+    tree = source.tree
+    for depth, part in enumerate(key):
+        last = depth == len(key) - 1
+        if isinstance(tree, dict) and isinstance(part, str):
+            if last:
+                tree[part] = _merge(tree.get(part), value)
+            elif not isinstance(tree.get(part), dict | list):
+                tree[part] = {}
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            if last:
+                tree[part] = _merge(tree[part], value)
+        else:
+            return f"{place}: {dotted(key[: depth + 1])}: there is no such entry"
+        if not last:
+            tree = tree[part]  # type: ignore[index]
+    source.places = {known: at for known, at in source.places.items() if known[: len(key)] != key} | {key: place}
+    return None
+
+
+def _merge(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: _merge(old.get(name), value) for name, value in new.items()}}
+    return new
+
+
+def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> str:
+    key = _visible(source.tree, error["loc"])
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return source.line(key, _unknown(source, model, key))
+    if kind == "missing":
+        return source.line(key, "is missing; give it a value")
+    if kind == "union_tag_not_found":
+        return source.line((*key, "kind"), f"is missing; one of {context.get('expected_tags', '')}".rstrip())
+    if kind == "union_tag_invalid":
+        tags = re.findall(r"'([^']+)'", context["expected_tags"])
+        return source.line((*key, "kind"), f"unknown kind '{context['tag']}'" + suggest(context["tag"], tags))
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']+)'", context["expected"])
+        return source.line(key, f"got {error['input']!r}" + suggest(str(error["input"]), choices))
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    given = error["input"]
+    return source.line(key, message if isinstance(given, dict) else f"{message}, got {given!r}")
+
+
+def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
+    sections = _sections(model, source.tree, key[:-1])
+    name = str(key[-1])
+    known = list(dict.fromkeys(field for section in sections[:1] for field in section.model_fields))
+    siblings = [section for section in sections[1:] if name in section.model_fields]
+    if siblings:
+        kinds = " or ".join(str(get_args(section.model_fields["kind"].annotation)[0]) for section in siblings)
+        return f"has no effect here: it belongs to kind {kinds}; leave it out"
+    return "unknown key" + suggest(name, known)
+
+
+def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseModel]]:
+    """The sections that may stand at a key, the one that does stand there first."""
+    found = [model]
+    for part in key:
+        tree = tree[part]  # type: ignore[index]
+        if isinstance(part, int):
+            continue
+        field = found[0].model_fields.get(part)
+        found = list(_models_in(field.annotation)) if field else []
+        if not found:
+            return []
+    if isinstance(tree, dict) and "kind" in tree:
+        found.sort(key=lambda section: tree["kind"] not in get_args(section.model_fields["kind"].annotation))
+    return found
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType, Annotated, list, tuple, dict):
+        for argument in get_args(annotation):
+            yield from _models_in(argument)
+
+
+def _visible(tree: Any, location: tuple[str | int, ...]) -> Key:
+    """A pydantic location without the tags of tagged unions, which are no keys of the file."""
+    key: list[str | int] = []
+    for n, part in enumerate(location):
+        if (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int)):
+            tree = tree[part]  # type: ignore[index]
+        elif n < len(location) - 1:
+            continue
+        key.append(part)
+    return tuple(key)

@@ -1,0 +1,161 @@
+"""What a run shows and records: a progress bar or plain lines, metrics.jsonl, and wandb if it is wanted. Main process only."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from heads.errors import UserError
+from train.recipe import Recipe, plain_settings
+from train.run_folder import RunFolder, write_text
+
+Metrics = dict[str, Any]
+
+
+class Tracker:
+    """The run's voice. `metrics.jsonl` is the record: flushed with each line, while wandb may lose its last seconds in a crash."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, *, main: bool, stream: TextIO | None = None):
+        self.main = main
+        self.recipe = recipe
+        self.folder = folder
+        self.stream = stream or sys.stderr
+        self.max_steps = recipe.train.max_steps
+        self._bar: tqdm[Any] | None = None
+        self._file: TextIO | None = None
+        self._wandb: Any = None
+
+    def say(self, text: str) -> None:
+        """One line for the reader."""
+        if self.main:
+            if self._bar is not None:
+                self._bar.write(text, file=self.stream)
+            else:
+                print(text, file=self.stream, flush=True)
+
+    def progress(self, text: str, *, last: bool = False) -> None:
+        """A line that overwrites itself on a terminal; elsewhere only its last form is printed."""
+        if not self.main:
+            return
+        if self.stream.isatty():
+            print(f"\r\033[K{text}", end="\n" if last else "", file=self.stream, flush=True)
+        elif last:
+            print(text, file=self.stream, flush=True)
+
+    def start(self, step: int) -> None:
+        """Begin recording after `step`, forgetting what an interrupted run recorded beyond it."""
+        if not self.main:
+            return
+        keep_metrics(self.folder.metrics, step)
+        self._file = self.folder.metrics.open("a", encoding="utf-8")
+        if self.recipe.tracking.wandb != "off":
+            self._wandb = start_wandb(self.recipe, self.folder)
+        if self.stream.isatty():
+            self._bar = tqdm(total=self.max_steps, initial=step, unit="step", file=self.stream, dynamic_ncols=True)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
+        """One line of training figures."""
+        self._record({"kind": "train", **metrics})
+        text = f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {_short(metrics['tokens_per_second'])} tokens/s"
+        if self._bar is not None:
+            self._bar.set_description_str(f"step {metrics['step']}")
+            self._bar.set_postfix_str(f"{text}, {_clock(seconds_left)} left", refresh=True)
+        else:
+            self.say(f"step {metrics['step']}/{self.max_steps}  {text}  {_clock(seconds_left)} left")
+
+    def log_eval(self, metrics: Metrics) -> None:
+        self._record({"kind": "eval", **metrics})
+
+    def finish(self, *, code: int = 0) -> None:
+        """Close everything; may be called twice."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=code)
+            self._wandb = None
+
+    def _record(self, metrics: Metrics) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(flat(metrics), step=metrics["step"])
+
+
+def keep_metrics(path: Path, step: int) -> None:
+    """Drop lines of later steps, and a last line cut short, so that a resumed run records every step once."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    write_text(path, "".join(kept))
+
+
+def flat(metrics: Metrics) -> dict[str, float]:
+    """Scalars under `train/` or `eval/`, lists by depth from 1."""
+    out: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            out |= {f"{metrics['kind']}/{name}_{depth}": part for depth, part in enumerate(value, start=1)}
+        elif name not in ("kind", "step") and isinstance(value, int | float):
+            out[f"{metrics['kind']}/{name}"] = value
+    return out
+
+
+def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
+    """A wandb run with the resolved recipe as its config; its id is kept, so that a resumed run goes on in it."""
+    import wandb
+
+    id_file = folder.path / "wandb-id"
+    known = id_file.read_text().strip() if id_file.is_file() else None
+    online = recipe.tracking.wandb == "online"
+    # wandb would otherwise upload the code, the git remote and everything printed, where a token may stand.
+    settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
+    try:
+        run = wandb.init(
+            project=recipe.tracking.project,
+            name=recipe.tracking.name or Path(recipe.output_dir).name,
+            id=known,
+            resume="allow" if online else None,
+            mode="online" if online else "offline",
+            dir=str(folder.path),
+            config=plain_settings(recipe),
+            settings=settings,
+        )
+    except wandb.errors.Error as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first}); log in, or set tracking.wandb=offline"
+        ) from None
+    write_text(id_file, run.id + os.linesep)
+    return run
+
+
+def _percent(rates: Sequence[float | None]) -> str:
+    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates) + "%"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
