@@ -91,6 +91,8 @@ class Seat:
     prefill_seconds: float
     most_tokens: int
     """At most this many tokens stand in the row's cache; exact whenever the host looks."""
+    left: int
+    """Tokens it may still get; exact likewise."""
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
 
@@ -172,9 +174,9 @@ class Engine:
         needed = prompt + request.max_new_tokens + nodes
         if needed > self.max_length:
             raise UserError(
-                f"request {index}: a prompt of {prompt} tokens, {request.max_new_tokens} new ones and a tree of {nodes} "
-                f"need {needed} slots, but there are {self.max_length}; shorten the prompt, ask for fewer tokens or "
-                "raise max_length"
+                f"request {index}: a prompt of {prompt} tokens, {request.max_new_tokens} new ones and "
+                f"a tree of {nodes} need {needed} slots, but there are {self.max_length}; "
+                "shorten the prompt, ask for fewer tokens or raise max_length"
             )
         if request.stop and self.tokenizer is None:
             raise UserError(f"request {index}: stop strings need a tokenizer; give the engine one")
@@ -201,10 +203,11 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _decode(self, seats: list[Seat | None]) -> None:
-        """Run rounds until the host looks again."""
+        """Run rounds until the host looks again; none that every row must have ended before, as each gives a token."""
         M, N = self.shape.depth + 1, self.shape.nodes
+        rounds = min(self.poll_interval, max(seat.left for seat in seats if seat is not None))
         started = self._clock()
-        for _ in range(self.poll_interval):
+        for _ in range(rounds):
             most = 0
             for seat in seats:
                 if seat is not None:
@@ -215,7 +218,7 @@ class Engine:
                 self._profiled_round(extent)
             else:
                 self.decoder.round(extent)
-        self.timings.rounds += self.poll_interval
+        self.timings.rounds += rounds
         self.timings.decode_seconds += self._clock() - started
 
     def _profiled_round(self, extent: int) -> None:
@@ -260,7 +263,7 @@ class Engine:
         seats = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
-            seats[row] = Seat(index, request, seconds, len(request.prompt), watch)
+            seats[row] = Seat(index, request, seconds, len(request.prompt), request.max_new_tokens - 1, watch)
         return seats
 
     def _prefill_chunk(self, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
@@ -323,7 +326,7 @@ class Engine:
             if seat is None:
                 continue
             done, count = bool(seen[0][row]), seen[1][row]
-            seat.most_tokens = seen[2][row]
+            seat.most_tokens, seat.left = seen[2][row], seat.request.max_new_tokens - count
             if not (done or on_tokens is not None or seat.watch is not None):
                 continue
             fresh = state.output[row, len(seat.tokens) : count].tolist()

@@ -1,0 +1,276 @@
+"""Whatever is drafted, the text is the target's own, to the token."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.sampling import Sampling
+from heads.base import UserError
+from heads.target import FrozenTarget
+from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+
+TargetOf = Callable[[str], FrozenTarget]
+HeadType = Callable[..., Any]
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"),
+    *("deepseek_v3", "gpt_neox", "olmo2", "granite", "cohere2", "gpt_oss", "glm4", "starcoder2", "smollm3", "gpt2"),
+    "falcon",
+)
+WARM = Sampling(temperature=0.9, seed=4)
+FILTERED = Sampling(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)
+GREEDY = Sampling()
+CHAIN, TREE = parse_shape("chain:4"), parse_shape("tree:3x4x12")
+
+
+def make_requests(prompts: Sequence[Sequence[int]], *, new: int = 20, eos: bool = False) -> list[Request]:
+    """Requests of mixed sampling, limits and seeds."""
+    samplings = [GREEDY, WARM, FILTERED, Sampling(temperature=0.7, top_p=0.8, seed=11)]
+    return [
+        Request(prompt, max(1, new - 3 * (i % 4)), samplings[i % 4], ignore_eos=not eos)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def decode_plainly(target: FrozenTarget, requests: Sequence[Request], **settings: Any) -> list[Output]:
+    return Engine(target, max_length=192, **settings).generate(requests)
+
+
+def sequences(requests: Sequence[Request], outputs: Sequence[Output]) -> list[list[int]]:
+    return [[*request.prompt, *output.tokens] for request, output in zip(requests, outputs, strict=True)]
+
+
+def texts(outputs: Sequence[Output]) -> list[tuple[list[int], str]]:
+    return [(output.tokens, output.finish_reason) for output in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_is_what_transformers_generates(
+    family: str, target_of: TargetOf, prompts: list[list[int]]
+) -> None:
+    target = target_of(family)
+    chosen = [prompts[10], prompts[2]]
+    outputs = decode_plainly(target, [Request(p, 16) for p in chosen], batch_size=2)
+    for prompt, output in zip(chosen, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        assert output.tokens == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_token_in_any_family(
+    family: str, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of(family)
+    requests = make_requests(prompts[4:9], new=14)
+    plain = decode_plainly(target, requests)
+    for shape in (CHAIN, TREE):
+        head = scripted_head(target, sequences(requests, plain), duplicates=shape is TREE)
+        engine = Engine(target, head, shape=shape, batch_size=3, max_length=192)
+        outputs = engine.generate(requests)
+        assert texts(outputs) == texts(plain)
+        assert sum(sum(output.accepted) for output in outputs) > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("shape", ["chain:1", "chain:5", "tree:4x3x9", "tree:5x1x3", "static:2.1.2"])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_text_is_independent_of_head_shape_and_batch(
+    right: float,
+    shape: str,
+    batch_size: int,
+    target_of: TargetOf,
+    scripted_head: HeadType,
+    prompts: list[list[int]],
+) -> None:
+    target = target_of("llama")
+    requests = make_requests(prompts[4:], new=14, eos=True)
+    plain = decode_plainly(target, requests, batch_size=4)
+    head = scripted_head(target, sequences(requests, plain), right=right, duplicates=True)
+    tree = parse_shape(shape)
+    if tree.paths is not None:
+        tree = TreeShape(tree.depth, tree.top_k, tree.nodes, text=shape)
+    engine = Engine(target, head, shape=tree, batch_size=batch_size, max_length=192)
+    outputs = engine.generate(requests)
+    assert texts(outputs) == texts(plain)
+    for output in outputs:
+        assert output.rounds == len(output.accepted) == len(output.reached)
+        emitted = sum(output.accepted) + output.rounds
+        assert emitted - (len(output.tokens) - 1) in (0, 1), "only the last round may end on a drafted token"
+        assert len(output.drafted()) == len(output.tokens)
+        assert all(a <= r <= min(a + 1, tree.depth) for a, r in zip(output.accepted, output.reached, strict=True))
+        if right == 0:
+            assert not any(output.accepted)
+
+
+def test_a_chain_that_is_always_right_is_accepted_whole(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    request = Request(prompts[3], 16, WARM, ignore_eos=True)
+    plain = decode_plainly(target, [request])
+    head = scripted_head(target, sequences([request], plain), right=1.0)
+    output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+    assert output.tokens == plain[0].tokens
+    assert output.accepted == output.reached == [4, 4, 4]  # 1 + 3 * 5 tokens
+
+
+def test_the_limit_cuts_inside_an_accepted_path(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    longest = Request(prompts[3], 16, WARM, ignore_eos=True)
+    known = sequences([longest], decode_plainly(target, [longest]))
+    for limit in range(1, 16):
+        head = scripted_head(target, known, right=1.0)
+        request = Request(prompts[3], limit, WARM, ignore_eos=True)
+        output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+        assert output.tokens == known[0][len(prompts[3]) :][:limit]
+        assert output.finish_reason == "length"
+        left = limit - 1
+        assert output.accepted == [4] * (left // 5) + [left % 5] * (left % 5 > 0)
+        assert output.reached == output.accepted
+
+
+def test_eos_cuts_inside_an_accepted_path(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("llama")
+    request = Request(prompts[5], 24, WARM)
+    free = decode_plainly(target, [Request(prompts[5], 24, WARM, ignore_eos=True)])
+    known = sequences([request], free)
+    absent = next(token for token in range(61) if token not in free[0].tokens)
+    ended = 0
+    for place, token in enumerate(free[0].tokens):
+        if token in free[0].tokens[:place]:
+            continue
+        monkeypatch.setattr(target, "eos_token_ids", (absent, token))
+        head = scripted_head(target, known, right=1.0)
+        output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+        assert output.tokens == free[0].tokens[: place + 1]
+        assert output.finish_reason == "eos"
+        ended += 1
+    assert ended > 5
+
+
+@pytest.mark.parametrize("poll_interval", [2, 7])
+def test_results_do_not_depend_on_how_often_the_host_looks(
+    poll_interval: int,
+    target_of: TargetOf,
+    scripted_head: HeadType,
+    prompts: list[list[int]],
+) -> None:
+    target = target_of("llama")
+    requests = make_requests(prompts[4:], eos=True)
+    plain = decode_plainly(target, requests)
+    known = sequences(requests, plain)
+    assert texts(decode_plainly(target, requests, batch_size=3, poll_interval=poll_interval)) == texts(plain)
+    results = []
+    for interval in (1, poll_interval):
+        head = scripted_head(target, known, right=1.0)
+        engine = Engine(
+            target,
+            head,
+            shape=CHAIN,
+            batch_size=3,
+            max_length=192,
+            poll_interval=interval,
+        )
+        outputs = engine.generate(requests)
+        results.append([(o.tokens, o.finish_reason, o.rounds, o.accepted, o.reached) for o in outputs])
+    assert results[0] == results[1]
+    assert [r[0] for r in results[0]] == [o.tokens for o in plain]
+
+
+def test_a_request_does_not_depend_on_its_neighbours_or_its_row(target_of: TargetOf, prompts: list[list[int]]) -> None:
+    target = target_of("qwen3")
+    requests = make_requests(prompts)
+    alone = [decode_plainly(target, [request])[0].tokens for request in requests]
+    for batch_size in (2, 5):
+        together = decode_plainly(target, list(reversed(requests)), batch_size=batch_size)
+        assert [output.tokens for output in reversed(together)] == alone
+
+
+def test_seeds_tell_sampled_outputs_apart_and_repeat_them(target_of: TargetOf, prompts: list[list[int]]) -> None:
+    target = target_of("llama")
+    requests = [Request(prompts[1], 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True) for seed in range(4)]
+    first, again = (decode_plainly(target, requests, batch_size=4) for _ in range(2))
+    assert texts(first) == texts(again)
+    assert len({tuple(output.tokens) for output in first}) == 4
+
+
+def test_streamed_tokens_are_the_output(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
+    target = target_of("llama")
+    requests = make_requests(prompts[:6], eos=True)
+    plain = decode_plainly(target, requests)
+    streamed: list[list[int]] = [[] for _ in requests]
+    head = scripted_head(target, sequences(requests, plain))
+    engine = Engine(target, head, shape=TREE, batch_size=2, max_length=192)
+    outputs = engine.generate(requests, on_tokens=lambda index, tokens: streamed[index].extend(tokens))
+    assert streamed == [output.tokens for output in outputs] == [output.tokens for output in plain]
+
+
+def test_profiling_splits_the_decode_time(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    head = scripted_head(target, [])
+    engine = Engine(target, head, shape=TREE, max_length=64)
+    engine.profile = True
+    output = engine.generate([Request(prompts[0], 5, ignore_eos=True)])[0]
+    timings = engine.timings
+    assert set(timings.breakdown) == {"draft", "verify", "accept", "commit"}
+    assert all(seconds > 0 for seconds in timings.breakdown.values())
+    assert sum(timings.breakdown.values()) <= timings.decode_seconds
+    assert timings.rounds == output.rounds
+
+
+def test_an_engine_serves_many_calls(target_of: TargetOf, prompts: list[list[int]]) -> None:
+    target = target_of("llama")
+    requests = make_requests(prompts[:5])
+    engine = Engine(target, batch_size=2, max_length=192)
+    assert texts(engine.generate(requests)) == texts(engine.generate(requests))
+    assert engine.generate([]) == []
+
+
+def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_head: HeadType) -> None:
+    target = target_of("llama")
+    prompt = [5] * 20
+    request = Request(prompt, 128 - 20 - TREE.nodes, ignore_eos=True)
+    plain = Engine(target, max_length=128).generate([request])
+    head = scripted_head(target, sequences([request], plain), right=0.9)
+    engine = Engine(target, head, shape=TREE, max_length=128)
+    assert engine.decoder.step.capacity == 128
+    assert engine.generate([request])[0].tokens == plain[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([], 4), "the prompt is empty"),
+        (Request([3] * 50, 12), "50 tokens, 12 new ones and a tree of 5 need 67 slots, but there are 64"),
+        (Request([3], 0), "max_new_tokens must be at least 1"),
+        (Request([3, 61], 4), "token ids outside 0 .. 60"),
+        (Request([3], 4, stop=("x",)), "stop strings need a tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused(request_: Request, words: str, target_of: TargetOf, scripted_head: HeadType) -> None:
+    target = target_of("llama")
+    head = scripted_head(target, [])
+    engine = Engine(target, head, shape=CHAIN, max_length=64)
+    with pytest.raises(UserError, match=words):
+        engine.generate([Request([3], 2), request_])
+
+
+def test_bad_engines_are_refused(target_of: TargetOf, scripted_head: HeadType) -> None:
+    target = target_of("llama")
+    with pytest.raises(UserError, match="max_length: expected 1 to 512"):
+        Engine(target, max_length=513)
+    with pytest.raises(UserError, match="a head and a tree go together"):
+        Engine(target, shape=CHAIN, max_length=64)
+    with pytest.raises(UserError, match="a head and a tree go together"):
+        Engine(target, scripted_head(target, []), shape=ROOT_ONLY, max_length=64)
+    with pytest.raises(UserError, match="batch size"):
+        Engine(target, batch_size=0, max_length=64)

@@ -1,0 +1,73 @@
+"""A tree step through a model equals the model run on each path by itself."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.runtime.hf import TargetStep, check_family, chunk_size
+from heads.base import UserError
+from heads.target import FrozenTarget
+from heads.tree import Proposal, ancestors
+
+TargetOf = Callable[[str], FrozenTarget]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral-window", "deepseek_v3", "gpt_oss", "gpt2"])
+@torch.no_grad()
+def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: TargetOf) -> None:
+    target = target_of(family)
+    step = TargetStep(target, batch_size=2, capacity=100, taps=(1,))
+    prompts = [torch.randint(3, 61, (n,)) for n in (23, 4)]
+    for row, prompt in enumerate(prompts):
+        padded = torch.zeros(1, 32, dtype=torch.int64)
+        padded[0, : len(prompt)] = prompt
+        step.prefill(row, padded, 0)
+    tokens = torch.randint(3, 61, (2, 6))
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    above = ancestors(parents, 4)
+    depths = above.sum(-1) - 1
+    proposal = Proposal(tokens, parents, depths, torch.zeros(2, 6))
+    features, logits = step.verify(proposal, above, torch.tensor([23, 4]), 64)
+    for b, prompt in enumerate(prompts):
+        for j in range(6):
+            path = torch.cat([prompt, tokens[b, above[b, j]]])[None]
+            true = target.model(path, use_cache=False, output_hidden_states=True)
+            torch.testing.assert_close(logits[b, j].double(), true.logits[0, -1].double(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(features.taps[b, j], true.hidden_states[1][0, -1], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_prompt_in_chunks_equals_a_prompt_at_once(target_of: TargetOf) -> None:
+    target = target_of("gemma3_text")
+    tokens = torch.randint(3, 61, (1, 80))
+    whole = TargetStep(target, batch_size=1, capacity=128, taps=()).prefill(0, tokens, 0)
+    step = TargetStep(target, batch_size=1, capacity=128, taps=())
+    parts = [step.prefill(0, tokens[:, start : start + 16], start).hidden for start in range(0, 80, 16)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole.hidden, atol=1e-6, rtol=1e-6)
+
+
+def test_chunks_have_few_sizes() -> None:
+    assert {chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
+    assert all(chunk_size(n) >= min(n, 256) for n in range(1, 2000))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bloom", "falcon", "mamba", "llama4_text"])
+def test_families_without_tree_masks_are_refused(family: str) -> None:
+    extra = {"falcon": {"alibi": True}, "qwen3_next": {"num_experts": 4}, "llama4_text": {"num_local_experts": 2}}
+    size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **{**size, **extra.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    target = SimpleNamespace(name="its name", model=model, config=model.config.get_text_config())
+    with pytest.raises(UserError, match="its name: the runtime cannot verify drafts on"):
+        check_family(target)  # type: ignore[arg-type]
+
+
+def test_flex_attention_is_refused(target_of: TargetOf) -> None:
+    config = SimpleNamespace(model_type="llama", _attn_implementation="flex_attention")
+    target = SimpleNamespace(name="x", model=target_of("llama").model, config=config)
+    with pytest.raises(UserError, match="takes no 4-D mask"):
+        check_family(target)  # type: ignore[arg-type]

@@ -1,0 +1,121 @@
+"""A round never waits for the host, allocates no new state, and leaves rows that are done alone."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.base import Observation, Perturb, TargetEnds
+from heads.target import FrozenTarget
+from heads.tree import Proposal, TreeShape, grow, parse_shape
+
+TargetOf = Callable[[str], FrozenTarget]
+WAITS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero"}
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails on every operation that would make a GPU wait for the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rsplit(".", 1)[0]
+        assert name not in WAITS, f"{name} waits for the device"
+        if name in ("aten.index", "aten.index_put_", "aten.index_put"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} with a boolean mask waits"
+        return func(*args, **(kwargs or {}))
+
+
+class BigramHead:
+    """Drafts by tensor operations alone: a token is followed by what the logits of its own embedding like best."""
+
+    taps = (1,)
+    config: Any = None
+    depth_weights: tuple[float, ...] = ()
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
+        zeros = torch.zeros(batch_size, dtype=torch.int64)
+        return {"ends": ends, "shape": shape, "root": zeros.clone(), "position": zeros.clone()}
+
+    def reset_rows(self, state: dict[str, Any], rows: Tensor) -> None:
+        state["position"].masked_fill_(rows, 0)
+
+    def observe(self, state: dict[str, Any], observation: Observation) -> None:
+        root = observation.tokens.gather(1, observation.count[:, None])[:, 0]
+        state["root"].copy_(torch.where(observation.count > 0, root, state["root"]))
+        state["position"].copy_(
+            torch.where(observation.count > 0, observation.start + observation.count, state["position"])
+        )
+
+    def propose(self, state: dict[str, Any], perturb: Perturb) -> Proposal:
+        ends = state["ends"]
+
+        def pick(logits: Tensor, level: int, ranks: int) -> tuple[Tensor, Tensor]:
+            positions = (state["position"][:, None] + level).expand(logits.shape[:2])
+            best = perturb(logits, positions).topk(ranks, dim=-1).indices
+            return best, logits.float().log_softmax(-1).gather(-1, best)
+
+        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+            return ends.logits(ends.embed(tokens))  # type: ignore[no-any-return]
+
+        return grow(state["shape"], state["root"], ends.logits(ends.embed(state["root"][:, None])), pick, expand)
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, batch: Any, scale: Tensor) -> Any:
+        raise NotImplementedError
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)]
+
+
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: TargetOf) -> None:
+    head = BigramHead() if shape != "none" else None
+    engine = Engine(target_of(family), head, shape=parse_shape(shape), batch_size=2, max_length=128)
+    requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
+    with torch.inference_mode():
+        engine._prefill(dict(enumerate(enumerate(requests))))
+        state = engine.decoder.state
+        places = [getattr(state, f.name).data_ptr() for f in fields(state)]
+        with NoWaiting():  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                engine.decoder.round(128)
+        assert [getattr(state, f.name).data_ptr() for f in fields(state)] == places
+        assert (state.rounds == 3).all()
+
+
+@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
+def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
+    head = BigramHead() if shape != "none" else None
+    engine = Engine(target_of("llama"), head, shape=parse_shape(shape), batch_size=2, max_length=128)
+    with torch.inference_mode():
+        engine._prefill({0: (0, Request([5, 6, 7], 2, ignore_eos=True)), 1: (1, Request([8, 9], 60, ignore_eos=True))})
+        engine.decoder.round(64)
+        state = engine.decoder.state
+        assert state.done.tolist() == [True, False]
+        watched = ("length", "root", "output_length", "rounds")
+        before = {name: getattr(state, name)[0].item() for name in watched}
+        output = state.output[0, :2].tolist()
+        for _ in range(4):
+            engine.decoder.round(64)
+        assert {name: getattr(state, name)[0].item() for name in watched} == before
+        assert state.output[0, :2].tolist() == output
+        assert state.rounds[1] == 5 and not state.done[1]
+
+
+def test_a_real_draft_with_shared_noise_changes_no_token(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    requests = [
+        Request([5, 6, 7 + i], 20, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(6)
+    ]
+    plain = Engine(target, max_length=128).generate(requests)
+    for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
+        engine = Engine(target, BigramHead(), shape=parse_shape(shape), batch_size=4, max_length=128)
+        assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]

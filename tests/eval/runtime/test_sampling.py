@@ -1,0 +1,188 @@
+"""The processed law equals a plain reference, draws follow it, and the noise is a pure function."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.runtime.sampling import RowSampling, Sampling, gumbel, log_law
+from heads.base import UserError
+
+MASK = (1 << 64) - 1
+CHI_SQUARE_999 = {5: 20.5, 7: 24.3, 11: 31.3, 15: 37.7}  # 99.9% quantiles by degrees of freedom
+
+
+def reference_law(logits: Tensor, s: Sampling) -> Tensor:
+    """One row (V,), by the textbook, in float64."""
+    p = torch.softmax(logits.double() / s.temperature, dim=0)
+    order = sorted(range(len(p)), key=lambda i: (-p[i].item(), i))
+    if s.top_k:
+        order = order[: s.top_k]
+    mass = sum(p[i].item() for i in order)
+    kept, total = [], 0.0
+    for i in order:
+        if total >= s.top_p * mass:
+            break
+        kept.append(i)
+        total += p[i].item()
+    kept = [i for i in kept if p[i] >= s.min_p * p[order[0]]]
+    law = torch.zeros_like(p)
+    law[kept] = p[kept]
+    return law / law.sum()
+
+
+def rows_of(*samplings: Sampling) -> RowSampling:
+    rows = RowSampling(len(samplings))
+    for row, sampling in enumerate(samplings):
+        rows.set_row(row, sampling)
+    return rows
+
+
+SETTINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.3, top_k=5),
+    Sampling(temperature=1.5, top_p=0.7),
+    Sampling(temperature=0.8, min_p=0.2),
+    Sampling(temperature=1.1, top_k=6, top_p=0.9, min_p=0.05),
+    Sampling(temperature=2.0, top_k=1),
+    Sampling(temperature=1.0, top_p=1e-6),
+    Sampling(temperature=1.0, min_p=1.0),
+    Sampling(temperature=1.0, top_k=500),
+]
+
+
+def test_a_mixed_batch_follows_each_rows_own_law() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(len(SETTINGS) + 1, 3, 17) * 2
+    rows = rows_of(*SETTINGS, Sampling())
+    law = rows.log_law(logits).exp()
+    for b, sampling in enumerate(SETTINGS):
+        for w in range(3):
+            torch.testing.assert_close(law[b, w].double(), reference_law(logits[b, w], sampling), atol=1e-6, rtol=1e-5)
+    assert torch.equal(law[-1], torch.nn.functional.one_hot(logits[-1].argmax(-1), 17).float())
+
+
+def test_filters_that_are_off_change_no_bit() -> None:
+    logits = torch.randn(2, 4, 33)
+    off = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2)
+    warm = torch.tensor([0.7, 1.3])
+    assert torch.equal(log_law(logits, warm, *off, filtered=True), log_law(logits, warm, *off, filtered=False))
+
+
+def test_ties_are_cut_at_the_lowest_ids() -> None:
+    rows = rows_of(Sampling(temperature=1.0, top_k=2))
+    law = rows.log_law(torch.tensor([[[1.0, 3.0, 3.0, 3.0]]])).exp()
+    assert law[0, 0].tolist() == [0.0, 0.5, 0.5, 0.0]
+    assert rows_of(Sampling()).choose(torch.tensor([[[1.0, 3.0, 3.0]]]), torch.zeros(1, 1).long()).item() == 1
+
+
+def test_padded_ids_are_never_chosen_and_extremes_stay_finite() -> None:
+    logits = torch.tensor([5e4, -5e4, 0.0, -torch.inf]).expand(2, 1, 4)
+    rows = rows_of(Sampling(temperature=1e-6, top_k=3), Sampling(temperature=1e3, top_p=0.99))
+    law = rows.log_law(logits).exp()
+    assert torch.isfinite(law).all() and (law[..., 3] == 0).all()
+    torch.testing.assert_close(law.sum(-1), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("sampling", SETTINGS[:5])
+def test_draws_follow_the_law(sampling: Sampling) -> None:
+    V, seeds, positions = 12, 40, 500
+    logits = torch.linspace(-1.5, 2.0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(3))]
+    rows = rows_of(*(Sampling(**{**vars(sampling), "seed": 1000 + i}) for i in range(seeds)))
+    chosen = rows.choose(logits.expand(seeds, positions, V), torch.arange(positions).expand(seeds, positions))
+    law = reference_law(logits, sampling)
+    counts = Counter(chosen.flatten().tolist())
+    assert all(law[token] > 0 for token in counts)
+    expected = law * seeds * positions
+    live = [i for i in range(V) if expected[i] > 0]
+    chi = sum((counts[i] - expected[i].item()) ** 2 / expected[i].item() for i in live)
+    bound = min(value for degrees, value in CHI_SQUARE_999.items() if degrees >= len(live) - 1)
+    assert chi < bound
+
+
+def test_successive_draws_are_independent() -> None:
+    """Pairs of neighbours, along positions and along seeds, follow the product law."""
+    V = 4
+    logits = torch.zeros(300, 200, V)
+    rows = rows_of(*(Sampling(temperature=1.0, seed=i) for i in range(300)))
+    chosen = rows.choose(logits, torch.arange(200).expand(300, 200))
+    for first, second in ((chosen[:, :-1], chosen[:, 1:]), (chosen[:-1], chosen[1:])):
+        pairs = torch.bincount((first * V + second).flatten(), minlength=V * V).double()
+        expected = pairs.sum() / V**2
+        assert ((pairs - expected) ** 2 / expected).sum() < CHI_SQUARE_999[15]
+
+
+def splitmix(x: int) -> int:
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & MASK
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def test_noise_equals_integer_arithmetic_done_by_hand() -> None:
+    stride = 0x9E3779B97F4A7C15
+    seeds, positions, ids = [0, -5, 2**62 + 3], [0, 7, 123456], [0, 1, 151_000]
+    noise = gumbel(torch.tensor(seeds), torch.tensor([positions] * 3), torch.tensor(ids))
+    for b, seed in enumerate(seeds):
+        for w, position in enumerate(positions):
+            key = splitmix((splitmix(seed & MASK) + position * stride) & MASK)
+            for v, token in enumerate(ids):
+                u = torch.tensor(((splitmix((key + token * stride) & MASK) >> 12) + 0.5) / 2**52, dtype=torch.float64)
+                assert noise[b, w, v].item() == (-torch.log(-torch.log1p(-u))).float().item()
+
+
+def test_noise_does_not_depend_on_the_batch_around_it() -> None:
+    seeds, positions, ids = torch.tensor([3, 4, 5]), torch.arange(60).view(3, 20), torch.arange(700)
+    whole = gumbel(seeds, positions, ids)
+    for b in range(3):
+        for w in (0, 13, 19):
+            alone = gumbel(seeds[b : b + 1], positions[b : b + 1, w : w + 1], ids[123:456])
+            torch.testing.assert_close(alone[0, 0], whole[b, w, 123:456], atol=0, rtol=1e-6)
+
+
+def test_noise_has_gumbels_law_far_into_the_tail() -> None:
+    noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), torch.arange(1000)).double().flatten()
+    assert torch.isfinite(noise).all()
+    for x in (-2.0, 0.0, 1.0, 5.0, 9.0):
+        beyond = (noise > x).double().mean().item()
+        true = 1 - torch.exp(-torch.exp(torch.tensor(-x, dtype=torch.float64))).item()
+        assert abs(beyond - true) < 5 * (true * (1 - true) / len(noise)) ** 0.5
+
+
+def test_drafts_get_the_noise_the_target_will_use() -> None:
+    torch.manual_seed(0)
+    rows = rows_of(Sampling(temperature=0.7, seed=9), Sampling())
+    logits, positions = torch.randn(2, 3, 40), torch.tensor([[5, 6, 7], [9, 9, 10]])
+    scores = rows.perturb(logits, positions)
+    assert torch.equal(scores[1], logits[1])
+    assert torch.equal(scores.argmax(-1), rows.choose(logits, positions))
+    ids = torch.tensor([3, 17, 39])  # a draft vocabulary: its columns take the noise of their target ids
+    torch.testing.assert_close(rows.perturb(logits[..., ids], positions, ids), scores[..., ids])
+    greedy = rows_of(Sampling(), Sampling())
+    assert torch.equal(greedy.perturb(logits, positions), logits)
+
+
+def test_greedy_rows_choose_alike_in_greedy_and_mixed_batches() -> None:
+    logits = torch.randn(2, 50, 300).mul_(1e-4).add_(1e4)  # full of ties in float32
+    positions = torch.zeros(2, 50, dtype=torch.int64)
+    mixed = rows_of(Sampling(), Sampling(temperature=1.0)).choose(logits, positions)
+    assert torch.equal(mixed[0], rows_of(Sampling(), Sampling()).choose(logits, positions)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(temperature=-1.0), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(min_p=-0.1), "min_p"),
+        (dict(seed=2**63), "seed"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Sampling(**settings)  # type: ignore[arg-type]
