@@ -116,7 +116,7 @@ def race(
             for contender in contenders[first:] + contenders[:first]:
                 contender.run(unit, indices, requests, repeat)
                 on_unit(len(indices))
-    result.breakdowns = [profile(result, contender) for contender in drafting]
+    result.breakdowns = profile(result)
     return result
 
 
@@ -129,28 +129,32 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     return units
 
 
-def profile(race: Race, contender: Contender) -> dict[str, float]:
-    """Seconds of one round by phase, over a few prompts; each unit is also decoded plainly, for a plain step's
-    seconds."""
-    seconds = dict.fromkeys(PHASES, 0.0)
-    rounds, plain_seconds, plain_rounds, profiled = 0, 0.0, 0, 0
+def profile(race: Race) -> list[dict[str, float]]:
+    """For each drafting contender: seconds of one round by phase, over a few prompts decoded once more.
+
+    Each unit is also decoded plainly, for the seconds of a plain step in the same minute.
+    """
+    contenders = [race.plain, *race.drafting]
+    seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in contenders]
+    rounds = [0] * len(contenders)
+    profiled = 0
     for indices in race.units:
-        requests = [race.requests[i] for i in indices]
-        race.plain.engine.generate(requests)
-        plain_seconds += race.plain.engine.timings.decode_seconds
-        plain_rounds += race.plain.engine.timings.rounds
-        contender.engine.profile = True
-        contender.engine.generate(requests)
-        contender.engine.profile = False
-        timings = contender.engine.timings
-        rounds += timings.rounds
-        for phase in PHASES:
-            seconds[phase] += timings.breakdown[phase]
+        for n, contender in enumerate(contenders):
+            contender.engine.profile = n > 0
+            contender.engine.generate([race.requests[i] for i in indices])
+            contender.engine.profile = False
+            timings = contender.engine.timings
+            rounds[n] += timings.rounds
+            for phase, spent in (*timings.breakdown.items(), ("whole", timings.decode_seconds)):
+                seconds[n][phase] += spent
         profiled += len(indices)
         if profiled >= PROFILED_PROMPTS:
             break
-    per_round = {phase: seconds[phase] / max(rounds, 1) for phase in PHASES}
-    return per_round | {"plain": plain_seconds / max(plain_rounds, 1)}
+    plain = seconds[0]["whole"] / max(rounds[0], 1)
+    return [
+        {phase: spent[phase] / max(count, 1) for phase in PHASES} | {"plain": plain}
+        for spent, count in zip(seconds[1:], rounds[1:], strict=True)
+    ]
 
 
 def trace(output: Output) -> Trace:

@@ -24,6 +24,7 @@ from eval.wording import (
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 CHART_HEIGHT, BAR_PITCH, BAR_WIDTH = 150, 64, 40
 ROUND_WIDTH = 720  # of the time bars, in the SVG's units
+PLOT_WIDTH = 130  # of a speedup's point and interval
 
 
 def render_page(results: Results) -> str:
@@ -44,7 +45,7 @@ def render_page(results: Results) -> str:
         suites=suite_rows(results),
         samples=[sample_rounds(sample) for sample in results["samples"]],
         facts=facts(results),
-        chart={"height": CHART_HEIGHT, "pitch": BAR_PITCH, "bar": BAR_WIDTH, "round": ROUND_WIDTH},
+        chart={"height": CHART_HEIGHT, "pitch": BAR_PITCH, "bar": BAR_WIDTH, "round": ROUND_WIDTH, "plot": PLOT_WIDTH},
     )
 
 
@@ -83,7 +84,7 @@ def histogram_bars(results: Results) -> list[Results]:
 
 def time_bars(results: Results) -> Results:
     """A round by phase, and plain decoding's time for as many tokens, on one scale."""
-    tau, step = results["tau"]["mean"], results["baseline"]["ms_per_token"]
+    tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
     breakdown: dict[str, float] = results["speculative"]["breakdown_ms"]
     plain, phases = tau * step, sum(breakdown.values())
     scale = ROUND_WIDTH / max(plain, phases)
@@ -106,12 +107,16 @@ def time_bars(results: Results) -> Results:
 
 def setting_rows(results: Results) -> list[Results]:
     """Every setting measured, its speedup as a point with its interval on a common axis."""
-    speeds = [m["speedup"] for m in results["measurements"] if m["speedup"]]
-    most = max([1.5, *(max(s["measured"], (s["ci95"] or [0, 0])[1] or 0.0) for s in speeds)]) * 1.05
+    spans = [speed_span(m["speedup"]) for m in results["measurements"] if m["speedup"]]
+    least = 0.95 * min([1.0, *(low for _, low, _ in spans)])
+    most = 1.05 * max([1.0, *(high for _, _, high in spans)])
+
+    def place(speed: float) -> float:
+        return PLOT_WIDTH * (speed - least) / (most - least)
+
     rows = []
     for m in results["measurements"]:
         speed: Results | None = m["speedup"]
-        low, high = (speed["ci95"] or [speed["measured"]] * 2) if speed else (0.0, 0.0)
         rows.append(
             {
                 "name": f"{m['tree']}, {sampling_text(m['temperature'])}",
@@ -122,16 +127,17 @@ def setting_rows(results: Results) -> list[Results]:
                 "speedup": speedup_text(m),
                 "predicted": f"{speed['predicted']:.2f}x" if speed else "",
                 "identical": f"{m['exact']['identical']} of {m['exact']['prompts']}",
-                "dot": {
-                    k: 160 * v / most
-                    for k, v in zip(("at", "low", "high"), (speed["measured"], low, high), strict=True)
-                }
-                if speed
-                else None,
-                "one": 160 / most,
+                "dot": dict(zip(("at", "low", "high"), map(place, speed_span(speed)), strict=True)) if speed else None,
+                "one": place(1.0),
             }
         )
     return rows
+
+
+def speed_span(speed: Results) -> tuple[float, float, float]:
+    """A speedup and the ends of its interval; the point itself where there is no interval."""
+    low, high = speed["ci95"] or (speed["measured"], speed["measured"])
+    return speed["measured"], low, high
 
 
 def suite_rows(results: Results) -> list[Results]:

@@ -71,7 +71,7 @@ def draw_histogram(axes: Axes, results: Results) -> None:
 
 def draw_round(axes: Axes, results: Results) -> None:
     """One round by phase above the time that plain decoding takes for as many tokens."""
-    tau, step = results["tau"]["mean"], results["baseline"]["ms_per_token"]
+    tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
     breakdown = results["speculative"]["breakdown_ms"]
     axes.barh(0, tau * step, color=LIGHT, height=0.62)
     axes.text(tau * step, 0, f"  {tau * step:.1f} ms", va="center", color="#374151")

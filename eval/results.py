@@ -73,6 +73,7 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
             "tokens_per_second": metrics.tokens_per_second(tokens, seconds),
             "ms_per_round": 1e3 * sum(seconds) / max(rounds, 1),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
+            "plain_step_ms": 1e3 * phases["plain"],
         },
         "speedup": speedup,
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),

@@ -6,7 +6,7 @@ from typing import Any
 Results = dict[str, Any]
 
 MISSING = "–"  # noqa: RUF001
-PHASE_NAMES = {"draft": "draft", "verify": "verify", "accept": "accept", "commit": "commit"}
+VAGUE_NAMES = ("head", "target", "model")
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -57,12 +57,11 @@ def speedup_text(figures: Results) -> str:
 
 
 def short_name(path: str) -> str:
-    """The last part of a path, or a hub id as it is."""
-    parts = [part for part in path.split("/") if part]
-    is_hub_id = len(parts) == 2 and not path.startswith(("/", "."))
-    if is_hub_id or not parts:
+    """A hub id as it is; of a path its last part, and the one before where the last says little."""
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
         return path
-    return "/".join(parts[-2:]) if parts[-1] == "head" else parts[-1]
+    return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
 
 
 def sampling_text(temperature: float) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ KEYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def known_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "kind_of", lambda head: "pairs")
+@pytest.fixture(autouse=True, scope="module")
+def known_kind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "kind_of", lambda head: "pairs")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +57,15 @@ def run(
     return results, console.file.getvalue()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def measured(
     tiny_target: FrozenTarget,
     pair_head: Any,
     tiny_tokenizer: PreTrainedTokenizerBase,
     prompt_file: Path,
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Results, str, Path]:
-    out = tmp_path / "run"
+    out = tmp_path_factory.mktemp("measured") / "run"
     trees = ("chain:2", "tree:2x2x4")
     results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, out, trees=trees, temperatures=(0.0, 1.0))
     return results, text, out
