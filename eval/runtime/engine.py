@@ -340,6 +340,8 @@ class Engine:
                 on_tokens(seat.index, seat.tokens[before:])
             if done or stop_at is not None:
                 ended[row] = seat.index, self._output(row, seat, stopped=stop_at is not None)
+                # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
+                state.length[row] = 0
         return ended
 
     def _output(self, row: int, seat: Seat, *, stopped: bool) -> Output:

@@ -193,6 +193,18 @@ def test_a_request_does_not_depend_on_its_neighbours_or_its_row(target_of: Targe
         assert [output.tokens for output in reversed(together)] == alone
 
 
+def test_long_rows_that_ended_do_not_trouble_short_ones(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    requests = [Request(prompts[10] * 9, 6), Request(prompts[3], 30), Request(prompts[10] * 10, 3, WARM)]
+    plain = Engine(target, max_length=400).generate(requests)
+    for poll_interval in (1, 8):
+        head = scripted_head(target, sequences(requests, plain))
+        engine = Engine(target, head, shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
+        assert texts(engine.generate(requests)) == texts(plain)
+
+
 def test_seeds_tell_sampled_outputs_apart_and_repeat_them(target_of: TargetOf, prompts: list[list[int]]) -> None:
     target = target_of("llama")
     requests = [Request(prompts[1], 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True) for seed in range(4)]

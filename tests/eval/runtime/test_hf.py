@@ -56,7 +56,11 @@ def test_chunks_have_few_sizes() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bloom", "falcon", "mamba", "llama4_text"])
 def test_families_without_tree_masks_are_refused(family: str) -> None:
-    extra = {"falcon": {"alibi": True}, "qwen3_next": {"num_experts": 4}, "llama4_text": {"num_local_experts": 2}}
+    extra: dict[str, dict[str, int]] = {
+        "falcon": {"alibi": True},
+        "qwen3_next": {"num_experts": 4},
+        "llama4_text": {"num_local_experts": 2},
+    }
     size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **{**size, **extra.get(family, {})})
     with torch.device("meta"):

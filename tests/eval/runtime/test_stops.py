@@ -38,7 +38,7 @@ def test_long_outputs_are_read_by_their_tail(tiny_target_dir: Path) -> None:
     assert StopWatch(["END"], tokenizer).find(tokens) == len(tokens)
 
 
-@pytest.mark.parametrize("poll_interval", [1, 3, 40])
+@pytest.mark.parametrize("poll_interval", [1, 7])
 @pytest.mark.parametrize("drafting", [False, True])
 def test_outputs_end_with_the_stop_string(
     drafting: bool,
@@ -51,7 +51,7 @@ def test_outputs_end_with_the_stop_string(
     prompt, sampling = [10, 20, 30], Sampling(temperature=1.0, seed=2)
     free = Engine(target, max_length=128).generate([Request(prompt, 40, sampling, ignore_eos=True)])[0].tokens
     assert len(set(free)) > 10
-    for end in (1, 2, 9, 20):
+    for end in (1, 9):
         stop = str(tokenizer.decode(free[:end]))[-3:]
         first = next(i for i in range(1, 41) if stop in tokenizer.decode(free[:i]))
         engine = Engine(target, max_length=128, tokenizer=tokenizer, poll_interval=poll_interval)
