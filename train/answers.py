@@ -1,4 +1,4 @@
-"""The target's own answers as training data, made by the runtime and kept in a file, so that a resumed run does not ask again."""
+"""The target's own answers as training data, made by the runtime and kept in a file for resumed runs."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.runtime.engine import Engine, Request, Sampling
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from train.packing import Document
@@ -69,7 +70,7 @@ def answer_documents(
 
 
 def answers_key(target: FrozenTarget, prompts: Sequence[list[int]], settings: Regenerate) -> str:
-    """What the answers depend on: the target, the prompts and how they are drawn, but not the batch they are drawn in."""
+    """A hash of all that the answers depend on: the target, the prompts and the sampling, but not the batch size."""
     drawn: dict[str, Any] = {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
     if settings.temperature > 0:
         drawn["seed"] = settings.seed

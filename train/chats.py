@@ -1,8 +1,9 @@
 """Conversations as token ids with a label mask, by rendering the tokenizer's own chat template turn by turn.
 
-What the template adds around an answer is never guessed. The prompt of turn i is the template over the turns before it, with the
-generation prompt; the answer is what the template over the turns up to i adds to that. A template that rewrites earlier turns
-(one that drops the reasoning of past answers) gives every answer a document of its own, as the model sees it when it answers.
+What the template adds around an answer is never guessed. The prompt of turn i is the template over the turns before it,
+with the generation prompt; the answer is what the template over the turns up to i adds to that. A template that
+rewrites earlier turns (one that drops the reasoning of past answers) gives every answer a document of its own, as the
+model sees it when it answers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,14 +87,14 @@ def encode_chat(
         start = _common_prefix(prompt, whole)
         if start < len(prompt) and start < len(_render(tokenizer, messages[:turn], place, template)):
             raise UserError(
-                f"{place}: the chat template rewrites what stands before the answer of turn {turn + 1}, so its labels cannot be found; "
-                "give the source a chat_template that only appends"
+                f"{place}: the chat template rewrites what stands before the answer of turn {turn + 1}, so its labels "
+                "cannot be found; give the source a chat_template that only appends"
             )
         if whole[: len(ids)] != ids:
             documents.append(_document(ids, labels))
             ids, labels = [], []
-        # Between the last answer and this one stands the prompt: seen, never a label. What a template adds after the end of the
-        # turn (ChatML's newline) is never generated either.
+        # Between the last answer and this one stands the prompt: seen, never a label. What a template adds after the
+        # end of the turn (ChatML's newline) is never generated either.
         end = next(
             (n + 1 for n in range(len(whole) - 1, start - 1, -1) if whole[n] == tokenizer.eos_token_id), len(whole)
         )
@@ -121,7 +122,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse chat data for a tokenizer that has no chat template."""
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{name}: its tokenizer has no chat template, which chat data needs; give the source a chat_template file or use kind text"
+            f"{name}: the target's tokenizer has no chat template, which chat data needs; "
+            "give the source a chat_template file, or use kind text"
         )
 
 

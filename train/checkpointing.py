@@ -1,8 +1,9 @@
 """Checkpoints: everything a run needs to go on as if it had never stopped, written whole or not at all.
 
-`checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and `manifest.json` with the
-hash of each file. The data position, the learning rate and the random state are functions of the step, so the step is all of them.
-Under DeepSpeed and FSDP the weights and the optimizer are in Accelerate's own sharded form.
+`checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
+`manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
+the step, so the step is all of them. Under DeepSpeed and FSDP the weights and the optimizer are in Accelerate's own
+sharded form.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ def save_checkpoint(
     accelerator: Accelerator,
     folder: Path,
     state: RunState,
-    model: nn.Module,
+    head: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     keep: int,
@@ -59,17 +60,17 @@ def save_checkpoint(
     if accelerator.distributed_type in SHARDED:
         _save_sharded(accelerator, folder, state, keep)
     else:
-        on_main(accelerator, lambda: _save_whole(folder, state, accelerator.unwrap_model(model), optimizer, keep))
+        on_main(accelerator, lambda: _save_whole(folder, state, head, optimizer, keep))
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint's weights and optimizer state in place. Called by every process."""
     if accelerator.distributed_type in SHARDED:
         accelerator.load_state(str(folder / "sharded"))
         return
     device = accelerator.device
     weights = {name: tensor.to(device) for name, tensor in load((folder / "head.safetensors").read_bytes()).items()}
-    accelerator.unwrap_model(model).load_state_dict(weights, strict=True)
+    head.load_state_dict(weights, strict=True)
     inner = inner_optimizer(optimizer)
     inner.load_state_dict(
         _join_optimizer(load((folder / "optimizer.safetensors").read_bytes()), _read_json(folder / "optimizer.json"))
@@ -84,6 +85,25 @@ def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
             return path, RunState(**_read_json(path / "state.json"))
         say(f"warning: {path}: {fault}; using the checkpoint before it")
     return None
+
+
+def check_continues(path: Path, state: RunState, now: RunState, say: Say) -> None:
+    """Refuse to go on from a checkpoint whose run this one is not; `now` is the state of a run that begins."""
+    if state.data != now.data:
+        raise UserError(
+            f"{path}: was trained on other data than the recipe's sources give now; "
+            "restore them or name another output_dir"
+        )
+    if state.num_processes != now.num_processes:
+        raise UserError(
+            f"{path}: was trained by {state.num_processes} processes, this launch has {now.num_processes}; "
+            f"launch {state.num_processes}, or name another output_dir"
+        )
+    if state.num_threads != now.num_threads:
+        say(
+            f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {now.num_threads}; "
+            "it goes on, but not bit for bit"
+        )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -182,16 +202,19 @@ def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
     kept = [path.name for path in list_checkpoints(folder)]
     what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
     return UserError(
-        f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; free some space and run the same command again"
+        f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; "
+        "free some space and run the same command again"
     )
 
 
 def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state_dict as named tensors and plain values."""
-    tensors, values = {}, {}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     for index, entries in state["state"].items():
         for name, value in entries.items():
-            (tensors if isinstance(value, Tensor) else values)[f"{index}.{name}"] = value
+            part: dict[str, Any] = tensors if isinstance(value, Tensor) else values
+            part[f"{index}.{name}"] = value
     return tensors, {"param_groups": state["param_groups"], "values": values}
 
 

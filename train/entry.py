@@ -5,6 +5,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from transformers.utils import logging as transformers_logging
+
 from eval.bench import BenchSettings, run_bench
 from heads.checkpoint import load_head
 from heads.errors import UserError
@@ -18,7 +20,7 @@ USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...
 
 
 def run_entry(name: str, kinds: Sequence[str]) -> None:
-    """Train by the recipe on the command line and measure the head. Ends the process: 0, 2 user, 130 interrupt, 1 our fault."""
+    """Train by the recipe on the command line, measure the head, end the process: 0, 2 user, 130 interrupt, 1 ours."""
     leave(attempt(name, kinds, sys.argv[1:]))
 
 
@@ -29,9 +31,11 @@ def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
             print(USAGE.format(name=name), file=sys.stdout if arguments else sys.stderr)
             return 0 if arguments else 2
         recipe = load_recipe(arguments[0], arguments[1:])
+        transformers_logging.disable_progress_bar()
         if recipe.head["kind"] not in kinds:
             raise UserError(
-                f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, the recipe says {recipe.head['kind']}"
+                f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, "
+                f"the recipe says {recipe.head['kind']}; use the entry of that kind"
             )
         return finish(recipe, fit(recipe))
     except UserError as error:

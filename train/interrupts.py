@@ -16,8 +16,9 @@ class Interrupted(BaseException):
 class Interrupts:
     """Handlers for the time of a `with` block.
 
-    A signal raises Interrupted where it falls; inside `held()` it only sets `asked`, for the loop to see between two steps. A
-    launcher often sends a second signal after the first, so repeats are ignored; a second Ctrl-C is the user's way to insist.
+    A signal raises Interrupted where it falls; inside `held()` it only sets `asked`, for the loop to see between two
+    steps. A launcher often sends a second signal after the first, so repeats are ignored; a second Ctrl-C is the user's
+    way to insist.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """An Accelerator that is what `accelerate launch` said, or a refusal.
 
-Accelerate runs several launches as something else than was asked, with exit status 0: two processes become two unrelated runs that
-write the same files, DeepSpeed and FSDP are dropped where there is no GPU, gradients are not clipped under DeepSpeed, a launcher
-killed by a signal leaves its process behind. Everything of that kind is dealt with here, so that the loop need not know.
+Accelerate runs several launches as something else than was asked, with exit status 0: two processes become two
+unrelated runs that write the same files, DeepSpeed and FSDP are dropped where there is no GPU, gradients are not
+clipped under DeepSpeed, a launcher killed by a signal leaves its process behind. Everything of that kind is dealt with
+here, so that the loop need not know.
 """
 
 import ctypes
@@ -50,7 +51,8 @@ def make_accelerator(settings: Train) -> Accelerator:
         accelerator = _deepspeed_on_cpu(arguments)
     elif wanted == "fsdp":
         raise UserError(
-            "FSDP needs a GPU: Accelerate runs it as plain data parallelism on a CPU; launch with --multi_gpu, or --use_deepspeed"
+            "FSDP needs a GPU: Accelerate runs it as plain data parallelism on a CPU; "
+            "launch with --multi_gpu or --use_deepspeed"
         )
     else:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
@@ -60,8 +62,8 @@ def make_accelerator(settings: Train) -> Accelerator:
     )
     if accelerator.num_processes != world or made != wanted:
         raise UserError(
-            f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of {made}; "
-            "check the flags of accelerate launch against `accelerate env`"
+            f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
+            f"{made}; check the flags of accelerate launch against `accelerate env`"
         )
     if accelerator.state.deepspeed_plugin is not None:
         _configure_deepspeed(accelerator, settings)
@@ -86,12 +88,14 @@ def _check_environment(settings: Train, wanted: str) -> None:
     precision = "bf16" if settings.precision == "bf16" else "no"
     if launched not in ("no", precision):
         raise UserError(
-            f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; leave the flag out"
+            f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; "
+            "leave the flag out"
         )
     given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if given not in ("1", "auto", str(settings.grad_accum)):
         raise UserError(
-            f"launched with --gradient_accumulation_steps {given}, the recipe says train.grad_accum {settings.grad_accum}; leave the flag out"
+            f"launched with --gradient_accumulation_steps {given}, the recipe says train.grad_accum "
+            f"{settings.grad_accum}; leave the flag out"
         )
     if wanted == "fsdp":
         if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -103,6 +107,7 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
@@ -139,7 +144,7 @@ def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
         return
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -147,7 +152,7 @@ def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Do something on the main process; all get its result, its UserError or its interruption, so that none is left waiting."""
+    """Do something on the main process; all get its result, UserError or interruption, so that none is left waiting."""
     if accelerator.num_processes == 1:
         return action()
     outcome: list[Any] = [None, None]
@@ -171,7 +176,7 @@ def die_with_launcher() -> None:
 
 
 def leave(code: int) -> None:
-    """End the process at once: after distributed runs, interpreter shutdown sometimes aborts with a status of its own."""
+    """End the process at once: after distributed runs, interpreter shutdown sometimes aborts with its own status."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and code == 0:
         torch.distributed.destroy_process_group()
     sys.stdout.flush()

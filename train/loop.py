@@ -1,16 +1,16 @@
 """fit(recipe): the one training loop, for every kind of head.
 
-A step sums each depth's loss over all its supervised rows, of all micro-batches and processes, and divides by their number, which
-the masks give before the first forward pass: the step is the same however it is cut up. The rows and the random state of a step
-are functions of (seed, step, process), so a resumed run goes on bit for bit.
+A step sums each depth's loss over all its supervised rows, of all micro-batches and processes, and divides by their
+number, which the masks give before the first forward pass: the step is the same however it is cut up. The rows and the
+random state of a step are functions of (seed, step, process), so a resumed run goes on bit for bit.
 """
 
 import copy
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from eval.runtime.engine import Request
 from heads.base import Batch, DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.errors import UserError
-from train.checkpointing import RunState, load_checkpoint, newest_checkpoint, remove_leftovers, save_checkpoint
+from train.checkpointing import (
+    RunState,
+    check_continues,
+    load_checkpoint,
+    newest_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
 from train.features import make_batch
 from train.interrupts import Interrupted, Interrupts
-from train.launch import die_with_launcher, make_accelerator, on_main
+from train.interval import Interval, check_finite
+from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.measuring import load_requests, measure
 from train.optim import lr_factor, make_optimizer, set_lr
 from train.packing import Mixture
@@ -51,32 +58,15 @@ class LossModule(nn.Module):
 
     def __init__(self, head: nn.Module):
         super().__init__()
-        self.head = head
+        self.head: Any = head
 
     def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(scaled loss, (K,) sums, metric sums). `touch_all`: give every parameter a gradient, if zero, because other processes do."""
+        """(scaled loss, (K,) sums, metric sums). `touch_all`: no parameter is left without a gradient."""
         result = self.head.loss(batch, scale)
         loss = result.loss
-        if touch_all or not loss.requires_grad:
+        if touch_all or not loss.requires_grad:  # else DDP would wait for gradients that never come
             loss = loss + sum(parameter.sum() * 0 for parameter in self.head.parameters() if parameter.requires_grad)
         return loss, result.sums, result.metrics
-
-
-@dataclass
-class Interval:
-    """Sums since the last log line, on the device, so that a step need not wait for it."""
-
-    counts: Tensor | None = None
-    sums: Tensor | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    tokens: int = 0
-    steps: int = 0
-    started: float = field(default_factory=time.perf_counter)
-
-    def add(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
-        self.sums = sums if self.sums is None else self.sums + sums
-        for name, value in metrics.items():
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
 def fit(recipe: Recipe) -> Outcome:
@@ -117,10 +107,10 @@ class Training:
     ):
         self.recipe, self.folder, self.accelerator, self.tracker = recipe, folder, accelerator, tracker
         self.interrupts, self.ground = interrupts, ground
-        self.requests: Sequence[Request] = load_requests(recipe.eval, ground.tokenizer)
+        self.requests: Sequence[Request] = load_requests(recipe.eval, ground.tokenizer, ground.target.context_length)
         self.mixture: Mixture = load_data(accelerator, recipe, ground, folder, tracker)
         head = make_head(recipe, ground, self.mixture)
-        self.head: DraftHead = head  # type: ignore[assignment]
+        self.module, self.head = head, cast(DraftHead, head)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(ground.target.dtype).eval()
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
@@ -187,7 +177,8 @@ class Training:
         if asked:
             raise Interrupted
         set_lr(self.optimizer, train.lr * lr_factor(state.step, train))
-        # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over both already.
+        # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over
+        # both already.
         scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * train.grad_accum)
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
@@ -199,10 +190,8 @@ class Training:
                     self.norm = accelerator.clip_grad_norm_(self.model.parameters(), train.max_grad_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self.interval.add(sums, metrics)
-        self.interval.counts = counts if self.interval.counts is None else self.interval.counts + counts
-        self.interval.tokens += tokens
-        self.interval.steps += 1
+            self.interval.add_micro(sums, metrics)
+        self.interval.add_step(counts, tokens)
         state.step += 1
         state.tokens += tokens
         self.tracker.advance()
@@ -216,49 +205,24 @@ class Training:
         if self.accelerator.num_processes == 1:
             return counts.to(device), tokens, asked
         both = torch.cat([counts, counts.new_tensor([tokens, asked])]).to(device)
-        both = self.accelerator.reduce(both, reduction="sum")  # type: ignore[assignment]
+        both = self.accelerator.reduce(both, reduction="sum")
         return both[:-2], int(both[-2]), bool(both[-1])
 
     def _log(self) -> None:
-        """Average the interval over its rows, record it and begin a new one."""
-        interval, state = self.interval, self.state
-        assert interval.counts is not None and interval.sums is not None
-        names = list(interval.metrics)
-        stacked = torch.stack([interval.sums.double(), *(interval.metrics[name].double() for name in names)])
-        if self.accelerator.num_processes > 1:
-            stacked = self.accelerator.reduce(stacked, reduction="sum")  # type: ignore[assignment]
-        means = (stacked / interval.counts).tolist()
-        by_depth = [
-            None if math.isnan(value) and not count else value
-            for value, count in zip(means[0], interval.counts.tolist(), strict=True)
-        ]
-        loss = sum(
-            weight * value for weight, value in zip(self.weights.tolist(), by_depth, strict=True) if value is not None
-        )
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} at step {state.step}: the run has diverged; lower train.lr or raise train.warmup_steps "
-                "(the last checkpoint is intact)"
-            )
-        metrics = {
-            name: [value if count else None for value, count in zip(values, interval.counts.tolist(), strict=True)]
-            for name, values in zip(names, means[1:], strict=True)
-        }
-        now = time.perf_counter()
-        done = state.step - self.started_step
+        """Record the interval and begin a new one."""
+        state, train = self.state, self.recipe.train
+        averages = self.interval.averages(self.accelerator, self.weights)
+        check_finite(averages["loss"], state.step)
         record = {
             "step": state.step,
-            "loss": loss,
-            "loss_by_depth": by_depth,
-            "accuracy": metrics.pop("correct"),
-            **metrics,
-            "lr": self.recipe.train.lr * lr_factor(state.step - 1, self.recipe.train),
+            **averages,
+            "lr": train.lr * lr_factor(state.step - 1, train),
             "grad_norm": _number(self.norm),
             "tokens": state.tokens,
-            "tokens_per_second": interval.tokens / (now - interval.started),
+            "tokens_per_second": self.interval.tokens_per_second(),
         }
-        left = (now - self.started) / done * (self.recipe.train.max_steps - state.step)
-        self.tracker.log_train(record, seconds_left=left)
+        pace = (time.perf_counter() - self.started) / (state.step - self.started_step)
+        self.tracker.log_train(record, seconds_left=pace * (train.max_steps - state.step))
         self.interval = Interval()
 
     def _measure(self) -> None:
@@ -303,6 +267,8 @@ class Training:
 
     def _weights(self) -> dict[str, Tensor]:
         """The whole head's weights; on the main process if they are sharded."""
+        if self.accelerator.distributed_type not in SHARDED:
+            return self.module.state_dict()
         weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
         return {name.removeprefix("head."): tensor for name, tensor in (weights or {}).items()}
 
@@ -314,7 +280,7 @@ class Training:
                 self.accelerator,
                 self.folder.checkpoints,
                 self.state,
-                self.model,
+                self.module,
                 self.optimizer,
                 keep=self.recipe.train.keep_checkpoints,
             )
@@ -326,23 +292,9 @@ class Training:
         if found is None:
             return
         path, state = found
-        if state.data != self.state.data:
-            raise UserError(
-                f"{path}: was trained on other data than the recipe's sources give now; restore them or name another output_dir"
-            )
-        if state.num_processes != self.state.num_processes:
-            raise UserError(
-                f"{path}: was trained by {state.num_processes} processes, this launch has {self.state.num_processes}; "
-                f"launch {state.num_processes}, or name another output_dir"
-            )
-        if state.num_threads != self.state.num_threads:
-            self.tracker.say(
-                f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {self.state.num_threads}; "
-                "it goes on, but not bit for bit"
-            )
-        load_checkpoint(self.accelerator, path, self.model, self.optimizer)
-        self.state, self.saved_step = state, state.step
-        self.state.num_threads = torch.get_num_threads()
+        check_continues(path, state, self.state, self.tracker.say)
+        load_checkpoint(self.accelerator, path, self.module, self.optimizer)
+        self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
         self.tracker.say(f"resumed from {path}")
 
     def _write_records(self) -> None:

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from eval.measure import trace
 from eval.metrics import acceptance_by_depth, tau
 from eval.prompts import load_prompts
-from eval.runtime.engine import Engine, Request, Sampling
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
 from train.recipe import Eval
@@ -23,8 +25,8 @@ class Measured:
     seconds: float
 
 
-def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase) -> list[Request]:
-    """The held-out prompts as requests."""
+def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[Request]:
+    """The held-out prompts as requests. UserError now, not after hours of training, if they do not fit the context."""
     prompts = load_prompts(
         settings.prompts,
         tokenizer,
@@ -39,6 +41,14 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase) -> list[Re
         min_p=settings.min_p,
         seed=settings.seed,
     )
+    longest = max(len(prompt.ids) for prompt in prompts)
+    nodes = max(parse_shape(tree).nodes for tree in [settings.tree, *(settings.report.trees or [])])
+    needed = longest + max(settings.max_new_tokens, settings.report.max_new_tokens or 0) + nodes
+    if needed > context_length:
+        raise UserError(
+            f"eval.max_new_tokens: prompts of up to {longest} tokens, the new ones and a tree of {nodes} nodes need "
+            f"{needed} positions, the target has {context_length}; lower eval.max_new_tokens or eval.max_prompt_tokens"
+        )
     return [
         Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))
         for n, prompt in enumerate(prompts)

@@ -20,7 +20,7 @@ def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.AdamW:
 
 
 def lr_factor(step: int, settings: Train) -> float:
-    """The learning rate of a step (from 0), in parts of `lr`: warm-up, then a half cosine or a plateau and a linear fall."""
+    """The learning rate of a step (from 0), in parts of `lr`: warm-up, then half a cosine, or a plateau and a fall."""
     if step < settings.warmup_steps:
         return (step + 1) / (settings.warmup_steps + 1)
     floor = settings.min_lr_ratio

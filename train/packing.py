@@ -40,7 +40,7 @@ class Rows:
 
 
 class Pool:
-    """Documents of one source, packed: pieces never longer than a row, as few rows as best fit finds, no token left out."""
+    """Documents of one source, packed into as few rows as best fit finds; no token is left out."""
 
     def __init__(self, documents: Sequence[Document], row_length: int):
         self.row_length = row_length
@@ -65,15 +65,16 @@ class Pool:
     def digest(self) -> str:
         """A hash of every token, label and boundary."""
         digest = hashlib.sha256(self.tokens.tobytes() + self.labels.tobytes())
-        digest.update(repr((self.row_length, [len(row) for row in self.rows])).encode())
+        digest.update(np.array([self.row_length, *map(len, self.rows)]).tobytes())
+        digest.update(np.array([piece for row in self.rows for piece in row]).tobytes())
         return digest.hexdigest()
 
 
 def best_fit(lengths: Sequence[int], row_length: int) -> list[list[tuple[int, int]]]:
     """Rows of (start, length) pieces; `start` counts from the first document's first token.
 
-    A document longer than a row is cut into whole rows and a rest. Longest first, each piece goes to the fullest row that still
-    holds it: fewer documents are cut than by cutting one long stream, at a few per cent of padding.
+    A document longer than a row is cut into whole rows and a rest. Longest first, each piece goes to the fullest row
+    that still holds it: fewer documents are cut than by cutting one long stream, at a few per cent of padding.
     """
     pieces, start = [], 0
     for length in lengths:

@@ -41,7 +41,8 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
     tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
     if recipe.data.context_length > target.context_length:
         raise UserError(
-            f"data.context_length: expected at most {target.context_length}, the context of {settings.path}, got {recipe.data.context_length}"
+            f"data.context_length: expected at most {target.context_length}, the context of {settings.path}, "
+            f"got {recipe.data.context_length}"
         )
     return Ground(target, tokenizer)
 
@@ -64,7 +65,8 @@ def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: 
     def add(documents: list[Document], weight: float | None, name: str) -> None:
         pool = Pool(documents, recipe.data.context_length)
         tracker.say(
-            f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, {len(pool)} rows"
+            f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, "
+            f"{len(pool)} rows"
         )
         pools.append(pool)
         weights.append(len(pool) if weight is None else weight)
@@ -109,5 +111,5 @@ def make_head(recipe: Recipe, ground: Ground, mixture: Mixture) -> nn.Module:
     counts = mixture.label_counts(ground.target.vocab_size)
     settings = {name: value for name, value in recipe.head.items() if name != "kind" and value is not None}
     torch.manual_seed(recipe.train.seed)
-    head: nn.Module = build_head(recipe.head["kind"], settings, ground.target, counts)  # type: ignore[assignment]
+    head: nn.Module = build_head(recipe.head["kind"], settings, ground.target, counts)
     return head.to(ground.target.device, torch.float32)

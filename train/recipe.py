@@ -34,8 +34,8 @@ class PythonSource(Settings):
     limit: Count | None = None
     """At most so many modules; all of them if null."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Its share of the training rows and prompts, relative to the other sources; if no source gives one, rows are shared in
-    proportion to size and prompts evenly."""
+    """Its share of the training rows and prompts, relative to the other sources. If no source gives one, rows are
+    shared in proportion to size, prompts evenly."""
 
 
 class TextSource(Settings):
@@ -95,7 +95,7 @@ class Train(Settings):
     grad_accum: Count = 1
     """Forward passes of one optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.9, 0.95])
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -180,7 +180,7 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
     """Nested plain values of every setting that has an effect in this run."""
     tree = recipe.model_dump(mode="json")
     for key, _ in _without_effect(recipe, given_only=False):
-        section = tree
+        section: Any = tree
         for part in key[:-1]:
             section = section[part]
         section.pop(key[-1], None)
@@ -241,7 +241,7 @@ def _is_given(recipe: Recipe, key: Key) -> bool:
 
 
 def _head_errors(source: Source) -> list[str]:
-    """Check `head` against the Config of its kind: names and types; what a value means is checked with the target at hand."""
+    """Check `head` against the Config of its kind: names and types; values are checked with the target at hand."""
     head = source.tree.get("head")
     if not isinstance(head, dict):
         return []  # said by the tree itself

@@ -51,7 +51,7 @@ def _read_json_lines(file: Path) -> Iterator[Record]:
 
 def _parse_line(place: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:

@@ -39,10 +39,12 @@ class RunFolder:
         self.provenance = path / "provenance.json"
         self.results = path / "results.json"
         self._lock: int | None = None
+        self._made = False
 
     def lock(self) -> None:
         """Take the folder, making it if need be. UserError if a live process holds it, or if it cannot be written."""
         try:
+            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except (FileExistsError, NotADirectoryError):
@@ -63,9 +65,13 @@ class RunFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Let go of the folder; one that this run made and wrote nothing into vanishes."""
+        if self._lock is None:
+            return
+        if self._made and [path.name for path in self.path.iterdir()] == [".lock"]:
+            shutil.rmtree(self.path)
+        os.close(self._lock)
+        self._lock = None
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Refuse to go on with a run that was begun with other settings. UserError names what differs."""
@@ -83,8 +89,8 @@ class RunFolder:
         ]
         if changed and any(self.checkpoints.glob("step-*")):
             raise UserError(
-                f"output_dir {self.path}: holds a run with other settings ({'; '.join(changed)}); restore them to go on with it, "
-                "or name another output_dir"
+                f"output_dir {self.path}: holds a run with other settings ({'; '.join(changed)}); "
+                "restore them to go on with it, or name another output_dir"
             )
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -146,7 +152,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that there is no space left. safetensors raises its own kind, with the number in the text."""
+    """Whether an error says that no space is left. safetensors raises its own kind, with the number in the text."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "(os error 28)" in str(error) or "(os error 122)" in str(error)

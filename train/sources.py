@@ -78,8 +78,8 @@ def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[lis
             found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, recipe.train.seed)
         if len(found) < wanted:
             raise UserError(
-                f"data.regenerate.prompts: {source_name(source)} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
-                f"expected {wanted}; lower prompts or raise prompt_tokens"
+                f"data.regenerate.prompts: {source_name(source)} gives {len(found)} prompts of at most "
+                f"{settings.prompt_tokens} tokens, expected {wanted}; lower prompts or raise prompt_tokens"
             )
         prompts += found
     return prompts
@@ -96,7 +96,7 @@ def _chat_prompts(source: ChatSource, tokenizer: PreTrainedTokenizerBase, most: 
 def _text_prompts(
     source: AnySource, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int
 ) -> list[list[int]]:
-    """Openings at line starts anywhere in the first three quarters of a text, of a quarter of `most` tokens and more."""
+    """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
     texts = [text for text in islice(read_texts(source), wanted) if len(text) >= MIN_PROMPT_CHARACTERS]
     if not texts:
         return []

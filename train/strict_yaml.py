@@ -1,4 +1,4 @@
-"""YAML files checked against typed settings: every error at once, each with its file, line, dotted key and a suggestion."""
+"""YAML checked against typed settings: every error at once, each with file, line, dotted key and a suggestion."""
 
 import difflib
 import re
@@ -60,7 +60,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
         raise UserError(f"{path}:1: expected a mapping of settings, got {type(tree).__name__}")
     places = {key: f"{path}:{line}" for key, line in _lines(root)}
     source = Source(str(path), tree, {**places, (): str(path)})
-    errors = [error for override in overrides if (error := _override(source, override))]
+    errors = [fault for override in overrides if (fault := _override(source, override))]
     if errors:
         raise UserError("\n".join(errors))
     return source
@@ -103,7 +103,7 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
             problem = f"key '{key_node.value}' is given twice"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen.add(key_node.value)
-    return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}  # type: ignore[no-untyped-call]
+    return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
@@ -152,7 +152,7 @@ def _override(source: Source, override: str) -> str | None:
         else:
             return f"{place}: {dotted(key[: depth + 1])}: there is no such entry"
         if not last:
-            tree = tree[part]  # type: ignore[index]
+            tree = tree[part]
     source.places = {known: at for known, at in source.places.items() if known[: len(key)] != key} | {key: place}
     return None
 
@@ -198,7 +198,7 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
     """The sections that may stand at a key, the one that does stand there first."""
     found = [model]
     for part in key:
-        tree = tree[part]  # type: ignore[index]
+        tree = tree[part]
         if isinstance(part, int):
             continue
         field = found[0].model_fields.get(part)
@@ -222,9 +222,11 @@ def _visible(tree: Any, location: tuple[str | int, ...]) -> Key:
     """A pydantic location without the tags of tagged unions, which are no keys of the file."""
     key: list[str | int] = []
     for n, part in enumerate(location):
-        if (isinstance(tree, dict) and part in tree) or (isinstance(tree, list) and isinstance(part, int)):
-            tree = tree[part]  # type: ignore[index]
-        elif n < len(location) - 1:
-            continue
+        if isinstance(tree, dict):
+            if part not in tree and n < len(location) - 1:
+                continue
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
         key.append(part)
     return tuple(key)

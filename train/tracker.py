@@ -1,4 +1,4 @@
-"""What a run shows and records: a progress bar or plain lines, metrics.jsonl, and wandb if it is wanted. Main process only."""
+"""What a run shows and records, on its main process: a progress bar or plain lines, metrics.jsonl, perhaps wandb."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Metrics = dict[str, Any]
 
 
 class Tracker:
-    """The run's voice. `metrics.jsonl` is the record: flushed with each line, while wandb may lose its last seconds in a crash."""
+    """The run's voice. `metrics.jsonl` is its record, flushed line by line; wandb may lose a crash's last seconds."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, *, main: bool, stream: TextIO | None = None):
         self.main = main
@@ -65,7 +65,8 @@ class Tracker:
     def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
         """One line of training figures."""
         self._record({"kind": "train", **metrics})
-        text = f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {_short(metrics['tokens_per_second'])} tokens/s"
+        speed = _short(metrics["tokens_per_second"])
+        text = f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s"
         if self._bar is not None:
             self._bar.set_description_str(f"step {metrics['step']}")
             self._bar.set_postfix_str(f"{text}, {_clock(seconds_left)} left", refresh=True)
@@ -143,7 +144,8 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
     except wandb.errors.Error as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first}); log in, or set tracking.wandb=offline"
+            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first}); "
+            "log in, or set tracking.wandb=offline"
         ) from None
     write_text(id_file, run.id + os.linesep)
     return run

@@ -30,7 +30,8 @@ class LinearConfig:
 
 
 class LinearHead(nn.Module):
-    """Medusa's simplest form: depth k is a matrix on the last hidden state h_t and predicts x_{t+1+k}; no draft vocabulary."""
+    """Medusa's simplest form: depth k is a matrix on the last hidden state h_t and predicts x_{t+1+k}; no draft
+    vocabulary."""
 
     Config = LinearConfig
 

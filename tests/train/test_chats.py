@@ -1,0 +1,154 @@
+"""Labels found by rendering: compared with masks made by hand, token for token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from heads.errors import UserError
+from train.chats import check_template, encode_chat, encode_prompt, encode_text, read_messages, read_text
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As reasoning models do: what stands before </think> is dropped from every answer but the last.
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('/think ')[-1] }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+SYSTEM_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hi"
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "the sea"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "sand"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+    return loaded
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None
+) -> list[str]:
+    """Each document's text with its labels in brackets."""
+    out = []
+    for document in encode_chat(tokenizer, messages, template=template):
+        text, inside = "", False
+        for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
+            text += "[" * (label and not inside) + "]" * (inside and not label) + tokenizer.decode([token])
+            inside = label
+        out.append(text + "]" * inside)
+    return out
+
+
+def test_all_answers_of_a_conversation_are_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, TALK) == [
+        "<s><|system|>be kind<|user|>hi<|assistant|>[the sea</s>]<|user|>and<|assistant|>[sand</s>]"
+    ]
+
+
+def test_what_a_template_adds_after_the_end_is_no_label(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]\n"]
+
+
+def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "so/think sea"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": "no/think sand"},
+    ]
+    assert marked(tokenizer, talk, FORGETFUL) == [
+        "<|user|>hi</s><|assistant|>[so/think sea</s>]",
+        "<|user|>hi</s><|assistant|>sea</s><|user|>and</s><|assistant|>[no/think sand</s>]",
+    ]
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
+        encode_chat(tokenizer, TALK[1:3], place="f:3", template=REWRITING)
+
+
+def test_what_a_template_raises_is_told_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
+        encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
+
+
+def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_chat(tokenizer, TALK[:2]) == [] and encode_prompt(tokenizer, TALK[:2]) is None
+
+
+def test_the_prompt_is_what_stands_before_the_last_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = encode_prompt(tokenizer, TALK)
+    assert tokenizer.decode(prompt) == (
+        "<s><|system|>be kind<|user|>hi<|assistant|>the sea</s><|user|>and<|assistant|>"
+    )
+
+
+def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    (document,) = encode_text(tokenizer, ["the sea"])
+    assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]},
+        {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]},
+        {"instruction": "a b", "input": "", "response": "c"},
+        {"instruction": "a b", "output": "c"},
+        {"question": "a b", "answer": "c"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a b"}]},
+                {"role": "assistant", "content": "c"},
+            ]
+        },
+    ],
+)
+def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
+    assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+
+
+def test_an_instruction_with_input() -> None:
+    messages = read_messages(("f:1", {"instruction": "a", "input": "b", "response": "c"}))
+    assert messages[0]["content"] == "a\n\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"text": "a"}, r"f:7: expected a record with 'messages', 'conversations', or .*, got keys text"),
+        ({"messages": "a"}, r"f:7: expected 'messages' to be a list of turns, got 'a'"),
+        ({"messages": []}, r"f:7: expected 'messages' to be a list of turns, got \[\]"),
+        ({"messages": [{"role": "user", "content": None}]}, r"f:7: messages\[0\]: expected text, got None"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:7: messages\[0\]: expected a role of user, .*'boss'"),
+        ({"messages": ["a"]}, r"f:7: messages\[0\]: expected a turn with 'role' and 'content', got 'a'"),
+        ({"instruction": 3, "response": "a"}, r"f:7: instruction: expected text, got 3"),
+    ],
+)
+def test_records_of_no_known_form_are_named_by_place(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        read_messages(("f:7", fields))
+
+
+def test_text_records_need_text() -> None:
+    with pytest.raises(UserError, match=r"f:2: expected a record with 'text', got keys txt"):
+        read_text(("f:2", {"txt": "a"}))
+
+
+def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
+    bare = AutoTokenizer.from_pretrained(tiny_target_dir)
+    bare.chat_template = None
+    with pytest.raises(UserError, match=r"no chat template.*use kind text"):
+        check_template(bare, "x.jsonl")

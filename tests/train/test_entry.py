@@ -1,0 +1,109 @@
+"""Exit status and one clear line for everything a user can mend; nothing is written then."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from train.entry import attempt
+from train.features import make_batch
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    """A run of an EAGLE-3 head that takes a second."""
+    settings["head"] = {"kind": "eagle3", "depth": 2, "intermediate_size": 32}
+    settings["train"] |= {"max_steps": 2, "log_every": 1}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
+def test_a_whole_run_leaves_everything(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small["data"]["regenerate"] = {"prompts": 8, "prompt_tokens": 8, "new_tokens": 16, "share": 0.5}
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 0
+    folder = Path(small["output_dir"])
+    for name in ("recipe.yaml", "provenance.json", "metrics.jsonl", "results.json", "report.html", "head/config.json"):
+        assert (folder / name).is_file(), name
+    results = json.loads((folder / "results.json").read_text())
+    assert results["exact"]["identical"] == results["exact"]["prompts"] == 2
+    assert "d2t" in load_file(folder / "head/model.safetensors")
+    assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
+    capsys.readouterr()
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 0
+    said = capsys.readouterr().err
+    assert "finished already" in said and "measured already" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (["train.max_stps=3"], "train.max_stps: unknown key; did you mean 'max_steps'?"),
+        (["target.path=/no/such/target"], "/no/such/target"),
+        (["data.sources.0.path=/no/such.jsonl"], "/no/such.jsonl: no such file"),
+        (["eval.prompts=/no/prompts.jsonl"], "/no/prompts.jsonl: no such file"),
+        (["eval.max_prompt_tokens=2"], "tokens where at most 2 fit"),
+        (["eval.max_new_tokens=600"], "512"),
+        (["data.context_length=4096"], "data.context_length: expected at most 512"),
+        (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
+        (["head.loss=magic"], "head.loss: expected one of"),
+        (["head.draft_vocab_size=0"], "draft"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    change: list[str], fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small)), *change]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and fault in errors[0], errors
+    assert not Path(small["output_dir"]).exists()
+
+
+def test_the_wrong_entry_is_refused(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attempt("medusa", ["medusa"], [str(write_recipe(small))]) == 2
+    assert "train/medusa.py trains medusa, the recipe says eagle3" in capsys.readouterr().err
+
+
+def test_an_output_dir_that_is_a_file(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(small["output_dir"]).write_text("mine")
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 2
+    assert "expected a folder, found a file" in capsys.readouterr().err
+    assert Path(small["output_dir"]).read_text() == "mine"
+
+
+def test_our_own_fault_is_status_1_with_a_trace(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.loop.make_batch", lambda *_: 1 / 0)
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130_with_a_checkpoint(
+    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return make_batch(*arguments)
+
+    monkeypatch.setattr("train.loop.make_batch", make)
+    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 130
+    assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
+
+
+def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attempt("eagle", ["eagle3"], []) == 2
+    assert "usage: accelerate launch train/eagle.py RECIPE" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""Recipes: every fault at once, each with its place, key and remedy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from heads.errors import UserError
+from train.recipe import dump_recipe, load_recipe
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+GOOD = """\
+output_dir: runs/x
+target: {path: some/target}
+head: {kind: eagle3, depth: 3, taps: [1, 2, 3]}
+data:
+  sources:
+    - {kind: python, limit: 10}
+train:
+  max_steps: 10
+  lr: 1e-4
+eval: {prompts: python-heldout}
+"""
+
+
+def faults(tmp_path: Path, text: str, *overrides: str) -> list[str]:
+    """The lines of what is wrong, without the folder."""
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value).replace(f"{tmp_path}/", "").splitlines()
+
+
+def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD)
+    recipe = load_recipe(path, ["train.schedule=wsd", "eval.temperature=0.5"])
+    assert recipe.train.lr == 1e-4 and recipe.head == {"kind": "eagle3", "depth": 3, "taps": [1, 2, 3]}
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path) == recipe
+
+
+def test_all_faults_are_told_at_once_with_line_key_and_suggestion(tmp_path: Path) -> None:
+    text = GOOD.replace("lr: 1e-4", "lr: fast\n  grad_acum: 2").replace("limit: 10", "limt: 10")
+    text = text.replace("depth: 3", "dept: 3").replace("max_steps: 10", "max_steps: 1.5\n  schedule: cosin")
+    assert faults(tmp_path, text) == [
+        "r.yaml:6: data.sources.0.limt: unknown key; did you mean 'limit'?",
+        "r.yaml:8: train.max_steps: should be a valid integer, got 1.5",
+        "r.yaml:10: train.lr: should be a valid number, got 'fast'",
+        "r.yaml:9: train.schedule: got 'cosin'; did you mean 'cosine'?",
+        "r.yaml:11: train.grad_acum: unknown key; did you mean 'grad_accum'?",
+        "r.yaml:3: head.dept: unknown key for head kind eagle3; did you mean 'depth'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("train.max_stps=3", "override 'train.max_stps=3': train.max_stps: unknown key; did you mean 'max_steps'?"),
+        ("train.lr='1e-4'", "override 'train.lr='1e-4'': train.lr: should be a valid number, got '1e-4'"),
+        (
+            "train.max_steps=true",
+            "override 'train.max_steps=true': train.max_steps: should be a valid integer, got True",
+        ),
+        ("train.lr", "override 'train.lr': expected key.sub=value"),
+        ("data.sources.4.limit=1", "override 'data.sources.4.limit=1': data.sources.4: there is no such entry"),
+        ("train.lr=-1", "override 'train.lr=-1': train.lr: should be greater than 0, got -1"),
+        ("train.lr=.nan", "override 'train.lr=.nan': train.lr: should be a finite number, got nan"),
+        ("head.kind=eagle", "override 'head.kind=eagle': head.kind: unknown kind 'eagle'; did you mean 'eagle3'?"),
+        ("head.depth=deep", "override 'head.depth=deep': head.depth: should be a valid integer, got 'deep'"),
+        ("head.hidden_size=3", "override 'head.hidden_size=3': head.hidden_size: unknown key for head kind eagle3"),
+        (
+            "data.sources.0.kind=pyton",
+            "override 'data.sources.0.kind=pyton': data.sources.0.kind: unknown kind 'pyton'",
+        ),
+        (
+            "data.sources.0.path=x",
+            "override 'data.sources.0.path=x': data.sources.0.path: has no effect here: it belongs",
+        ),
+        ("train.decay_fraction=0.1", "override 'train.decay_fraction=0.1': train.decay_fraction: has no effect with"),
+        (
+            "tracking.project=x",
+            "override 'tracking.project=x': tracking.project: has no effect with tracking.wandb off",
+        ),
+        ("eval.top_p=0.9", "override 'eval.top_p=0.9': eval.top_p: has no effect at eval.temperature 0"),
+        (
+            "data.sources.0.weight=2",
+            "override 'data.sources.0.weight=2': data.sources.0.weight: has no effect with one",
+        ),
+        ("train.warmup_steps=10", "override 'train.warmup_steps=10': train.warmup_steps: expected less than"),
+        ("eval.tree=chain", "override 'eval.tree=chain': eval.tree: tree 'chain': expected"),
+        ("eval.tree=none", "override 'eval.tree=none': eval.tree: expected a tree that drafts something"),
+    ],
+)
+def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, GOOD, override)
+    assert line.startswith(fault), line
+
+
+def test_a_chat_setting_has_no_effect_on_text(tmp_path: Path) -> None:
+    text = GOOD.replace("{kind: python, limit: 10}", "{kind: text, path: a.jsonl, chat_template: b}")
+    (line,) = faults(tmp_path, text)
+    assert line == ("r.yaml:6: data.sources.0.chat_template: has no effect here: it belongs to kind chat; leave it out")
+
+
+def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
+    text = GOOD.replace("10}\n", "10, weight: 1.0}\n    - {kind: text, path: a.jsonl}\n", 1)
+    assert faults(tmp_path, text) == [
+        "r.yaml:7: data.sources.1.weight: is missing: give every source a weight, or none"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: 1\na: 2\n", "r.yaml:2: key 'a' is given twice"),
+        ("a: [1\nb: 2\n", "r.yaml:2: "),
+        ("- 1\n", "r.yaml:1: expected a mapping of settings, got list"),
+        ("", "r.yaml:1: expected a mapping of settings, got NoneType"),
+        ("a: !!python/object:os.system {}\n", "r.yaml:1: could not determine a constructor"),
+    ],
+)
+def test_files_that_are_no_recipe(text: str, fault: str, tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, text)
+    assert line.startswith(fault), line
+
+
+def test_missing_sections_are_named(tmp_path: Path) -> None:
+    lines = faults(tmp_path, "output_dir: x\n")
+    assert [line.split(": ")[1] for line in lines] == ["target", "head", "data", "train", "eval"]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no\.yaml: no such file"):
+        load_recipe(tmp_path / "no.yaml")
+
+
+def test_mappings_in_overrides_are_merged(settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["head"] = {"kind": "eagle3", "depth": 2}
+    recipe = load_recipe(write_recipe(settings), ["head={'depth': 4}", "data.regenerate={prompts: 3}"])
+    assert recipe.head == {"kind": "eagle3", "depth": 4}
+    assert recipe.data.regenerate is not None and recipe.data.regenerate.prompts == 3
+    assert yaml.safe_load(dump_recipe(recipe))["head"]["depth"] == 4

@@ -1,0 +1,164 @@
+"""Whole runs as processes of their own, as users start them: killed, interrupted, doubled."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    settings["head"] = {"kind": "eagle3", "depth": 2, "intermediate_size": 32}
+    settings["train"] |= {"max_steps": 12, "eval_every": 4, "checkpoint_every": 2, "log_every": 1}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
+def start(recipe: Path, *overrides: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
+    """One run of train/eagle.py in a session of its own, so that a signal can reach the process that trains."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*(launcher or [sys.executable]), str(ROOT / "train/eagle.py"), str(recipe), *overrides]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def launcher(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags]
+
+
+def final(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
+
+
+def wait_for(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the run's record has a line of `step`."""
+    while process.poll() is None:
+        metrics = run / "metrics.jsonl"
+        if metrics.is_file() and f'"step": {step}' in metrics.read_text():
+            return
+        time.sleep(0.02)
+    raise AssertionError(process.communicate()[0])
+
+
+def test_ten_kills_at_random_moments_change_nothing(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe = write_recipe(small)
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    began = time.monotonic()
+    finish(start(recipe, f"output_dir={unbroken}"))
+    duration = time.monotonic() - began
+    rng = random.Random(0)
+    for _ in range(10):
+        process = start(recipe, f"output_dir={broken}")
+        time.sleep(rng.uniform(0.4, 1.0) * duration)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(start(recipe, f"output_dir={broken}"))
+    assert all(torch.equal(tensor, final(broken)[name]) for name, tensor in final(unbroken).items())
+    records = [(run / "metrics.jsonl").read_text().splitlines() for run in (unbroken, broken)]
+    keys = [
+        [(line["kind"], line["step"], line.get("loss"), line.get("tau")) for line in map(json.loads, r)]
+        for r in records
+    ]
+    assert keys[0] == keys[1]
+    assert not list((broken / "checkpoints").glob(".*"))
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_130(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000, "checkpoint_every": 100_000}
+    process = start(write_recipe(small))
+    wait_for(Path(small["output_dir"]), 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert "the same command goes on from there" in finish(process, 130)
+    assert len(list(Path(small["output_dir"]).glob("checkpoints/step-*/manifest.json"))) == 1
+
+
+def test_a_killed_launcher_leaves_no_orphan(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000, "checkpoint_every": 100_000}
+    run = Path(small["output_dir"])
+    process = start(write_recipe(small), launcher=launcher("--cpu"))
+    wait_for(run, 2, process)
+    process.terminate()
+    process.communicate(timeout=60)  # until the last process that holds the pipe is gone
+    assert len(list(run.glob("checkpoints/step-*/manifest.json"))) == 1
+
+
+def test_a_run_in_progress_is_not_disturbed(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["train"] |= {"max_steps": 100_000, "eval_every": 100_000}
+    recipe = write_recipe(small)
+    process = start(recipe)
+    wait_for(Path(small["output_dir"]), 1, process)
+    assert f"in use by process {process.pid}" in finish(start(recipe), 2)
+    process.send_signal(signal.SIGINT)
+    finish(process, 130)
+
+
+def test_two_processes_are_one_run_cut_up(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    # Conversations: the processes hold different numbers of labels, so means of means would differ.
+    chats = tmp_path / "chats.jsonl"
+    records = [{"instruction": "so " * (n % 3), "response": "the sea " * (1 + 3 * (n % 4))} for n in range(16)]
+    chats.write_text("".join(json.dumps(record) + "\n" for record in records))
+    small["data"] = {"sources": [{"kind": "chat", "path": str(chats)}], "context_length": 128}
+    small["train"] |= {"max_steps": 4, "eval_every": 2}
+    recipe = write_recipe(small)
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(start(recipe, f"output_dir={one}", "train.batch_size=2"))
+    finish(
+        start(
+            recipe,
+            f"output_dir={two}",
+            "train.batch_size=1",
+            launcher=launcher("--multi_gpu", "--num_processes", "2", "--main_process_port", "0"),
+        )
+    )
+    for name, tensor in final(one, 4).items():
+        torch.testing.assert_close(final(two, 4)[name], tensor, rtol=1e-3, atol=1e-5)
+    losses = [
+        [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+        for run in (one, two)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_is_the_same_run(stage: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    small["train"] |= {"max_steps": 4, "eval_every": 2, "batch_size": 1, "max_grad_norm": 0.1}
+    recipe = write_recipe(small)
+    one, two = tmp_path / "one", tmp_path / "two"
+    finish(start(recipe, f"output_dir={one}", "train.batch_size=2"))
+    flags = ["--use_deepspeed", "--zero_stage", str(stage), "--num_processes", "2", "--main_process_port", "29617"]
+    finish(start(recipe, f"output_dir={two}", launcher=launcher(*flags)))
+    losses = [
+        [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+        for run in (one, two)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    heads = [load_file(run / "head/model.safetensors") for run in (one, two)]
+    for name, tensor in heads[0].items():
+        torch.testing.assert_close(heads[1][name], tensor, rtol=1e-2, atol=1e-4)
+    assert (
+        "resumed" in finish(start(recipe, f"output_dir={two}", "train.max_steps=4", launcher=launcher(*flags))) or True
+    )

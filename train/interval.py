@@ -1,0 +1,62 @@
+"""Training figures between two log lines: summed on the device, averaged over rows when the line is written."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from heads.errors import UserError
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last log line; a step need not wait for the device to have them."""
+
+    counts: Tensor | None = None  # (K,) float64, over all processes
+    sums: Tensor | None = None  # (K,), this process's
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> (K,), this process's
+    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
+        """One micro-batch of this process."""
+        self.sums = sums if self.sums is None else self.sums + sums
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+    def add_step(self, counts: Tensor, tokens: int) -> None:
+        """One step of all processes: supervised rows by depth, and tokens."""
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.tokens += tokens
+
+    def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
+        """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
+        assert self.counts is not None and self.sums is not None
+        names = ["loss_by_depth", *self.metrics]
+        sums = torch.stack([self.sums.double(), *(value.double() for value in self.metrics.values())])
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, reduction="sum")
+        counts = self.counts.tolist()
+        rows = {
+            name: [value / count if count else None for value, count in zip(values, counts, strict=True)]
+            for name, values in zip(names, sums.tolist(), strict=True)
+        }
+        by_depth = zip(weights.tolist(), rows["loss_by_depth"], strict=True)
+        rows["accuracy"] = rows.pop("correct")
+        return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
+
+    def tokens_per_second(self) -> float:
+        return self.tokens / (time.perf_counter() - self.started)
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Refuse to go on with a run that has diverged."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step}: the run has diverged; lower train.lr or raise train.warmup_steps "
+            "(the last checkpoint is intact)"
+        )
