@@ -1,7 +1,7 @@
 """Attention for the training-time test: one causal pass in blocks, merged with one key per earlier step.
 
-The causal pass returns its log-sum-exp beside its output, and both carry gradients, so that further keys can be merged into the
-same softmax afterwards: no score tensor larger than (rows of one block) x T exists, forward or backward.
+The causal pass returns its log-sum-exp beside its output, and both carry gradients, so that further keys can be merged
+into the same softmax afterwards: no score tensor larger than (rows of one block) x T exists, forward or backward.
 
 Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 BLOCK = 128
 """Query rows handled at once; below the diagonal a block reads only the keys that its last row can see."""
@@ -19,8 +20,8 @@ BLOCK = 128
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention inside documents.
 
-    q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64. Returns the output (B, H, T, d) and the log-sum-exp of the
-    scaled scores (B, H, T), at least float32. Differentiable once in q, k and v through both results.
+    q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64. Returns the output (B, H, T, d) and the log-sum-exp
+    of the scaled scores (B, H, T), at least float32. Differentiable once in q, k and v through both results.
     """
     out, lse = _CausalAttention.apply(q, k, v, documents)  # type: ignore[no-untyped-call]
     return out, lse
@@ -35,12 +36,13 @@ class _CausalAttention(torch.autograd.Function):
             lse = scores.logsumexp(-1)
             weights = torch.exp(scores - lse[..., None]).to(v.dtype)
             outs.append(_unfold(weights @ v[:, :, :stop], q.shape[1]))
-            lses.append(lse.unflatten(2, (-1, stop - start)).flatten(1, 2))
+            lses.append(_unfold(lse[..., None], q.shape[1])[..., 0])
         out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
         ctx.save_for_backward(q, k, v, documents, out, lse)
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, documents, out, lse = ctx.saved_tensors
         grad_out, grad_lse = grads
@@ -63,7 +65,8 @@ class _CausalAttention(torch.autograd.Function):
 def merge_steps(q: Tensor, out: Tensor, lse: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Give each row one more key per earlier step, inside the softmax that `out` and `lse` come from.
 
-    q, out (B, H, T, d); lse (B, H, T); keys and values: per earlier step (B, H / G, T, d), the one at the row's own slot.
+    q, out (B, H, T, d); lse (B, H, T); keys and values: per earlier step (B, H / G, T, d), the one at the row's own
+    slot.
     """
     if not keys:
         return out
@@ -81,16 +84,19 @@ def _blocks(T: int) -> list[tuple[int, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, documents: Tensor, start: int, stop: int) -> Tensor:
-    """(B, H / G, G * block, stop) scaled scores of the rows start..stop-1, at least float32, -inf where a row may not look."""
+    """(B, H / G, G * block, stop) scaled scores of rows start..stop-1, at least float32, -inf where hidden."""
     rows, G = slice(start, stop), q.shape[1] // k.shape[1]
-    scores = (_fold(q[:, :, rows], G) @ k[:, :, :stop].mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[3])
+    scores = (_fold(q[:, :, rows], G) @ k[:, :, :stop].mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores.div_(math.sqrt(q.shape[3]))
     position = torch.arange(stop, device=q.device)
-    hidden = (position[start:, None] < position) | (documents[:, rows, None] != documents[:, None, :stop])  # (B, block, stop)
-    return scores.unflatten(2, (G, -1)).masked_fill_(hidden[:, None, None], -torch.inf).flatten(2, 3)
+    other = documents[:, rows, None] != documents[:, None, :stop]  # (B, block, stop)
+    hidden = other | (position[start:, None] < position)
+    scores.view(*k.shape[:2], G, stop - start, stop).masked_fill_(hidden[:, None, None], -torch.inf)
+    return scores
 
 
 def _fold(x: Tensor, G: int) -> Tensor:
-    """(B, H, rows, d) -> (B, H / G, G * rows, d): the query heads of one key head side by side, so that keys are read once."""
+    """(B, H, rows, d) -> (B, H / G, G * rows, d): the query heads that share a key head, side by side."""
     B, H, rows, d = x.shape
     return x.reshape(B, H // G, G * rows, d)
 

@@ -1,7 +1,7 @@
 """The contract between a draft head, the loop that trains it and the runtime that runs it.
 
-Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L taps, K depth, N tree nodes (root included),
-M rows of one observation, S cache slots.
+Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L taps, K depth, N tree nodes (root
+included), M rows of one observation, S cache slots.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class TargetEnds:
     """The two ends of the frozen target that heads share: token ids in, logits out."""
 
     embed: Callable[[Tensor], Tensor]
-    """(...) int64 token ids -> (..., D) input embeddings, with whatever scaling the family applies."""
+    """(...) int64 token ids -> (..., D) rows of the embedding table; heads norm them: a family's scaling drops out."""
     logits: Callable[[Tensor], Tensor]
     """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
 
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """One micro-batch's loss: already scaled, so that it adds up over micro-batches and ranks without a further division."""
+    """One micro-batch's loss: scaled, so that it adds up over micro-batches and ranks without a further division."""
 
     loss: Tensor  # () float32, sum over depths of scale_k * sums_k; carries the gradient
     sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
@@ -51,15 +51,17 @@ class HeadLoss:
 class Observation:
     """M consecutive target positions that became known: after a prefill, or after a round was accepted.
 
-    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is junk of the right
-    shape, so that every shape stays static.
+    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is junk of the
+    right shape, so that every shape stays static.
     """
 
-    tokens: Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root: decided, not yet in the target's cache
+    tokens: (
+        Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root: decided, not yet in the cache
+    )
     taps: Tensor  # (B, M, L * D)
     hidden: Tensor  # (B, M, D), after the final norm
     start: Tensor  # (B,) int64
-    count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done (its state must not change in any way that is read)
+    count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
 
 
 class Perturb(Protocol):
@@ -68,8 +70,9 @@ class Perturb(Protocol):
     def __call__(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Draft logits (B, W, Vx) and the (B, W) positions of the drafted tokens -> scores (B, W, Vx) float32.
 
-        token_ids (Vx,) are the target ids of the columns; None where they are 0 .. Vx - 1. At temperature 0 the scores are the
-        logits themselves, else logits / temperature plus the noise by which the target will choose at that position.
+        token_ids (Vx,) are the target ids of the columns; None where they are 0 .. Vx - 1. At temperature 0 the scores
+        are the logits themselves, else logits / temperature plus the noise by which the target will choose at that
+        position.
         """
 
 
@@ -89,12 +92,12 @@ class DraftHead(Protocol):
         """The residual streams the head reads, by the number of the layer they enter; empty if none."""
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        """(K,) float32: supervised rows at each depth; a function of the mask alone, so it is known before any forward pass."""
+        """(K,) float32: supervised rows at each depth; a function of the mask alone, known before any forward pass."""
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        """The loss of one micro-batch; `scale` (K,) float32 is depth_weights / global counts, what each depth's sum is multiplied by.
+        """The loss of one micro-batch; `scale` (K,) float32 multiplies each depth's sum: depth_weights / global counts.
 
-        It is given beforehand because the loss computes its gradient chunk by chunk while the logits of the chunk exist.
+        It is given beforehand because the loss computes its gradient while the logits of a chunk exist.
         """
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:

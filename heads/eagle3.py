@@ -1,15 +1,15 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that drafts from fused features of the target's low, middle and high layers.
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that drafts from fused features of the target's layers.
 
-    g_t = fc [l_t ; m_t ; u_t]                                     fused taps of slot t
-    a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)      predicts x_{t+2} through norm and the draft's own lm_head
+    g_t = fc [l_t ; m_t ; u_t]                                 fused taps of slot t: low, middle, upper
+    a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)  predicts x_{t+2} through norm and the draft's own lm_head
     step i: the layer sees e(x_{t+1+i}) and its own last output a_t in the place of g_t, and predicts x_{t+2+i}
 
-Training-time test: all K steps run in training, gradients through all of them. At step i slot t attends to the step-0 keys of the
-slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position is t + i.
-Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's law restricted to the draft vocabulary.
+Training-time test: all K steps run in training, gradients through all of them. At step i slot t attends to the step-0
+keys of the slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position
+is t + i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's law over the draft vocabulary.
 
-Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, L taps, K depth, W nodes of one level, S cache slots,
-P scratch slots, d head dimension.
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, L taps, K depth, W nodes of one level, S
+cache slots, P scratch slots, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,8 @@ class Eagle3Config(BlockConfig):
             raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
-                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of head.num_key_value_heads ({self.num_key_value_heads})"
+                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"head.num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
             raise UserError(f"head.head_dim: rotary positions need an even number, got {self.head_dim}")
@@ -75,7 +76,10 @@ class Eagle3Config(BlockConfig):
 
 @dataclass
 class Eagle3State:
-    """What one batch of sequences drafts with. Slot t of the cache holds the step-0 key of position t; slot S takes junk; then scratch."""
+    """What one batch of sequences drafts with.
+
+    Slot t of the cache holds the step-0 key of position t; slot S takes junk; then comes scratch.
+    """
 
     ends: TargetEnds
     shape: TreeShape
@@ -87,7 +91,7 @@ class Eagle3State:
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer, whose attention reads [normed embedding ; normed state] and whose residual is the raw state."""
+    """The decoder layer: attention reads [normed embedding ; normed state], the residual is the raw state."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def initialise(self, target_lm_head: Tensor) -> None:
-        """Start as a copy of the target where there is one: fuse to the highest tap, read out with the target's own rows (V, D)."""
+        """Start close to the target: fuse to the highest tap, read out with the target's own rows (V, D)."""
         D = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -153,8 +157,10 @@ class Eagle3(nn.Module):
         return self.fc(taps)  # type: ignore[no-any-return]
 
     def step(self, embedding: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One step, the same in training and in drafting: (B, T, D) embeddings and states at rotary positions (B, T) -> the state to
-        recycle and the normed state that lm_head reads."""
+        """One step, the same in training and in drafting: the state to recycle and the normed state that lm_head reads.
+
+        embedding, state (B, T, D); positions (B, T) rotary.
+        """
         turn = rotation(positions, self.config.head_dim, self.config.rope_theta, state.dtype)
         state = self.midlayer(embedding.to(state.dtype), state, turn, attend)
         normed = self.norm(state)
@@ -192,7 +198,8 @@ class Eagle3(nn.Module):
         slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
         inside = slots.clamp_min(0)
         valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
-        states = torch.stack([state[row, slot] for state, slot in zip(self.unroll(batch), inside, strict=True)])  # (K, R, D)
+        unrolled = zip(self.unroll(batch), inside, strict=True)
+        states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         loss, sums, correct, overlap = draft_loss(
             states,
             self.lm_head.weight,

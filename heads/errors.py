@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """The message is one clear line: what was expected, what came, what to do. Commands print it and exit with status 2."""
+    """One clear line: what was expected, what came, what to do. Commands print it and exit with status 2."""

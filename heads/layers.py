@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (B, H, T, d), k and v (B, Hkv, T, d), all rotated -> output (B, H, T, d). Training and drafting differ in nothing else."""
+"""q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         out = attend(rotate(q, rotation), rotate(k, rotation), v)  # (B, H, T, d)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -70,7 +73,7 @@ class MLP(nn.Module):
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions (arXiv 2104.09864), angles in float32 or wider: positions (B, T) -> (B, 1, T, d) twice."""
+    """Cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864); angles in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
     angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)

@@ -1,8 +1,9 @@
 """What a draft law q is trained by, against the target's law p; computed in chunks of rows.
 
-No float32 tensor of (all rows) x (vocabulary) ever exists: for one chunk the target's logits are formed once, the draft's logits of
-each depth one after the other, and the gradient is taken while they are at hand (the recomputation-free form of a fused linear
-cross-entropy). What is kept is the gradient of the draft's states and of its output weights.
+No float32 tensor of (all rows) x (vocabulary) ever exists: for one chunk the target's logits are formed once, the
+draft's logits of each depth one after the other, and the gradient is taken while they are at hand (the
+recomputation-free form of a fused linear cross-entropy). What is kept is the gradient of the draft's states and of its
+output weights.
 
 Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vocabulary, Vd draft vocabulary.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
@@ -33,7 +35,7 @@ def reverse_kl(logq: Tensor, p: Tensor) -> Tensor:
 
 
 def total_variation(logq: Tensor, p: Tensor) -> Tensor:
-    """1 - sum min(p, q): one less the acceptance of rejection sampling (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
+    """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
     return 1 - torch.minimum(logq.exp(), p).sum(-1)
 
 
@@ -66,16 +68,19 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft's divergence from the target at R supervised labels and K depths.
 
-    states (K, R, D): the draft's normed states; weight (Vd, D): its output head; valid (K, R) bool: rows that exist at that depth;
-    hidden (R, D'): the target's post-norm states that predict the labels; target_logits: (C, D') -> (C, V) float32; kept (Vd,)
-    int64: the target ids of the draft vocabulary; scale (K,): what each depth's sum is multiplied by.
+    states (K, R, D): the draft's normed states; weight (Vd, D): its output head; valid (K, R) bool: rows that exist at
+    that depth; hidden (R, D'): the target's post-norm states that predict the labels; target_logits: (C, D') -> (C, V)
+    float32; kept (Vd,) int64: the target ids of the draft vocabulary; scale (K,): what each depth's sum is multiplied
+    by.
 
-    p is renormalised over the draft vocabulary, and a row whose likeliest token lies outside it is left out of the loss, as in
-    EAGLE-3: there the draft cannot be right. Returns the scaled loss (), and detached: sums (K,), `correct` (K, R) bool (the likeliest
-    tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
+    p is renormalised over the draft vocabulary, and a row whose likeliest token lies outside it is left out of the
+    loss, as in EAGLE-3: there the draft cannot be right. Returns the scaled loss (), and detached: sums (K,), `correct`
+    (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
     """
-    args = (states, weight, valid, hidden, target_logits, kept, scale, LOSSES[loss], chunk_bytes or CHUNK_BYTES[states.device.type])
-    total, sums, correct, overlap = _DraftLoss.apply(*args)  # type: ignore[no-untyped-call]
+    how = (LOSSES[loss], chunk_bytes or CHUNK_BYTES[states.device.type])
+    total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
+        states, weight, valid, hidden, target_logits, kept, scale, *how
+    )
     return total, sums, correct, overlap
 
 
@@ -97,7 +102,7 @@ class _DraftLoss(torch.autograd.Function):
         wide = torch.promote_types(states.dtype, torch.float32)
         matrix = weight.to(states.dtype)
         grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=wide)
-        sums, overlap = torch.zeros(K, dtype=wide, device=states.device), torch.zeros(K, dtype=wide, device=states.device)
+        sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         rows = start = 0
         with torch.autocast(states.device.type, enabled=False):
@@ -133,6 +138,7 @@ class _DraftLoss(torch.autograd.Function):
         return (sums * scale).sum(), sums, correct, overlap
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, grad_weight = ctx.saved_tensors
         return grad_states * grads[0], grad_weight * grads[0], *[None] * 7

@@ -1,12 +1,12 @@
 """Draft trees: their shapes, how they grow, and which node sees which.
 
-A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, its own parent; every other node stands
-behind its parent. Verification depends on nothing else, so any way of growing a tree is exact. A chain is the tree whose
-parents are 0, 0, 1, 2, ...
+A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, its own parent; every other
+node stands behind its parent. Verification depends on nothing else, so any way of growing a tree is exact. A chain is
+the tree whose parents are 0, 0, 1, 2, ...
 
-Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4): each level expands the `top_k` likeliest nodes by the product of the
-draft's probabilities along the path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees are Medusa's
-(arXiv 2401.10774, section 2.1.2): which children of which node, by rank, is fixed beforehand.
+Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4): each level expands the `top_k` likeliest nodes by the product
+of the draft's probabilities along the path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees are
+Medusa's (arXiv 2401.10774, section 2.1.2): which children of which node, by rank, is fixed beforehand.
 
 Letters: B batch, N nodes, W nodes expanded at one level, R children picked for each of them.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from heads.errors import UserError
 
 DEPTH_PENALTY = 1e-4
-"""Taken from a score per level when candidates are ranked, so that a parent stands before a child of draft probability 1."""
+"""Taken from a score per level in the ranking, so that a parent stands before a child of draft probability 1."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TreeShape:
     nodes: int
     """Nodes verified in a round, the root included."""
     paths: tuple[tuple[int, ...], ...] | None = None
-    """A static tree: each node but the root as the ranks of the children on its path; None where the tree is dynamic."""
+    """A static tree: each node but the root as the ranks of the children on its path; None in a dynamic one."""
     text: str = ""
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Proposal:
 
 
 def parse_shape(text: str) -> TreeShape:
-    """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of every node, level by level)."""
+    """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of a node, level by level)."""
     if text == "none":
         return ROOT_ONLY
     if match := re.fullmatch(r"chain:(\d+)", text):
@@ -77,7 +77,10 @@ def parse_shape(text: str) -> TreeShape:
         if min(branching) >= 1:
             levels = [product(*(range(b) for b in branching[: i + 1])) for i in range(len(branching))]
             return static_shape([path for level in levels for path in level], text)
-    raise UserError(f"tree {text!r}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., such as chain:5 or tree:5x8x32")
+    raise UserError(
+        f"tree {text!r}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
+        "such as chain:5, tree:5x8x32 or static:3.2.1"
+    )
 
 
 def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
@@ -91,7 +94,7 @@ def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it, for trees of at most `depth` levels."""
+    """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it; trees of at most `depth` levels."""
     B, N = parents.shape
     above = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
     node = torch.arange(N, device=parents.device).expand(B, N)
@@ -102,7 +105,7 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
 
 
 Pick = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""(logits (B, W, Vd), level, R) -> the R best children's target ids and log-probabilities, (B, W, R) each, best first."""
+"""(logits (B, W, Vd), level, R) -> the R best children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, visible (B, W, P) over the P nodes expanded so far, level) ->
 logits (B, W, Vd). The first of the P nodes is the earliest expanded; the last W are the ones being expanded."""
@@ -113,7 +116,8 @@ def grow(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Exp
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
-    return _grow_dynamic(shape, root, logits, pick, expand) if shape.paths is None else _grow_static(shape, root, logits, pick, expand)
+    grow_shape = _grow_dynamic if shape.paths is None else _grow_static
+    return grow_shape(shape, root, logits, pick, expand)
 
 
 def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
@@ -143,17 +147,24 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, ex
             visible = torch.cat([visible.gather(1, rows[..., None].expand(-1, -1, visible.shape[2])), own], dim=2)
     all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
     widths = [1, K, *[K * K] * (shape.depth - 1)]
-    depths = torch.repeat_interleave(torch.arange(len(widths), device=device), torch.tensor(widths, device=device), output_size=sum(widths))
+    depths = torch.repeat_interleave(
+        torch.arange(len(widths), device=device), torch.tensor(widths, device=device), output_size=sum(widths)
+    )
     depths = depths.expand(B, -1)
     if shape.nodes == all_tokens.shape[1]:
         return Proposal(all_tokens, all_parents, depths, all_scores)
-    # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out when its
-    # child is kept, because its rank is strictly better.
+    # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out
+    # when its child is kept, because its rank is strictly better.
     rank = all_scores - DEPTH_PENALTY * depths
     rank[:, 0] = torch.inf
     kept = rank.topk(shape.nodes, dim=1).indices.sort(dim=1).values  # (B, N)
     place = torch.zeros_like(all_parents).scatter(1, kept, torch.arange(shape.nodes, device=device).expand(B, -1))
-    return Proposal(all_tokens.gather(1, kept), place.gather(1, all_parents.gather(1, kept)), depths.gather(1, kept), all_scores.gather(1, kept))
+    return Proposal(
+        all_tokens.gather(1, kept),
+        place.gather(1, all_parents.gather(1, kept)),
+        depths.gather(1, kept),
+        all_scores.gather(1, kept),
+    )
 
 
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
@@ -175,7 +186,9 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, exp
             break
         parents_of_next = [path for path in nodes if any(p[:-1] == path for p in shape.paths)]
         order += parents_of_next
-        visible = torch.tensor([[path[: len(other)] == other for other in order] for path in parents_of_next], device=device)
+        visible = torch.tensor(
+            [[path[: len(other)] == other for other in order] for path in parents_of_next], device=device
+        )
         rows = torch.tensor([expanded.index(path[:-1]) for path in parents_of_next], device=device)
         ids = torch.tensor([node_of[path] for path in parents_of_next], device=device)
         logits = expand(tokens[:, ids], rows.expand(B, -1), visible.expand(B, -1, -1), level)

@@ -10,7 +10,7 @@ from heads.errors import UserError
 
 
 def build_vocab(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` likeliest ids by `counts` (V,), ties to the lowest id; ids never counted fill up, so it is never short."""
+    """The `size` likeliest ids by `counts` (V,), ties to the lowest; ids never counted fill it up: never short."""
     V = len(counts)
     if not 0 < size <= V:
         raise UserError(f"head.draft_vocab_size: expected 1 to {V} (the target's vocabulary), got {size}")

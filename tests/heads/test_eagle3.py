@@ -73,14 +73,20 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     for i in range(config.depth):
         x = torch.cat([layer.input_layernorm(batch.embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
         heads = lambda y: y.unflatten(-1, (-1, d)).transpose(1, 2)  # noqa: E731
-        angle = (batch.positions + i)[:, None, :, None] * config.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+        angle = (batch.positions + i)[:, None, :, None] * config.rope_theta ** -(
+            torch.arange(0, d, 2, dtype=torch.float64) / d
+        )
         turn = torch.polar(torch.ones_like(angle), angle)
 
         def rope(y: Tensor, turn: Tensor = turn) -> Tensor:
             z = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn
             return torch.cat([z.real, z.imag], -1)
 
-        q, k, v = rope(heads(layer.self_attn.q_proj(x))), rope(heads(layer.self_attn.k_proj(x))), heads(layer.self_attn.v_proj(x))
+        q, k, v = (
+            rope(heads(layer.self_attn.q_proj(x))),
+            rope(heads(layer.self_attn.k_proj(x))),
+            heads(layer.self_attn.v_proj(x)),
+        )
         all_keys.append(k.repeat_interleave(G, 1))
         all_values.append(v.repeat_interleave(G, 1))
         causal = torch.ones(T, T).tril().bool() & same
@@ -102,7 +108,7 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
         sums.append(total)
         if config.norm_output:
             state = head.norm(state)
-    assert H == G * config.num_key_value_heads
+    assert G * config.num_key_value_heads == H
     return torch.stack(sums)
 
 
@@ -153,7 +159,9 @@ def greedy(logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -
 def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> object:
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
     M = max(lengths)
-    state = head.new_state(batch.ends, batch_size=len(lengths), capacity=batch.tokens.shape[1] + 8, shape=parse_shape(shape))
+    state = head.new_state(
+        batch.ends, batch_size=len(lengths), capacity=batch.tokens.shape[1] + 8, shape=parse_shape(shape)
+    )
     head.observe(
         state,
         Observation(
@@ -169,7 +177,8 @@ def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> objec
 
 @pytest.mark.parametrize("norm_output", [False, True])
 def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
-    """Let training see the tokens that the draft chose: every state that drafting reads out is the state that training trains."""
+    """Let training see the tokens that the draft chose: every state that drafting reads out is the state that training
+    trains."""
     head, batch = make_head(norm_output=norm_output), make_batch([[20], [20]])
     lengths = [9, 13]
     state = observe(head, batch, "chain:4", lengths)
@@ -209,7 +218,9 @@ def test_observing_in_pieces_equals_observing_at_once() -> None:
         count = torch.tensor(counts)
         rows = start[:, None] + torch.arange(6)
         pick = lambda x, rows=rows: x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2]))  # noqa: E731
-        head.observe(state, Observation(batch.tokens.gather(1, rows), pick(batch.taps), pick(batch.hidden), start.clone(), count))
+        head.observe(
+            state, Observation(batch.tokens.gather(1, rows), pick(batch.taps), pick(batch.hidden), start.clone(), count)
+        )
         head.propose(state, greedy)
         start += count
     pieces = head.propose(state, greedy)
@@ -220,7 +231,8 @@ def test_observing_in_pieces_equals_observing_at_once() -> None:
 
 @pytest.mark.parametrize("shape", ["tree:3x3x13", "static:3.2.1"])
 def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
-    """A node's score is the sum of log q along its path, whatever its neighbours: trees do not leak between branches."""
+    """A node's score is the sum of log q along its path, whatever its neighbours: trees do not leak between
+    branches."""
     head, batch = make_head(), make_batch([[20]])
     n = 9
     proposal = head.propose(observe(head, batch, shape, [n]), greedy)  # type: ignore[arg-type]
@@ -258,7 +270,13 @@ def test_initialise_starts_from_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "word"), [({"depth": 0}, "depth"), ({"depth_decay": 0.0}, "depth_decay"), ({"loss": "mse"}, "loss"), ({"head_dim": 3}, "head_dim")]
+    ("change", "word"),
+    [
+        ({"depth": 0}, "depth"),
+        ({"depth_decay": 0.0}, "depth_decay"),
+        ({"loss": "mse"}, "loss"),
+        ({"head_dim": 3}, "head_dim"),
+    ],
 )
 def test_bad_settings_are_named(change: dict[str, object], word: str) -> None:
     with pytest.raises(UserError, match=f"head.{word}"):
