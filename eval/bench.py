@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from eval.command import add_head_options, exit_status, open_head
 from eval.measure import find_divergences, race
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, follow_up, load_prompts, prompts_hash
 from eval.report import print_report, write_report
@@ -38,10 +38,9 @@ from eval.results import (
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.base import DraftHead
-from heads.checkpoint import check_fits, find_head, load_head, read_config
 from heads.errors import UserError
 from heads.registry import HEADS
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target import FrozenTarget
 from heads.tree import parse_shape
 
 
@@ -190,42 +189,16 @@ def progress_bar() -> Progress:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: its exit status."""
-    options = parse_arguments(arguments)
-    try:
-        results = bench_command(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 1 if results["exact"]["divergences"] else 0
-
-
-def bench_command(options: argparse.Namespace) -> Results:
-    """Load what the command names, and measure."""
+def bench_command(options: argparse.Namespace) -> int:
+    """Load what the command line names, and measure: the exit status."""
     settings = to_settings(options)
     for tree in settings.trees:
         parse_shape(tree)  # a mistyped tree is told before a large target is loaded
-    folder = find_head(options.head)
-    target_path = options.target or read_config(folder)["target"]["name"]
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    target = load_target(
-        target_path,
-        dtype=pick_dtype(options.dtype, device),
-        device=device,
-        trust_remote_code=options.trust_remote_code,
-    )
-    check_fits(folder, target)
-    tokenizer = load_tokenizer(target_path, trust_remote_code=options.trust_remote_code)
-    head = load_head(folder, dtype=target.dtype, device=device)
-    results = run_bench(
-        target, head, tokenizer, settings, head_path=options.head, out=options.out or default_out(folder)
-    )
-    Console(stderr=True).print(f"written to {options.out or default_out(folder)}", highlight=False)
-    return results
+    opened = open_head(options)
+    out = options.out or default_out(opened.folder)
+    results = run_bench(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
+    print(f"written to {out}", file=sys.stderr)
+    return 1 if results["exact"]["divergences"] else 0
 
 
 def default_out(folder: Path) -> Path:
@@ -234,15 +207,6 @@ def default_out(folder: Path) -> Path:
     if folder.name == "head" and (run / "recipe.yaml").is_file():
         return run / "bench"
     return Path(f"bench-{folder.resolve().name}")
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """`auto` keeps what the target was saved in, but float32 on a CPU, where less is slower."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
@@ -261,7 +225,7 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     known = BenchSettings()
     parser = argparse.ArgumentParser(
@@ -269,8 +233,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("head", help="a run directory, a head's directory or a hub id")
-    add("--target", help="the target's path; by default the one the head was trained for")
+    add_head_options(parser)
     add(
         "--prompts",
         default=known.prompts,
@@ -300,9 +263,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--device", help="cuda where there is one, else cpu")
     add("--out", type=Path, help="where results.json, report.html, plots/ and README.md go")
-    add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: bench_command(parse_arguments())))

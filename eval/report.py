@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.command import exit_status
 from eval.page import render_page
 from eval.plots import write_plots
 from eval.results import Results, read_results, write_text
@@ -27,7 +28,6 @@ from eval.wording import (
     speedup_text,
     with_interval,
 )
-from heads.errors import UserError
 
 SHOWN_DIVERGENCES = 5
 
@@ -152,21 +152,21 @@ def spec_cell(figures: Results) -> str:
     return "withheld" if withheld else number(figures["speculative"]["tokens_per_second"], 1)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Render the report of a results.json anew."""
-    parser = argparse.ArgumentParser(description="Render a results.json anew: report.html, plots/ and README.md.")
-    parser.add_argument("results", type=Path, help="a run directory or a results.json")
-    path: Path = parser.parse_args(arguments).results
+def report_command(path: Path) -> int:
+    """Render the report of a run directory's results.json, or of a results.json, anew."""
     path = path / "results.json" if path.is_dir() else path
-    try:
-        results = read_results(path)
-        write_report(results, path.parent)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    results = read_results(path)
+    write_report(results, path.parent)
     print_report(results, Console())
     return 0
 
 
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Render a results.json anew: report.html, plots/ and README.md.")
+    parser.add_argument("results", type=Path, help="a run directory or a results.json")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: report_command(parse_arguments().results)))

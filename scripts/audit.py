@@ -1,0 +1,164 @@
+"""Prove on many prompts that a head's output is its target's own, token for token.
+
+    python scripts/audit.py runs/quickstart
+
+Decodes every prompt plainly, and with every draft at every temperature and batch size; all must be plain decoding's
+tokens. Exit status 1 on any divergence.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from eval.command import Opened, add_head_options, exit_status, open_head
+from eval.measure import Contender, Race, find_divergences, trace
+from eval.metrics import loop_share, tau
+from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
+from eval.results import environment, target_facts, write_results
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from eval.wording import divergence_text, number, percent, sampling_text
+from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+
+Row = dict[str, Any]
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Run every setting; 1 if a token differs anywhere."""
+    shapes = [parse_shape(text) for text in options.tree.split(",")]
+    temperatures = [float(text) for text in options.temperature.split(",")]
+    batches = [int(text) for text in options.batch_size.split(",")]
+    opened = open_head(options)
+    room = opened.target.context_length - options.max_new_tokens - max(shape.nodes for shape in shapes)
+    prompts = load_prompts(
+        options.prompts,
+        opened.tokenizer,
+        num_prompts=options.num_prompts,
+        max_prompt_tokens=min(room, options.max_prompt_tokens),
+        seed=options.seed,
+        skip_long=True,
+    )
+    rows: list[Row] = []
+    for temperature in temperatures:
+        rows += audit_temperature(opened, prompts, shapes, batches, Sampling(temperature, seed=options.seed), options)
+    print_table(rows)
+    record = {
+        "target": target_facts(opened.target),
+        "head": options.head,
+        **environment(opened.target),
+        "prompts": options.prompts,
+        "num_prompts": len(prompts),
+        "prompts_hash": prompts_hash(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "rows": rows,
+    }
+    if options.out:
+        write_results(record, options.out)
+    divergences = [divergence for row in rows for divergence in row["divergences"]]
+    for divergence in divergences[:20]:
+        print(divergence_text(divergence))
+    whole = sum(row["prompts"] for row in rows)
+    print(f"output identical to plain decoding: {sum(row['identical'] for row in rows)} of {whole} prompts")
+    return 1 if divergences else 0
+
+
+def audit_temperature(
+    opened: Opened,
+    prompts: list[Prompt],
+    shapes: list[TreeShape],
+    batches: list[int],
+    sampling: Sampling,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """All settings at one temperature, against plain decoding one prompt at a time."""
+    requests = [
+        Request(list(prompt.ids), options.max_new_tokens, replace(sampling, seed=sampling.seed + i), ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
+    everything = list(range(len(prompts)))
+    reference = Contender(ROOT_ONLY, make_engine(opened, prompts, ROOT_ONLY, 1, options))
+    reference.run(0, everything, requests, 0)
+    race = Race(prompts, requests, [everything], reference, [])
+    rows = []
+    for shape in [ROOT_ONLY, *shapes]:
+        for batch in batches:
+            if shape is ROOT_ONLY and batch == 1:
+                continue  # the reference itself
+            started = time.perf_counter()
+            contender = Contender(shape, make_engine(opened, prompts, shape, batch, options))
+            contender.run(0, everything, requests, 0)
+            divergences = find_divergences(race, contender, opened.target, opened.tokenizer)
+            outputs = list(contender.outputs[0].values())
+            rows.append(
+                {
+                    "tree": "plain" if shape is ROOT_ONLY else str(shape),
+                    "temperature": sampling.temperature,
+                    "batch_size": batch,
+                    "prompts": len(prompts),
+                    "identical": len(prompts) - len(divergences),
+                    "divergences": divergences,
+                    "tau": tau([trace(output) for output in outputs]),
+                    "loop_share": loop_share([output.tokens for output in outputs]),
+                    "seconds": time.perf_counter() - started,
+                }
+            )
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "divergences"}), file=sys.stderr, flush=True)
+    return rows
+
+
+def make_engine(
+    opened: Opened, prompts: list[Prompt], shape: TreeShape, batch: int, options: argparse.Namespace
+) -> Engine:
+    """An engine with room for every prompt."""
+    room = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens + shape.nodes
+    head = None if shape is ROOT_ONLY else opened.head
+    return Engine(opened.target, head, shape=shape, batch_size=batch, max_length=room)
+
+
+def print_table(rows: list[Row]) -> None:
+    """The settings, a line each."""
+    table = Table(box=box.SIMPLE, show_edge=False)
+    for name in ("draft", "sampling", "batch", "identical", "tau", "loops", "seconds"):
+        table.add_column(name, justify="left" if name in ("draft", "sampling") else "right")
+    for row in rows:
+        table.add_row(
+            row["tree"],
+            sampling_text(row["temperature"]),
+            str(row["batch_size"]),
+            f"{row['identical']} of {row['prompts']}",
+            number(row["tau"]),
+            percent(row["loop_share"]),
+            number(row["seconds"], 1),
+        )
+    Console().print(table)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Compare every token with plain decoding's.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add_head_options(parser)
+    add = parser.add_argument
+    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
+    add("--num-prompts", type=int, default=100)
+    add("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
+    add("--max-new-tokens", type=int, default=128, help="of every prompt; an EOS does not end it")
+    add("--tree", default="chain:5,tree:5x8x32", help="drafts, commas between")
+    add("--temperature", default="0,1", help="commas between")
+    add("--batch-size", default="1,8", help="commas between")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="a JSON file for the record")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: audit(parse_arguments())))

@@ -1,0 +1,117 @@
+"""The engine's plain decoding against `transformers` generate: same model, same prompts, batch 1, greedy, in turns.
+
+    python scripts/bench_generate.py recipes/quickstart/target
+
+This is the baseline of every speedup here, so it must not be slow: at least as fast as the library's own loop.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from eval.command import add_target_options, exit_status, open_target
+from eval.metrics import speedup, speedup_interval
+from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
+from eval.results import environment, target_facts, write_results
+from eval.runtime.engine import Engine, Request
+from eval.wording import with_interval
+from heads.target import FrozenTarget
+
+WARM_UP_TOKENS = 16
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Time both and print the ratio; 1 if their texts differ."""
+    target, tokenizer = open_target(options.target, options)
+    room = target.context_length - options.max_new_tokens - 1
+    prompts = load_prompts(
+        options.prompts,
+        tokenizer,
+        num_prompts=options.num_prompts,
+        max_prompt_tokens=min(room, options.max_prompt_tokens),
+        seed=options.seed,
+        skip_long=True,
+    )
+    longest = max(len(prompt.ids) for prompt in prompts)
+    engine = Engine(target, max_length=longest + options.max_new_tokens + 1)
+    run_engine(engine, prompts[0], WARM_UP_TOKENS)
+    run_generate(target, prompts[0], WARM_UP_TOKENS)
+    ours, theirs = [0.0] * len(prompts), [0.0] * len(prompts)
+    tokens = different = 0
+    for repeat in range(options.repeats):
+        for i, prompt in enumerate(prompts):
+            # Whoever goes first alternates, so that neither always finds the caches warm.
+            if (repeat + i) % 2:
+                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
+                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
+            else:
+                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
+                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
+            ours[i] += own_seconds
+            theirs[i] += seconds
+            tokens += len(found)
+            different += found != expected
+    ratio, interval = speedup(theirs, ours), speedup_interval(theirs, ours)
+    print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
+    print(f"transformers generate   {tokens / sum(theirs):10.1f} tokens/s")
+    print(f"engine, plain           {tokens / sum(ours):10.1f} tokens/s")
+    print(f"ratio                   {with_interval(ratio, interval)}")
+    print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
+    if options.out:
+        record = {
+            "target": target_facts(target),
+            **environment(target),
+            "prompts_hash": prompts_hash(prompts),
+            "tokens": tokens,
+            "engine_seconds": sum(ours),
+            "generate_seconds": sum(theirs),
+            "ratio": {"mean": ratio, "ci95": interval},
+            "different": different,
+        }
+        write_results(record, options.out)
+    return 1 if different else 0
+
+
+def run_engine(engine: Engine, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
+    """Tokens and seconds of the engine."""
+    started = time.perf_counter()
+    (output,) = engine.generate([Request(list(prompt.ids), max_new_tokens)])
+    return output.tokens, time.perf_counter() - started
+
+
+@torch.inference_mode()
+def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
+    """Tokens and seconds of `generate`, as a user would call it."""
+    started = time.perf_counter()
+    ids = torch.tensor([prompt.ids], device=target.device)
+    pad = target.eos_token_ids[0] if target.eos_token_ids else 0
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+    )
+    return output[0, len(prompt.ids) :].tolist(), time.perf_counter() - started
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Plain decoding here against transformers generate.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("target", help="a folder or a hub id")
+    add_target_options(parser)
+    add = parser.add_argument
+    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
+    add("--num-prompts", type=int, default=16)
+    add("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
+    add("--max-new-tokens", type=int, default=128)
+    add("--repeats", type=int, default=3)
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="a JSON file for the record")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: compare(parse_arguments())))
