@@ -197,10 +197,10 @@ def test_long_rows_that_ended_do_not_trouble_short_ones(
     target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     target = target_of("llama")
-    requests = [Request(prompts[10] * 9, 6), Request(prompts[3], 30), Request(prompts[10] * 10, 3, WARM)]
+    requests = [Request(prompts[10] * 9, 6), Request(prompts[3], 60, ignore_eos=True), Request(prompts[10] * 10, 3, WARM)]
     plain = Engine(target, max_length=400).generate(requests)
     for poll_interval in (1, 8):
-        head = scripted_head(target, sequences(requests, plain))
+        head = scripted_head(target, sequences(requests, plain), right=0.1)
         engine = Engine(target, head, shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
         assert texts(engine.generate(requests)) == texts(plain)
 
