@@ -173,7 +173,7 @@ def choose_prompts(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, set
 
 def kind_of(head: DraftHead) -> str:
     """The head's name in the registry."""
-    return next(kind for kind, cls in HEADS.items() if type(head) is cls)
+    return next(kind for kind, cls in HEADS.items() if isinstance(head, cls))
 
 
 def progress_bar() -> Progress:
@@ -255,13 +255,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--batch-size", type=int, default=known.batch_size, help="prompts decoded together")
     add("--repeats", type=int, default=known.repeats, help="how often each setting decodes each prompt")
     add("--seed", type=int, default=known.seed, help="of the sampling and of the choice of held-out prompts")
-    add(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        help="what the target computes in",
-    )
-    add("--device", help="cuda where there is one, else cpu")
     add("--out", type=Path, help="where results.json, report.html, plots/ and README.md go")
     return parser.parse_args(arguments)
 

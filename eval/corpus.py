@@ -33,7 +33,7 @@ def is_held_out(relative_path: str) -> bool:
 
 def list_modules(roots: list[Path], *, held_out: bool) -> list[tuple[str, Path]]:
     """(relative path, file) of every module of one split, sorted by the hash of the path: a fixed, mixed order."""
-    modules = {}
+    modules: dict[str, Path] = {}
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root}: expected a folder of Python source; name one that exists")
@@ -74,8 +74,8 @@ def read_split(*, held_out: bool, roots: list[Path] | None = None) -> Iterator[t
     roots = source_roots() if roots is None else roots
     protected: set[str] = set()
     if not held_out:
-        for _, text in read_split(held_out=True, roots=roots):
-            protected |= long_lines(text)
+        for _, kept_back in read_split(held_out=True, roots=roots):
+            protected |= long_lines(kept_back)
     seen = set()
     for name, path in list_modules(roots, held_out=held_out):
         text = read_module(path)

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from eval.wording import Results, sampling_text
 
 BLUE, ORANGE, GREEN, GREY, LIGHT = "#0a6ebd", "#c4570c", "#2e7d5b", "#6b7280", "#d5d9e0"
 PHASE_COLOURS = {"draft": BLUE, "verify": ORANGE, "accept": GREEN, "commit": GREY}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,

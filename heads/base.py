@@ -83,9 +83,13 @@ class DraftState(Protocol):
 class DraftHead(Protocol):
     """What the training loop and the runtime ask of a head."""
 
-    config: Any
-    depth_weights: tuple[float, ...]
-    """The weight of each depth in the training loss, K of them."""
+    @property
+    def config(self) -> Any:
+        """The frozen dataclass that the head was made from."""
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        """The weight of each depth in the training loss, K of them."""
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,8 +89,14 @@ def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> t
     started = time.perf_counter()
     ids = torch.tensor([prompt.ids], device=target.device)
     pad = target.eos_token_ids[0] if target.eos_token_ids else 0
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+    generate: Any = target.model.generate  # typed by the library as something that cannot be called
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
+        pad_token_id=pad,
     )
     return output[0, len(prompt.ids) :].tolist(), time.perf_counter() - started
 

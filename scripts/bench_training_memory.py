@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> int:
     before = reset_peak(device)
     started = time.perf_counter()
     loss = plain_loss(head, batch, scale) if options.variant == "plain" else head.loss(batch, scale).loss
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
     optimizer.step()
     value = float(loss.detach())
