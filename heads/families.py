@@ -1,0 +1,89 @@
+"""How Hugging Face families of causal LMs differ, where a draft head has to know it: masks, layers, the output head.
+
+Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from heads.errors import UserError
+
+READABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
+    """Refuse families whose past is more than keys and values behind a mask: recurrent state, attention in chunks."""
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - READABLE_LAYERS)
+    if not kinds and getattr(model, "_is_stateful", False):
+        kinds = ["recurrent state"]
+    if kinds:
+        raise UserError(
+            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, which cannot be masked by document; "
+            "use a target with full or sliding-window attention only"
+        )
+
+
+def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    """The decoder layers: the first module list of the right length."""
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be tapped")
+
+
+def attention_masks(
+    config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """The mask that the family's decoder hands to its layers unchanged; arguments as in `FrozenTarget.features`.
+
+    Decoders take one mask for all layers; those with layers of both kinds take a dict of two. `layer_types` says which
+    layers have the window; without it all of them do.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
+    full = additive(visible, dtype)
+    if window is None or kinds == {"full_attention"}:
+        return full
+    near = positions[:, :, None] - key_positions[:, None, :] < window
+    windowed = additive(visible & near, dtype)
+    if kinds == {"sliding_attention"}:
+        return windowed
+    return {"full_attention": full, "sliding_attention": windowed}
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, S) bool -> (B, 1, N, S) to be added to scores, which is what every attention kernel understands.
+
+    Eager attention would add a boolean mask as 0 and 1, and -inf turns a row that sees nothing into NaN.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+class OutputHead:
+    """Hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft cap."""
+
+    def __init__(self, head: Any, config: Any) -> None:
+        self.head = head
+        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a generation: the generation config's, which chat models extend, else the model config's."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
