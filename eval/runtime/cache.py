@@ -18,7 +18,7 @@ PAGE = 64
 capacity."""
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class RowLayer(CacheLayerMixin):
     """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same form share."""
 
     is_compileable = True

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.cache import round_up
-from eval.runtime.hf import TargetStep, chunk_size
+from eval.runtime.hf import TargetStep
 from eval.runtime.round import Decoder, RoundState
 from eval.runtime.sampling import RowSampling, Sampling
 from eval.runtime.stops import StopWatch
@@ -152,6 +152,8 @@ class Engine:
             state=RoundState.new(
                 batch_size=self.batch_size, capacity=self.max_length, depth=self.shape.depth, device=device
             ),
+            zeros=torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device),
+            places=torch.arange(self.shape.depth + 1, device=device),
         )
 
     def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
@@ -270,7 +272,7 @@ class Engine:
         """One row's next chunk; -> its features (1, C, ..), and the tokens from `start` on, one more than the chunk's
         true ones."""
         device, prompt = self.target.device, torch.tensor(request.prompt, dtype=torch.int64)
-        C = chunk_size(len(prompt) - start)
+        C = self.decoder.step.chunk_size(len(prompt) - start)
         chunk = prompt[start : start + C]
         tokens = torch.zeros(1, C, dtype=torch.int64)
         tokens[0, : len(chunk)] = chunk

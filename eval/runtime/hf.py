@@ -29,6 +29,12 @@ class TargetStep:
             num_layers=target.num_layers, batch_size=batch_size, capacity=self.capacity, device=device
         )
         self.slot = torch.arange(self.capacity, device=device)  # (S,)
+        self.pads = device.type != "cpu"
+        """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
+
+    def chunk_size(self, remaining: int) -> int:
+        """Slots of the next prefill step; with padding a power of two, less than half of it in vain."""
+        return min(CHUNK, max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining)
 
     def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
         """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
@@ -85,11 +91,6 @@ class TargetStep:
         # The junk tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
         # fills.
         return torch.arange(start, start + C, device=self.slot.device).clamp_(max=self.capacity - 1)
-
-
-def chunk_size(remaining: int) -> int:
-    """The padded length of the next prefill step: few shapes, and less than half of one is padding."""
-    return min(CHUNK, max(16, 1 << (remaining - 1).bit_length()))
 
 
 def check_family(target: FrozenTarget) -> None:

@@ -76,10 +76,11 @@ class Decoder:
     sampling: RowSampling
     eos: Tensor  # (number of them,) int64
     state: RoundState
+    zeros: Tensor  # (B, 1) int64
+    places: Tensor  # (M,) int64, 0 .. K
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
-        """Advance every row that is not done; `extent` slots are shown to attention, at least length + N of every
-        row."""
+        """Advance every row that is not done; attention sees `extent` slots, at least length + N of every row."""
         state, shape = self.state, self.shape
         proposal = self.propose()
         mark("draft")
@@ -87,9 +88,7 @@ class Decoder:
         features, logits = self.step.verify(proposal, above, state.length, extent)
         choice = self.sampling.choose(logits, state.length[:, None] + 1 + proposal.depths)  # (B, N)
         mark("verify")
-        acceptance = (
-            match_chain(proposal.tokens, choice) if above is None else match(proposal, choice, above, shape.depth)
-        )
+        acceptance = self.accept(proposal, choice, above)
         mark("accept")
         self.commit(proposal, acceptance, features)
         mark("commit")
@@ -99,35 +98,41 @@ class Decoder:
         if self.head is not None:
             return self.head.propose(self.head_state, self.sampling.perturb)
         root = self.state.root[:, None]
-        none = torch.zeros_like(root)
-        return Proposal(root, none, none, torch.zeros(root.shape, device=root.device))
+        return Proposal(root, self.zeros, self.zeros, self.zeros)
+
+    def accept(self, proposal: Proposal, choice: Tensor, above: Tensor | None) -> Acceptance:
+        """The rule `match` in the form that fits the tree. A root alone accepts nothing: the target's choice is emitted."""
+        if self.shape.nodes == 1:
+            return Acceptance(self.zeros[:, 0], self.zeros, choice)
+        if above is None:
+            return match_chain(proposal.tokens, choice)
+        return match(proposal, choice, above, self.shape.depth)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
-        state, M = self.state, self.shape.depth + 1
-        emitted = acceptance.emitted  # (B, M)
+        state, emitted = self.state, acceptance.emitted  # (B, M)
         count = acceptance.accepted + 1
         kept, ended = self.cut(emitted, count)
-        going = ~(state.done | ended)
-
-        if M > 1:
-            self.record(proposal, acceptance.accepted, kept)
-        places = state.output_length[:, None] + torch.arange(M, device=kept.device)
-        state.output.scatter_(1, places, emitted)
-        state.output_length.add_(kept)
-        state.rounds.add_(~state.done)
+        active = ~state.done
+        kept = kept * active
         state.done.logical_or_(ended)
+        going = torch.where(state.done, 0, count)
 
+        if self.shape.depth > 0:
+            self.record(proposal, acceptance.accepted, kept)
+        state.output.scatter_(1, state.output_length[:, None] + self.places, emitted)
+        state.output_length.add_(kept)
+        state.rounds.add_(active)
         if self.head is not None:
-            self.observe(acceptance, features, torch.where(going, count, 0))
+            self.observe(acceptance, features, going)
         if not is_chain(self.shape):
             self.step.compact(state.length, acceptance.path)
-        state.length.add_(torch.where(going, count, 0))
-        state.root.copy_(torch.where(going, emitted.gather(1, acceptance.accepted[:, None])[:, 0], state.root))
+        state.length.add_(going)
+        # A row that is done may take any root: it is never read.
+        state.root.copy_(emitted.gather(1, acceptance.accepted[:, None])[:, 0])
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the first count[b] emitted tokens the output keeps, (B,), and whether it ends with them, (B,)
-        bool."""
+        """How many of the first count[b] tokens the output keeps, and whether it ends with them; (B,) each."""
         state = self.state
         room = state.limit - state.output_length
         kept = torch.minimum(count, room)
@@ -135,18 +140,13 @@ class Decoder:
         if len(self.eos):
             M = emitted.shape[1]
             is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.heeds_eos[:, None]  # (B, M)
-            if M > 1:
-                place = torch.arange(M, device=emitted.device)
-                upto_eos = torch.where(is_eos, place + 1, M + 1).amin(dim=1)
-                ended = ended | (upto_eos <= kept)
-                kept = torch.minimum(kept, upto_eos)
-            else:
-                ended = ended | is_eos[:, 0]
-        return torch.where(state.done, 0, kept), ended
+            upto_eos = torch.where(is_eos, self.places + 1, M + 1).amin(dim=1)
+            ended = ended | (upto_eos <= kept)
+            kept = torch.minimum(kept, upto_eos)
+        return kept, ended
 
     def record(self, proposal: Proposal, accepted: Tensor, kept: Tensor) -> None:
-        """Note how deep the round came. One that EOS or the limit cuts short tests only the levels whose outcome the
-        output shows."""
+        """Note how deep the round came; one that the output's end cuts short tests only the levels the output shows."""
         state, K = self.state, self.shape.depth
         deepest = K if is_chain(self.shape) else proposal.depths.amax(dim=1)
         at = state.rounds[:, None]

@@ -69,7 +69,7 @@ def make_target(family: str) -> FrozenTarget:
     config = AutoConfig.for_model(family.split("-")[0], **{**BASE, **FAMILIES[family]})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float64, attn_implementation="eager" if family in EAGER else "sdpa"
         )
     if "experts" in str(model):

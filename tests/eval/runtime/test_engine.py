@@ -51,11 +51,12 @@ def test_plain_decoding_is_what_transformers_generates(
     family: str, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
     target = target_of(family)
+    generate: Any = target.model.generate  # typed by the library as something that cannot be called
     chosen = [prompts[10], prompts[2]]
     outputs = decode_plainly(target, [Request(p, 16) for p in chosen], batch_size=2)
     for prompt, output in zip(chosen, outputs, strict=True):
         ids = torch.tensor([prompt])
-        theirs = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        theirs = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
         assert output.tokens == theirs[0, len(prompt) :].tolist()
 
 
@@ -197,12 +198,26 @@ def test_long_rows_that_ended_do_not_trouble_short_ones(
     target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     target = target_of("llama")
-    requests = [Request(prompts[10] * 9, 6), Request(prompts[3], 60, ignore_eos=True), Request(prompts[10] * 10, 3, WARM)]
+    requests = [
+        Request(prompts[10] * 9, 6),
+        Request(prompts[3], 60, ignore_eos=True),
+        Request(prompts[10] * 10, 3, WARM),
+    ]
     plain = Engine(target, max_length=400).generate(requests)
     for poll_interval in (1, 8):
         head = scripted_head(target, sequences(requests, plain), right=0.1)
         engine = Engine(target, head, shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
         assert texts(engine.generate(requests)) == texts(plain)
+
+
+def test_padded_prompts_change_nothing(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
+    target = target_of("gemma3_text")
+    requests = [Request(prompt, 10, WARM) for prompt in (prompts[10] * 10, prompts[0], prompts[5], prompts[9] * 22)]
+    plain = Engine(target, max_length=400).generate(requests)
+    head = scripted_head(target, sequences(requests, plain))
+    engine = Engine(target, head, shape=TREE, batch_size=3, max_length=322)
+    engine.decoder.step.pads = True
+    assert texts(engine.generate(requests)) == texts(plain)
 
 
 def test_seeds_tell_sampled_outputs_apart_and_repeat_them(target_of: TargetOf, prompts: list[list[int]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.hf import TargetStep, check_family, chunk_size
+from eval.runtime.hf import TargetStep, check_family
 from heads.base import UserError
 from heads.target import FrozenTarget
 from heads.tree import Proposal, ancestors
@@ -49,9 +49,12 @@ def test_a_prompt_in_chunks_equals_a_prompt_at_once(target_of: TargetOf) -> None
     torch.testing.assert_close(torch.cat(parts, dim=1), whole.hidden, atol=1e-6, rtol=1e-6)
 
 
-def test_chunks_have_few_sizes() -> None:
-    assert {chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
-    assert all(chunk_size(n) >= min(n, 256) for n in range(1, 2000))
+def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
+    step = TargetStep(target_of("llama"), batch_size=1, capacity=64, taps=())
+    assert not step.pads and [step.chunk_size(n) for n in (1, 100, 1000)] == [1, 100, 256]
+    step.pads = True
+    assert {step.chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
+    assert all(step.chunk_size(n) >= min(n, 256) for n in range(1, 2000))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bloom", "falcon", "mamba", "llama4_text"])
@@ -64,7 +67,7 @@ def test_families_without_tree_masks_are_refused(family: str) -> None:
     size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **{**size, **extra.get(family, {})})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config)
     target = SimpleNamespace(name="its name", model=model, config=model.config.get_text_config())
     with pytest.raises(UserError, match="its name: the runtime cannot verify drafts on"):
         check_family(target)  # type: ignore[arg-type]
