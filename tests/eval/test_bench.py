@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
 from eval.bench import BenchSettings, run_bench
+from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results, read_results
 from heads.errors import UserError
@@ -147,3 +149,33 @@ def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
     with pytest.raises(UserError, match=message) as caught:
         run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path / "out", **settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "neither a folder here nor a head on the hub|no head there"),
+        (["nowhere", "--tree", "chain:x"], "tree 'chain:x'"),
+        (["nowhere", "--temperature", "warm"], "--temperature: expected numbers"),
+        (["nowhere", "--repeats", "0"], "--repeats: expected at least 1, got 0"),
+    ],
+)
+def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_status(lambda: module.bench_command(module.parse_arguments(arguments))) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_keeps_its_own_results(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "head").mkdir()
+    assert module.default_out(tmp_path / "head") == tmp_path / "bench"
+    assert module.default_out(tmp_path) == Path(f"bench-{tmp_path.name}")
