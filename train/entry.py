@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers.utils import logging as transformers_logging
 
@@ -25,25 +25,35 @@ def run_entry(name: str, kinds: Sequence[str]) -> None:
 
 
 def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
-    """The exit status of one run; says in one line what a user can mend."""
-    try:
-        if not arguments or arguments[0] in ("-h", "--help"):
-            print(USAGE.format(name=name), file=sys.stdout if arguments else sys.stderr)
-            return 0 if arguments else 2
+    """The exit status of one run."""
+
+    def run() -> int:
+        if not arguments:
+            raise UserError(USAGE.format(name=name))
+        if arguments[0] in ("-h", "--help"):
+            print(USAGE.format(name=name))
+            return 0
         recipe = load_recipe(arguments[0], arguments[1:])
-        transformers_logging.disable_progress_bar()
         if recipe.head["kind"] not in kinds:
             raise UserError(
                 f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, "
                 f"the recipe says {recipe.head['kind']}; use the entry of that kind"
             )
         return finish(recipe, fit(recipe))
+
+    return exit_code(run)
+
+
+def exit_code(action: Callable[[], int]) -> int:
+    """What `action` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        return action()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # every process has it; one says it
             print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except (Interrupted, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if is_full_disk(error):

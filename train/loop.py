@@ -182,7 +182,8 @@ class Training:
         scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * train.grad_accum)
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
-            batch = make_batch(self.ground.target, rows, self.head.taps, self.dtype)
+            with accelerator.autocast():
+                batch = make_batch(self.ground.target, rows, self.head.taps, self.dtype)
             with accelerator.accumulate(self.model):
                 loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
                 accelerator.backward(loss)

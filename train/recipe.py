@@ -16,6 +16,7 @@ from train.strict_yaml import Key, Settings, Source, check, read_settings, sugge
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -95,7 +96,7 @@ class Train(Settings):
     grad_accum: Count = 1
     """Forward passes of one optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.9, 0.95])
+    betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -1,7 +1,7 @@
 """The target's own answers: what the runtime gives, kept and taken up again."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_shares_of_two_processes_make_the_same_answers(target: FrozenTarget, tmp
             answers._answer_share(target, PROMPTS[1::2], settings, part, 1, 2, lambda *_: None)
 
     part = tmp_path / "two" / f"answers-{answers_key(target, PROMPTS, settings)}.1-of-2.part"
-    waits = iter([other_process, lambda: None])
+    waits: Iterator[Callable[[], None]] = iter([other_process, lambda: None])
     both = make_answers(
         target, PROMPTS, settings, tmp_path / "two", process=0, num_processes=2, wait=lambda: next(waits)()
     )
@@ -110,7 +110,7 @@ def test_prompts_come_from_every_source_by_weight(
     tokenizer = load_tokenizer(str(tiny_target_dir))
     prompts = read_prompts(load_recipe(write_recipe(settings)), tokenizer)
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
-    assert sum(tokenizer.decode(prompt).startswith("<s><|user|>say") for prompt in prompts) == 12
+    assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
     settings["data"]["regenerate"]["prompts"] = 40
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
         read_prompts(load_recipe(write_recipe(settings)), tokenizer)

@@ -45,7 +45,7 @@ def marked(
     for document in encode_chat(tokenizer, messages, template=template):
         text, inside = "", False
         for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
-            text += "[" * (label and not inside) + "]" * (inside and not label) + tokenizer.decode([token])
+            text += "[" * (label and not inside) + "]" * (inside and not label) + str(tokenizer.decode([token]))
             inside = label
         out.append(text + "]" * inside)
     return out
@@ -90,7 +90,7 @@ def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedToke
 
 def test_the_prompt_is_what_stands_before_the_last_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = encode_prompt(tokenizer, TALK)
-    assert tokenizer.decode(prompt) == (
+    assert prompt is not None and tokenizer.decode(prompt) == (
         "<s><|system|>be kind<|user|>hi<|assistant|>the sea</s><|user|>and<|assistant|>"
     )
 

@@ -28,7 +28,7 @@ def test_every_token_is_packed_once_in_order_with_its_label(lengths: list[int], 
     assert sorted(rows.tokens[real].tolist()) == list(range(sum(lengths)))
     assert (rows.loss_mask[real] == (rows.tokens[real] % 3 > 0)).all() and not rows.loss_mask[~real].any()
     for row in range(len(pool)):
-        for document in rows.documents[row].unique().tolist():
+        for document in set(rows.documents[row].tolist()):
             where = rows.documents[row] == document
             if document >= 0:
                 tokens, positions = rows.tokens[row][where], rows.positions[row][where]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_two_processes_are_one_run_cut_up(small: Settings, write_recipe: WriteRe
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_is_the_same_run(stage: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    small["train"] |= {"max_steps": 4, "eval_every": 2, "batch_size": 1, "max_grad_norm": 0.1}
+    small["train"] |= {"max_steps": 4, "eval_every": 2, "checkpoint_every": 2, "batch_size": 1, "max_grad_norm": 0.1}
     recipe = write_recipe(small)
     one, two = tmp_path / "one", tmp_path / "two"
     finish(start(recipe, f"output_dir={one}", "train.batch_size=2"))
@@ -159,6 +160,7 @@ def test_deepspeed_is_the_same_run(stage: int, small: Settings, write_recipe: Wr
     heads = [load_file(run / "head/model.safetensors") for run in (one, two)]
     for name, tensor in heads[0].items():
         torch.testing.assert_close(heads[1][name], tensor, rtol=1e-2, atol=1e-4)
-    assert (
-        "resumed" in finish(start(recipe, f"output_dir={two}", "train.max_steps=4", launcher=launcher(*flags))) or True
-    )
+    shutil.rmtree(two / "checkpoints/step-4")
+    assert "resumed from" in finish(start(recipe, f"output_dir={two}", launcher=launcher(*flags)))
+    again = load_file(two / "head/model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in heads[1].items())

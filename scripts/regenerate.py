@@ -1,0 +1,50 @@
+"""Let the target answer the prompts of a recipe: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...].
+
+Writes OUTPUT_DIR/answers.jsonl, a record a line: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The answers
+are also kept in the form that training reads, so a run of the same recipe in the same folder does not ask for them
+again.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from heads.errors import UserError
+from train.answers import make_answers
+from train.entry import exit_code
+from train.launch import make_accelerator
+from train.preparing import answering, load_ground
+from train.recipe import load_recipe
+from train.run_folder import RunFolder, write_text
+from train.sources import read_prompts
+from train.tracker import Tracker
+
+
+def regenerate(arguments: list[str]) -> int:
+    """Answer, and write the records."""
+    if not arguments:
+        raise UserError("usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]")
+    recipe = load_recipe(arguments[0], arguments[1:])
+    settings = recipe.data.regenerate
+    if settings is None:
+        raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")
+    folder = RunFolder(Path(recipe.output_dir))
+    tracker = Tracker(recipe, folder, main=True)
+    folder.lock()
+    try:
+        ground = load_ground(make_accelerator(recipe.train), recipe)
+        prompts = read_prompts(recipe, ground.tokenizer)
+        answers = make_answers(ground.target, prompts, settings, folder.path, progress=answering(tracker))
+        records = [
+            {"text": ground.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        write_text(folder.path / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        tracker.say(f"{len(records)} answers in {folder.path / 'answers.jsonl'}")
+        return 0
+    finally:
+        folder.unlock()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: regenerate(sys.argv[1:])))
