@@ -118,7 +118,7 @@ class Eagle3(nn.Module):
 
     def __init__(self, config: Eagle3Config, d2t: Tensor, t2d: Tensor) -> None:
         super().__init__()
-        check_vocab(d2t, t2d)
+        check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
         D, L = config.hidden_size, len(config.taps)
         self.config = config
         self.fc = nn.Linear(L * D, D, bias=False)
@@ -139,14 +139,15 @@ class Eagle3(nn.Module):
         return tuple(self.config.depth_decay**k for k in range(self.config.depth))
 
     @torch.no_grad()
-    def initialise(self, target_lm_head: Tensor) -> None:
-        """Start close to the target: fuse to the highest tap, read out with the target's own rows (V, D)."""
+    def initialise(self, lm_head: Tensor, norm: Tensor) -> None:
+        """Start where the target is: fuse to its highest tap and read out with its own final norm (D,) and output head (V, D)."""
         D = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         self.fc.weight[:, -D:] += torch.eye(D)
-        self.lm_head.weight.copy_(target_lm_head[self.kept])
+        self.norm.weight.copy_(norm)
+        self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
     def fuse(self, taps: Tensor) -> Tensor:
         """(..., L * D) tapped streams -> (..., D)."""

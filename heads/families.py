@@ -34,6 +34,22 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     raise UserError(f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be tapped")
 
 
+@torch.no_grad()
+def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
+    """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
+
+    An RMS norm is asked by what it makes of a vector of ones, because some families store the scale less one.
+    """
+    inside = set(layers.modules())
+    norms = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
+    norms = [m for m in norms if m.weight.shape == (hidden_size,)]
+    if not norms:
+        return torch.ones(hidden_size)
+    weight: Tensor = norms[-1].weight
+    scale: Tensor = weight if isinstance(norms[-1], nn.LayerNorm) else norms[-1](torch.ones_like(weight))
+    return scale.float().cpu()
+
+
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor | dict[str, Tensor]:

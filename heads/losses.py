@@ -15,43 +15,56 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
+CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
 
 
-def kl(logq: Tensor, p: Tensor) -> Tensor:
+Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(log q, p, log p), each (C, Vd) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd). Written out,
+because a step spends much of its time here: through q = softmax(z), a gradient g in q becomes q * (g - sum q g)."""
+
+
+def kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which no gradient sees."""
-    return (torch.xlogy(p, p) - p * logq).sum(-1)
+    return (p * (logp - logq)).sum(-1), logq.exp().sub_(p)
 
 
-def cross_entropy(logq: Tensor, p: Tensor) -> Tensor:
+def cross_entropy(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """-log q of the target's likeliest token."""
-    return -logq.gather(-1, p.argmax(-1, keepdim=True))[..., 0]
+    best = p.argmax(-1, keepdim=True)
+    grad = logq.exp()
+    return -logq.gather(-1, best)[..., 0], grad.scatter_add_(-1, best, torch.full_like(grad[..., :1], -1.0))
 
 
-def reverse_kl(logq: Tensor, p: Tensor) -> Tensor:
+def reverse_kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """KL(q || p); p is kept from zero, where the divergence would be infinite."""
-    return (logq.exp() * (logq - p.clamp_min(1e-10).log())).sum(-1)
+    q, ratio = logq.exp(), logq - logp.clamp_min(-23.0)
+    value = (q * ratio).sum(-1)
+    return value, q * (ratio - value[..., None])
 
 
-def total_variation(logq: Tensor, p: Tensor) -> Tensor:
-    """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
-    return 1 - torch.minimum(logq.exp(), p).sum(-1)
+def total_variation(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """1 - sum min(p, q): one less the acceptance of rejection sampling (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
+    q = logq.exp()
+    below = (q < p).to(q.dtype)
+    held = q * below
+    return 1 - torch.minimum(q, p).sum(-1), q * held.sum(-1, keepdim=True) - held
 
 
-def negative_log_acceptance(logq: Tensor, p: Tensor) -> Tensor:
+def negative_log_acceptance(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """-log sum min(p, q): the same optimum as total variation, without its vanishing gradient (arXiv 2602.23881)."""
-    return -torch.minimum(logq.exp(), p).sum(-1).clamp_min(1e-5).log()
+    distance, grad = total_variation(logq, p, logp)
+    acceptance = (1 - distance).clamp_min(1e-5)
+    return -acceptance.log(), grad / acceptance[..., None]
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+LOSSES: dict[str, Divergence] = {
     "kl": kl,
     "cross_entropy": cross_entropy,
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
 }
-"""Name -> (log q (C, Vd), p (C, Vd)) -> (C,)."""
 
 
 def draft_loss(
@@ -95,7 +108,7 @@ class _DraftLoss(torch.autograd.Function):
         target_logits: Callable[[Tensor], Tensor],
         kept: Tensor,
         scale: Tensor,
-        divergence: Callable[[Tensor, Tensor], Tensor],
+        divergence: Divergence,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         K, R, _ = states.shape
@@ -117,22 +130,22 @@ class _DraftLoss(torch.autograd.Function):
                 mass = logits.logsumexp(-1)  # over the whole vocabulary
                 logits = logits[:, kept]  # (C, Vd)
                 inside = kept[logits.argmax(-1)] == best
-                p = logits.softmax(-1)
-                share = (logits.logsumexp(-1) - mass).exp()  # how much of the target's law the draft vocabulary holds
+                logp = logits.log_softmax(-1)
+                p = logp.exp()
+                # What the draft vocabulary leaves out cannot be accepted: the target's law over the whole vocabulary.
+                whole = p * (logits.logsumexp(-1) - mass).exp_()[:, None]
                 for k in range(K):
                     state = states[k, part]
                     live = valid[k, part]
-                    with torch.enable_grad():
-                        draft = (state @ matrix.T).to(wide).requires_grad_()  # (C, Vd)
-                        logq = draft.log_softmax(-1)
-                        total = (divergence(logq, p) * (live & inside)).sum()
-                        (grad,) = torch.autograd.grad(total, draft)
-                    grad = (grad * scale[k]).to(states.dtype)
+                    logq = (state @ matrix.T).to(wide).log_softmax(-1)  # (C, Vd)
+                    value, grad = divergence(logq, p, logp)
+                    counted = live & inside
+                    grad = (grad.mul_((counted * scale[k])[:, None])).to(states.dtype)
                     grad_states[k, part] = grad @ matrix
                     grad_weight += (grad.T @ state).to(wide)
-                    sums[k] += total.detach()
-                    overlap[k] += (torch.minimum(logq.detach().exp(), p * share[:, None]).sum(-1) * live).sum()
+                    sums[k] += (value * counted).sum()
                     correct[k, part] = (kept[logq.argmax(-1)] == best) & live
+                    overlap[k] += (torch.minimum(logq.exp_(), whole).sum(-1) * live).sum()
         ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
+from heads.families import final_norm_scale
 from heads.target import FrozenTarget, check_taps, default_taps
 from heads.vocab import build_vocab
 
@@ -50,7 +51,8 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     assert not missing, f"{kind}: no value for {missing}"
     head_config: Eagle3Config = known(**{**defaults, **given, "taps": taps})
     head = HEADS[kind](head_config, *build_vocab(token_counts, head_config.draft_vocab_size))
-    head.initialise(target.lm_head_weight)
+    norm = final_norm_scale(target.base, target.layers, target.hidden_size)
+    head.initialise(target.lm_head_weight, norm)
     return head
 
 

@@ -60,6 +60,10 @@ def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
     )
 
 
+def by_head(x: Tensor, d: int) -> Tensor:
+    return x.view(*x.shape[:2], -1, d).transpose(1, 2)
+
+
 def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     """The same loss written the long way: one dense mask over T * steps keys, all logits at once. Returns (K,) sums."""
     config, T = head.config, batch.tokens.shape[1]
@@ -72,7 +76,6 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
     for i in range(config.depth):
         x = torch.cat([layer.input_layernorm(batch.embeddings.roll(-1 - i, 1)), layer.hidden_norm(state)], -1)
-        heads = lambda y: y.unflatten(-1, (-1, d)).transpose(1, 2)  # noqa: E731
         angle = (batch.positions + i)[:, None, :, None] * config.rope_theta ** -(
             torch.arange(0, d, 2, dtype=torch.float64) / d
         )
@@ -83,9 +86,9 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
             return torch.cat([z.real, z.imag], -1)
 
         q, k, v = (
-            rope(heads(layer.self_attn.q_proj(x))),
-            rope(heads(layer.self_attn.k_proj(x))),
-            heads(layer.self_attn.v_proj(x)),
+            rope(by_head(layer.self_attn.q_proj(x), d)),
+            rope(by_head(layer.self_attn.k_proj(x), d)),
+            by_head(layer.self_attn.v_proj(x), d),
         )
         all_keys.append(k.repeat_interleave(G, 1))
         all_values.append(v.repeat_interleave(G, 1))
@@ -217,10 +220,8 @@ def test_observing_in_pieces_equals_observing_at_once() -> None:
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)
         rows = start[:, None] + torch.arange(6)
-        pick = lambda x, rows=rows: x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2]))  # noqa: E731
-        head.observe(
-            state, Observation(batch.tokens.gather(1, rows), pick(batch.taps), pick(batch.hidden), start.clone(), count)
-        )
+        taps, hidden = (x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.taps, batch.hidden))
+        head.observe(state, Observation(batch.tokens.gather(1, rows), taps, hidden, start.clone(), count))
         head.propose(state, greedy)
         start += count
     pieces = head.propose(state, greedy)
@@ -265,8 +266,9 @@ def test_each_option_changes_the_function() -> None:
 
 def test_initialise_starts_from_the_target() -> None:
     head, lm_head = make_head(), torch.randn(40, 16, dtype=torch.float64)
-    head.initialise(lm_head)
-    assert torch.equal(head.lm_head.weight, lm_head[head.kept])
+    norm = torch.rand(16, dtype=torch.float64)
+    head.initialise(lm_head, norm)
+    assert torch.equal(head.lm_head.weight, lm_head[head.kept]) and torch.equal(head.norm.weight, norm)
 
 
 @pytest.mark.parametrize(
