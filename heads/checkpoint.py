@@ -1,13 +1,14 @@
 """Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
 
-EAGLE-3's keys are those of the EAGLE repository, read by SGLang and vLLM. Both conventions of naming taps are written: vLLM counts
-the layer a stream enters, SGLang the layer it leaves. Everything of ours stands under one key, `draftsmith`, which engines ignore.
-A save is complete or absent.
+EAGLE-3's keys are those of the EAGLE repository, read by SGLang and vLLM. Both conventions of naming taps are written:
+vLLM counts the layer a stream enters, SGLang the layer it leaves. Everything of ours stands under one key,
+`draftsmith`, which engines ignore. A save is complete or absent.
 """
 
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.utils import cached_file
+from torch import Tensor
+from transformers.utils.hub import cached_file
 
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
-from heads.registry import HEADS
+from heads.registry import FROM_TARGET, HEADS
 from heads.target import FrozenTarget, first_line
 
 FORMAT = 1
@@ -28,45 +30,66 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
     """What a head remembers of the target it was trained for."""
-    config = target.model.config
+    config = target.config
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,
         "fingerprint": target.fingerprint,
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
+        "pad_token_id": getattr(config, "pad_token_id", None),
     }
 
 
-def save_head(head: Eagle3, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None) -> None:
-    """Write a head into `folder`, replacing what is there in one step. `target` is `target_record` of the target it belongs to."""
+def save_head(
+    head: Eagle3, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None
+) -> None:
+    """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to."""
     folder = Path(folder)
-    fresh, old = folder.with_name(f".{folder.name}.new-{os.getpid()}"), folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    fresh, old = _beside(folder, "new"), _beside(folder, "old")
     kind = next(name for name, cls in HEADS.items() if type(head) is cls)
-    ours = {"format": FORMAT, "kind": kind, "config": asdict(head.config), "target": target, "provenance": provenance or {}}
+    ours = {
+        "format": FORMAT,
+        "kind": kind,
+        "config": asdict(head.config),
+        "target": target,
+        "provenance": provenance or {},
+    }
+    dtype = str(head.fc.weight.dtype).removeprefix("torch.")
+    config = {**engine_config(head.config, target, dtype), "draftsmith": ours}
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.state_dict().items()}
         save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / CONFIG).write_text(json.dumps({**engine_config(head.config, target), "draftsmith": ours}, indent=2) + "\n")
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (fresh / WEIGHTS, fresh / CONFIG):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
     finally:
+        _restore(folder)
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def engine_config(config: Eagle3Config, target: dict[str, Any]) -> dict[str, Any]:
+def _beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def _restore(folder: Path) -> None:
+    """Put the old head back where a save was cut off between its two renames."""
+    if not folder.exists():
+        with suppress(OSError):
+            _beside(folder, "old").rename(folder)
+
+
+def engine_config(config: Eagle3Config, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """config.json as vLLM and SGLang read it."""
-    if 0 in config.taps:
-        nested = None  # SGLang counts layer outputs and has no number for the embeddings
-    else:
-        nested = [k - 1 for k in config.taps]
+    outputs = [k - 1 for k in config.taps]  # SGLang numbers a stream by the layer it leaves; -1 = the embeddings
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -86,15 +109,16 @@ def engine_config(config: Eagle3Config, target: dict[str, Any]) -> dict[str, Any
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "bos_token_id": target.get("bos_token_id"),
         "eos_token_id": target.get("eos_token_id"),
+        "pad_token_id": target.get("pad_token_id"),
         "norm_before_residual": False,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "num_aux_hidden_states": len(config.taps),
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested},
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
     }
 
 
@@ -104,56 +128,70 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = find_head(path)
-    record = read_config(folder)
-    kind = record["kind"]
-    config = HEADS[kind].Config(**{**record["config"], "taps": tuple(record["config"]["taps"])})
+    record, file = read_config(folder), folder / WEIGHTS
     try:
-        weights = load_file(folder / WEIGHTS)
+        weights = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{folder / WEIGHTS}: truncated or not a safetensors file ({first_line(error)}); fetch or train it again") from error
-    missing_tables = {"d2t", "t2d"} - weights.keys()
-    if missing_tables:
-        raise UserError(f"{folder / WEIGHTS}: lacks {', '.join(sorted(missing_tables))}; the draft vocabulary belongs inside the head")
-    head = HEADS[kind](config, weights["d2t"], weights["t2d"])
+        raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
+    if absent := {"d2t", "t2d"} - weights.keys():
+        raise UserError(f"{file}: lacks {min(absent)}; the draft vocabulary belongs inside the head")
+    head = _make_head(folder, record, weights)
     expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
     found = {name: tuple(value.shape) for name, value in weights.items()}
-    if expected != found:
-        name = min(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-        raise UserError(
-            f"{folder / WEIGHTS}: tensor {name}: expected {expected.get(name, 'none')}, found {found.get(name, 'none')}; "
-            "it does not belong to the config.json beside it"
-        )
-    for name, value in weights.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise UserError(f"{folder / WEIGHTS}: tensor {name} holds values that are not finite; fetch or train it again")
+    for name in sorted(expected.keys() | found.keys()):
+        ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
+        if ours != theirs:
+            raise UserError(f"{file}: tensor {name}: by {CONFIG} beside it expected {ours}, found {theirs}")
+        if not weights[name].isfinite().all():
+            raise UserError(f"{file}: tensor {name} holds values that are not finite; fetch or train it again")
     head.load_state_dict(weights)
     return head.to(device=device, dtype=dtype).eval()
+
+
+def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Eagle3:
+    """The empty head that the record describes."""
+    cls = HEADS[record["kind"]]
+    try:
+        config = cls.Config(**{**record["config"], "taps": tuple(record["config"]["taps"])})
+        return cls(config, weights["d2t"], weights["t2d"])
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise UserError(f"{folder / CONFIG}: damaged: describes no head ({first_line(error)})") from error
 
 
 def find_head(path: str | Path) -> Path:
     """The folder with the head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
     for folder in (Path(path), Path(path) / "head"):
+        _restore(folder)
         if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
             return folder
     if Path(path).exists() or str(path).startswith((".", "/")) or str(path).count("/") != 1:
-        raise UserError(f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id")
+        raise UserError(
+            f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id"
+        )
     try:
-        files = [cached_file(str(path), name) for name in (CONFIG, WEIGHTS)]
-        return Path(files[0]).parent
-    except OSError as error:
+        config, _ = (cached_file(str(path), name) for name in (CONFIG, WEIGHTS))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: neither a folder here nor a head on the hub ({first_line(error)})") from error
+    return Path(str(config)).parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
+    file = folder / CONFIG
     try:
-        record: dict[str, Any] = json.loads((folder / CONFIG).read_text()).get("draftsmith")
-    except (json.JSONDecodeError, AttributeError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / CONFIG}: not a JSON object ({first_line(error)})") from error
+        record: Any = json.loads(file.read_text()).get("draftsmith")
+    except (ValueError, AttributeError, OSError) as error:
+        raise UserError(f"{file}: not a JSON object ({first_line(error)})") from error
     if not isinstance(record, dict) or record.get("kind") not in HEADS:
-        raise UserError(f"{folder / CONFIG}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
+        raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
-        raise UserError(f"{folder / CONFIG}: format {record.get('format')}, this version reads {FORMAT}")
+        raise UserError(f"{file}: format {record.get('format')}, this version reads {FORMAT}")
+    for section, keys in (("config", FROM_TARGET | {"taps"}), ("target", {"name", "fingerprint"})):
+        held = record[section].keys() if isinstance(record.get(section), dict) else set()
+        if absent := keys - held:
+            raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
     return record
 
 

@@ -140,7 +140,7 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def initialise(self, lm_head: Tensor, norm: Tensor) -> None:
-        """Start where the target is: fuse to its highest tap and read out with its own final norm (D,) and output head (V, D)."""
+        """Start where the target is: its highest tap, read out by its own final norm (D,) and output head (V, D)."""
         D = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):

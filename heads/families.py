@@ -41,11 +41,11 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
     An RMS norm is asked by what it makes of a vector of ones, because some families store the scale less one.
     """
     inside = set(layers.modules())
-    norms = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
+    norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
     norms = [m for m in norms if m.weight.shape == (hidden_size,)]
     if not norms:
         return torch.ones(hidden_size)
-    weight: Tensor = norms[-1].weight
+    weight = norms[-1].weight
     scale: Tensor = weight if isinstance(norms[-1], nn.LayerNorm) else norms[-1](torch.ones_like(weight))
     return scale.float().cpu()
 

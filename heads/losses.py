@@ -20,8 +20,10 @@ CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(log q, p, log p), each (C, Vd) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd). Written out,
-because a step spends much of its time here: through q = softmax(z), a gradient g in q becomes q * (g - sum q g)."""
+"""(log q, p, log p), each (C, Vd) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd).
+
+Written out, because a step spends much of its time here: through q = softmax(z), a gradient g in q becomes
+q * (g - sum q g)."""
 
 
 def kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,7 @@ def reverse_kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total_variation(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - sum min(p, q): one less the acceptance of rejection sampling (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
+    """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
     q = logq.exp()
     below = (q < p).to(q.dtype)
     held = q * below

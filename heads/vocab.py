@@ -25,10 +25,13 @@ def kept_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
-def check_vocab(d2t: Tensor, t2d: Tensor) -> None:
-    """Refuse a pair of tables that do not describe one and the same set of ids."""
+def check_vocab(d2t: Tensor, t2d: Tensor, draft_size: int, size: int) -> None:
+    """Refuse tables that do not both describe the same `draft_size` ids out of `size`."""
+    for name, table, shape, dtype in (("d2t", d2t, (draft_size,), torch.int64), ("t2d", t2d, (size,), torch.bool)):
+        if table.shape != shape or table.dtype != dtype:
+            raise UserError(f"{name}: expected {shape} {dtype}, got {tuple(table.shape)} {table.dtype}")
     ids = kept_ids(d2t)
-    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= len(t2d):
-        raise UserError(f"d2t: expected ascending target ids below {len(t2d)}, got {ids.tolist()[:8]}...")
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= size:
+        raise UserError(f"d2t: expected ascending target ids below {size}, got {ids.tolist()[:8]}...")
     if not torch.equal(t2d.nonzero()[:, 0], ids):
-        raise UserError(f"t2d marks {int(t2d.sum())} ids and d2t names {len(ids)}: they must be the same ids")
+        raise UserError(f"t2d marks {int(t2d.sum())} ids and d2t names {draft_size}: they must be the same ids")

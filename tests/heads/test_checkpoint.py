@@ -1,0 +1,328 @@
+"""Heads on disk: what was saved comes back bit for bit or not at all, in the form that engines read."""
+
+import dataclasses
+import json
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.errors import UserError
+from heads.vocab import build_vocab
+
+CONFIG = Eagle3Config(
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    vocab_size=40,
+    num_target_layers=12,
+    taps=(2, 6, 9),
+    draft_vocab_size=24,
+    rope_theta=5e5,
+    max_position_embeddings=64,
+)
+TARGET = {"name": "org/target", "architecture": "LlamaForCausalLM", "fingerprint": "f00d", "eos_token_id": [1, 7]}
+
+
+def make_head(**changes: Any) -> Eagle3:
+    config = dataclasses.replace(CONFIG, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Eagle3(config, *build_vocab(torch.randint(0, 9, (config.vocab_size,)), config.draft_vocab_size))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_head(make_head(), tmp_path / "head", target=TARGET, provenance={"commit": "abc"})
+    return tmp_path / "head"
+
+
+def refusal(action: Callable[..., Any], *args: Any) -> str:
+    """The text of the UserError that `action` must raise; one line."""
+    with pytest.raises(UserError) as caught:
+        action(*args)
+    text = str(caught.value)
+    assert "\n" not in text and text, text
+    return text
+
+
+@pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 40}])
+def test_a_head_comes_back_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+    head = make_head(**options)
+    save_head(head, tmp_path / "head", target=TARGET)
+    for path in (tmp_path / "head", tmp_path):  # the head's folder, or that of its run
+        again = load_head(path)
+        assert again.config == head.config and not again.training
+        assert again.state_dict().keys() == head.state_dict().keys()
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items())
+        assert torch.equal(again.kept, head.kept)
+
+
+def test_a_head_in_bfloat16_says_so_and_comes_back(tmp_path: Path) -> None:
+    head = make_head().to(torch.bfloat16)
+    save_head(head, tmp_path / "head", target=TARGET)
+    assert json.loads((tmp_path / "head/config.json").read_text())["torch_dtype"] == "bfloat16"
+    again = load_head(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(head.lm_head.weight, again.lm_head.weight) and again.d2t.dtype == torch.int64
+
+
+def test_the_tensors_are_the_fields_own(folder: Path) -> None:
+    """Names and shapes as vLLM, SGLang and the EAGLE repository load them."""
+    H, A, D, Dk, width, V, Vd = 16, 3, 16, 8, 24, 40, 24
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()} == {
+        "fc.weight": (H, A * H),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.self_attn.q_proj.weight": (D, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (Dk, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (Dk, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, D),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "midlayer.mlp.gate_proj.weight": (width, H),
+        "midlayer.mlp.up_proj.weight": (width, H),
+        "midlayer.mlp.down_proj.weight": (H, width),
+        "norm.weight": (H,),
+        "lm_head.weight": (Vd, H),
+        "d2t": (Vd,),
+        "t2d": (V,),
+    }
+
+
+def test_the_config_is_what_engines_read(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    ours = config.pop("draftsmith")
+    assert config == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "max_position_embeddings": 64,
+        "vocab_size": 40,
+        "draft_vocab_size": 24,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": [1, 7],
+        "pad_token_id": None,
+        "norm_before_residual": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": [2, 6, 9],  # vLLM: the layer a stream enters
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 5, 8],  # SGLang: the layer it leaves
+        },
+    }
+    assert ours["target"] == TARGET and ours["provenance"] == {"commit": "abc"}
+
+
+def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> None:
+    config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
+    target: Any = SimpleNamespace(name="t", model=object(), config=config, fingerprint="abcd")
+    assert target_record(target) == {
+        "name": "t",
+        "architecture": "object",
+        "fingerprint": "abcd",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.parent.iterdir()}
+
+
+@pytest.mark.parametrize("failing", ["heads.checkpoint.save_file", "os.fsync", "pathlib.Path.write_text"])
+def test_a_failed_save_leaves_the_old_head(failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(failing, fail)
+    with pytest.raises(OSError, match="No space"):
+        save_head(make_head(fc_norm=True), folder, target=TARGET)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert entries(folder) == {"head"}
+
+
+def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
+    """A true short write: no file may grow past a few kilobytes."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(Exception, match=r"(?i)too large"):
+            save_head(make_head(), folder, target=TARGET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert entries(folder) == {"head"}
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_save_that_fails_between_its_renames_puts_the_old_head_back(
+    which: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename, calls = Path.rename, []
+
+    def fail(self: Path, to: Path) -> Path:
+        calls.append(to)
+        if len(calls) == which:
+            raise OSError("cut off")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="cut off"):
+        save_head(make_head(fc_norm=True), folder, target=TARGET)
+    assert not load_head(folder).config.fc_norm and entries(folder) == {"head"}
+
+
+def test_a_save_killed_between_its_renames_loses_nothing(folder: Path) -> None:
+    """What a kill leaves there: the new head not yet in place, the old one out of the way, junk of an earlier save."""
+    shutil.copytree(folder, folder.parent / ".head.new")
+    folder.rename(folder.parent / ".head.old")
+    assert find_head(folder) == folder
+    folder.rename(folder.parent / ".head.old")
+    assert find_head(folder.parent) == folder
+    save_head(make_head(fc_norm=True), folder, target=TARGET)
+    assert load_head(folder).config.fc_norm and entries(folder) == {"head"}
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_truncated_and_damaged_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:4], b"", b"\xff" * 64):
+        file.write_bytes(damaged)
+        assert "truncated or damaged" in refusal(load_head, folder)
+    file.unlink()
+    assert "no head there" in refusal(load_head, folder)
+
+
+def set_nan(weights: dict[str, Tensor]) -> None:
+    weights["fc.weight"][3, 4] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("fc.weight"), "fc.weight"),
+        (lambda w: w.pop("d2t"), "d2t"),
+        (lambda w: w.pop("t2d"), "t2d"),
+        (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
+        (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\), found \(16, 32\)"),
+        (set_nan, "fc.weight holds values that are not finite"),
+        (lambda w: w.update(d2t=w["d2t"][:-1]), "d2t"),
+        (lambda w: w.update(d2t=w["d2t"].float()), "d2t"),
+        (lambda w: w.update(d2t=w["d2t"] + 17), "d2t"),
+        (lambda w: w.update(d2t=w["d2t"].flip(0)), "d2t"),
+        (lambda w: w.update(t2d=~w["t2d"]), "t2d"),
+        (lambda w: w.update(t2d=w["t2d"][:-1]), "t2d"),
+    ],
+)
+def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: str, folder: Path) -> None:
+    change_weights(folder, change)
+    text = refusal(load_head, folder)
+    assert re.search(words, text) and str(folder) in text
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["draftsmith"].update(changes)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": 3}', '{"draftsmith": {"kind": "other"}}'])
+def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text)
+    assert "config.json" in refusal(load_head, folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ("format", 99),
+        ("config", {}),
+        ("config", "wide"),
+        ("target", []),
+        ("config", {**dataclasses.asdict(CONFIG), "hidden_size": "wide"}),
+        ("config", {**dataclasses.asdict(CONFIG), "hidden_size": -4}),
+        ("config", {**dataclasses.asdict(CONFIG), "surplus": 1}),
+        ("config", {**dataclasses.asdict(CONFIG), "taps": 3}),
+        ("config", {**dataclasses.asdict(CONFIG), "num_key_value_heads": 0}),
+        ("config", {**dataclasses.asdict(CONFIG), "depth": 0}),
+        ("config", {**dataclasses.asdict(CONFIG), "intermediate_size": 32}),
+    ],
+)
+def test_damaged_records(section: str, value: object, folder: Path) -> None:
+    set_config(folder, **{section: value})
+    assert str(folder) in refusal(load_head, folder)
+
+
+def test_where_there_is_no_head(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none", "word", "a/b/c", "./a/b", "no/such-head", "no such/head?"):
+        assert str(path) in refusal(load_head, path)
+
+
+def fake_target(**changes: Any) -> Any:
+    facts = {"name": "this-target", "hidden_size": 16, "vocab_size": 40, "num_layers": 12, "fingerprint": "f00d"}
+    return SimpleNamespace(**{**facts, **changes})
+
+
+def test_a_head_fits_its_own_target_only(folder: Path) -> None:
+    check_fits(folder, fake_target(name="the same elsewhere"))
+    for change, words in (
+        ({"hidden_size": 32}, "hidden size 16, but this-target has 32"),
+        ({"vocab_size": 48}, "vocabulary 40, but this-target has 48"),
+        ({"num_layers": 8}, "number of layers 12, but this-target has 8"),
+        ({"fingerprint": "beef"}, "fingerprint of the weights f00d, but this-target has beef"),
+    ):
+        assert words in refusal(check_fits, folder, fake_target(**change))
+
+
+def test_a_pickle_is_never_read(folder: Path) -> None:
+    """A file that would run code when unpickled, under every name that something might look for."""
+    ran = folder.parent / "ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (ran,))
+
+    for name in ("model.safetensors", "pytorch_model.bin", "model.pt"):
+        torch.save({"fc.weight": Evil()}, folder / name)
+    refusal(load_head, folder)
+    (folder / "model.safetensors").unlink()
+    refusal(load_head, folder)
+    assert not ran.exists()
