@@ -36,7 +36,7 @@ def test_parquet_and_text_files(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"text": "a"}\n{"text": \n',
-            r"a\.jsonl:2: expected a JSON record \(Expecting value at column 11\)",
+            r"a\.jsonl:2: expected a JSON record \(Expecting value at column 9\)",
         ),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1: expected a JSON object with keys, got list"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: expected UTF-8 text"),
