@@ -33,52 +33,57 @@ SHOWN_DIVERGENCES = 5
 
 
 def print_report(results: Results, console: Console) -> None:
-    """The table, and the line that says whether the output was the target's own."""
+    """The headline's table, the other settings in a line each, and whether the output was the target's own."""
     exact = is_exact(results)
     console.print()
     console.print(f"[bold]{escape(heading(results))}[/bold]", highlight=False)
     console.print(f"[dim]{escape(setting_line(results))}[/dim]", highlight=False)
-    console.print(settings_table(results), highlight=False)
+    console.print()
+    console.print(headline_table(results), highlight=False)
+    if len(results["measurements"]) > 1:
+        console.print()
+        console.print(settings_table(results), highlight=False)
+    console.print()
     style = "green" if exact else "bold red"
-    console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False)
+    console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False, soft_wrap=True)
     if not exact:
         for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
-            console.print(f"  {escape(divergence_text(divergence))}", highlight=False)
+            console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
         console.print("no speedup is stated where an output is not the target's own", highlight=False)
 
 
-def settings_table(results: Results) -> Table:
-    """One column a setting, the headline first."""
-    best = next(i for i, m in enumerate(results["measurements"]) if is_headline(results, m))
-    ordered = [results["measurements"][best], *(m for i, m in enumerate(results["measurements"]) if i != best)]
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+def headline_table(results: Results) -> Table:
+    """The figures at the top level, a line each."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
-    for measurement in ordered:
-        table.add_column(f"{measurement['tree']}, {sampling_text(measurement['temperature'])}", justify="right")
-    deepest = max(len(m["alpha"]) for m in ordered)
-    rows = {
-        "tau (tokens per target pass)": [with_interval(m["tau"]["mean"], m["tau"]["ci95"]) for m in ordered],
-        **{
-            f"accepted at depth {k + 1}": [percent(m["alpha"][k], 1) if k < len(m["alpha"]) else "" for m in ordered]
-            for k in range(deepest)
-        },
-        "plain tokens/s": [number(m["baseline"]["tokens_per_second"], 1) for m in ordered],
-    }
-    if is_exact(results):
-        rows |= {
-            "speculative tokens/s": [number(m["speculative"]["tokens_per_second"], 1) for m in ordered],
-            "speedup": [speedup_text(m) for m in ordered],
-            "speedup predicted by costs": [number(m["speedup"]["predicted"]) + "x" for m in ordered],
-        }
-    rows["outputs that end in a loop"] = [percent(m["loop_share"]) for m in ordered]
-    for name, cells in rows.items():
-        table.add_row(name, *cells, style="bold" if name in ("tau (tokens per target pass)", "speedup") else None)
+    table.add_column(f"{results['tree']}, {sampling_text(results['temperature'])}", justify="right", no_wrap=True)
+    table.add_row(
+        "tau, tokens per target pass", with_interval(results["tau"]["mean"], results["tau"]["ci95"]), style="bold"
+    )
+    for depth, alpha in enumerate(results["alpha"], start=1):
+        table.add_row(f"accepted at depth {depth}", percent(alpha, 1))
+    table.add_row("plain tokens/s", number(results["baseline"]["tokens_per_second"], 1))
+    if results["speedup"] is not None:
+        table.add_row("speculative tokens/s", number(results["speculative"]["tokens_per_second"], 1))
+        table.add_row("speedup", speedup_text(results), style="bold")
+        table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
+    table.add_row("outputs that end in a loop", percent(results["loop_share"]))
     return table
 
 
-def is_headline(results: Results, measurement: Results) -> bool:
-    """Whether the figures at the top level are this setting's."""
-    return (measurement["tree"], measurement["temperature"]) == (results["tree"], results["temperature"])
+def settings_table(results: Results) -> Table:
+    """Every setting in a line."""
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    table.add_column("draft", no_wrap=True)
+    table.add_column("sampling", no_wrap=True)
+    table.add_column("tau", justify="right", no_wrap=True)
+    table.add_column("speedup", justify="right", no_wrap=True)
+    table.add_column("identical", justify="right", no_wrap=True)
+    for m in results["measurements"]:
+        cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
+        same = f"{m['exact']['identical']} of {m['exact']['prompts']}"
+        table.add_row(*cells, speedup_text(m), same)
+    return table
 
 
 def heading(results: Results) -> str:
