@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.cache import round_up
-from eval.runtime.hf import TargetStep
+from eval.runtime.hf import TargetStep, probe
 from eval.runtime.round import Decoder, RoundState
 from eval.runtime.sampling import RowSampling, Sampling
 from eval.runtime.stops import StopWatch
@@ -137,6 +137,7 @@ class Engine:
         target, head, device = self.target, self.head, self.target.device
         taps = head.taps if head is not None else ()
         step = TargetStep(target, batch_size=self.batch_size, capacity=self.max_length, taps=taps)
+        probe(step)
         head_state = None
         if head is not None:
             head_state = head.new_state(

@@ -101,7 +101,7 @@ class Decoder:
         return Proposal(root, self.zeros, self.zeros, self.zeros)
 
     def accept(self, proposal: Proposal, choice: Tensor, above: Tensor | None) -> Acceptance:
-        """The rule `match` in the form that fits the tree. A root alone accepts nothing: the target's choice is emitted."""
+        """The rule `match` in the form that fits the tree. A root alone emits the target's choice."""
         if self.shape.nodes == 1:
             return Acceptance(self.zeros[:, 0], self.zeros, choice)
         if above is None:
