@@ -14,7 +14,8 @@ Letters: B batch, N nodes, W nodes expanded at one level, R children picked for 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from heads.errors import UserError
 
 DEPTH_PENALTY = 1e-4
 """Taken from a score per level in the ranking, so that a parent stands before a child of draft probability 1."""
+
+MOST_NODES = 1024
+"""More would cost a target pass more than any draft can save."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ def parse_shape(text: str) -> TreeShape:
     if match := re.fullmatch(r"chain:(\d+)", text):
         depth = int(match[1])
         if depth >= 1:
+            _check_size(text, depth + 1)
             return TreeShape(depth=depth, top_k=1, nodes=depth + 1, text=text)
     elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", text):
         depth, top_k, nodes = map(int, match.groups())
         if depth >= 1 and top_k >= 1 and nodes >= 2:
+            _check_size(text, nodes)
             most = 1 + top_k + (depth - 1) * top_k**2
             if nodes > most:
                 raise UserError(f"tree {text!r}: {depth} levels of {top_k} give at most {most} nodes; ask for no more")
@@ -75,12 +81,18 @@ def parse_shape(text: str) -> TreeShape:
     elif match := re.fullmatch(r"static:(\d+(?:\.\d+)*)", text):
         branching = [int(part) for part in match[1].split(".")]
         if min(branching) >= 1:
-            levels = [product(*(range(b) for b in branching[: i + 1])) for i in range(len(branching))]
+            _check_size(text, 1 + sum(accumulate(branching, mul)))
+            levels = [product(*map(range, branching[: i + 1])) for i in range(len(branching))]
             return static_shape([path for level in levels for path in level], text)
     raise UserError(
         f"tree {text!r}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
         "such as chain:5, tree:5x8x32 or static:3.2.1"
     )
+
+
+def _check_size(text: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise UserError(f"tree {text!r}: {nodes} nodes are more than a round verifies; ask for at most {MOST_NODES}")
 
 
 def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:

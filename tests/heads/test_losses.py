@@ -1,0 +1,166 @@
+"""The chunked loss against all logits at once, in float64: values, gradients, sums by hand, memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.losses import LOSSES, draft_loss
+
+K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
+
+
+def case(rows: int = R, seed: int = 0) -> dict[str, Any]:
+    """Random states and a target, in float64; some rows are not valid at some depths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    out = 1.5 * randn(V, DT)
+    return {
+        "states": randn(K, rows, D).requires_grad_(),
+        "weight": randn(VD, D).requires_grad_(),
+        "valid": torch.rand(K, rows, generator=generator) < 0.8,
+        "hidden": randn(rows, DT),
+        "target_logits": lambda hidden: hidden @ out.T,
+        "kept": torch.randperm(V, generator=generator)[:VD].sort().values,
+        "scale": torch.rand(K, generator=generator, dtype=torch.float64),
+    }
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": lambda p, q: (p * (p / q).log()).sum(-1),
+    "cross_entropy": lambda p, q: -q.log().gather(-1, p.argmax(-1, keepdim=True))[..., 0],
+    "reverse_kl": lambda p, q: (q * (q / p).log()).sum(-1),
+    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
+    "negative_log_acceptance": lambda p, q: -(1 - (p - q).abs().sum(-1) / 2).log(),
+}
+
+
+def plain(c: dict[str, Any], loss: str) -> tuple[Tensor, Tensor]:
+    """Sums (K,) with a graph, and which rows count, with every logit at once."""
+    logits = c["target_logits"](c["hidden"])
+    inside = torch.isin(logits.argmax(-1), c["kept"])
+    p = logits[:, c["kept"]].softmax(-1)
+    q = (c["states"] @ c["weight"].T).softmax(-1)
+    rows = PLAIN[loss](p.expand_as(q), q)
+    counted = c["valid"] & inside
+    return torch.where(counted, rows, 0).sum(1), counted
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 25, 49, 50, 1000])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_values_and_gradients_equal_the_full_form(loss: str, rows_per_chunk: int) -> None:
+    c = case()
+    found, sums, _, _ = draft_loss(**c, loss=loss, chunk_bytes=rows_per_chunk * 4 * V)
+    wanted, counted = plain(c, loss)
+    assert 0 < counted.sum() < c["valid"].sum()  # the case holds rows whose likeliest token cannot be drafted
+    torch.testing.assert_close(sums, wanted.detach())
+    torch.testing.assert_close(found, (wanted * c["scale"]).sum())
+    inputs = (c["states"], c["weight"])
+    exact = torch.autograd.grad((wanted * c["scale"]).sum() * 3, inputs)
+    for a, b in zip(torch.autograd.grad(found * 3, inputs), exact, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not sums.requires_grad
+
+
+def test_every_loss_has_its_reference() -> None:
+    assert PLAIN.keys() == LOSSES.keys()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_losses_vanish_where_the_laws_agree(loss: str) -> None:
+    p = torch.softmax(torch.randn(4, 9, dtype=torch.float64), -1)
+    value, grad = LOSSES[loss](p.log(), p.clone(), p.log())
+    if loss == "cross_entropy":
+        torch.testing.assert_close(value, -p.amax(-1).log())
+    else:
+        torch.testing.assert_close(value, torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
+        if loss in ("kl", "reverse_kl"):  # the others have a kink there
+            torch.testing.assert_close(grad, torch.zeros(4, 9, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_written_gradients_by_finite_differences(loss: str) -> None:
+    """As a function of the draft's logits, away from where laws cross."""
+    z = torch.randn(2, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    p = torch.softmax(1.5 * torch.randn(2, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64), -1)
+
+    def value(z: Tensor) -> Tensor:
+        return LOSSES[loss](z.log_softmax(-1), p, p.log())[0].sum()
+
+    _, grad = LOSSES[loss](z.log_softmax(-1), p, p.log())
+    for i, j in ((0, 0), (0, 3), (1, 5), (1, 6)):
+        nudge = torch.zeros_like(z)
+        nudge[i, j] = 1e-6
+        slope = (value(z + nudge) - value(z - nudge)) / 2e-6
+        torch.testing.assert_close(grad[i, j], slope, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_laws_that_share_nothing_stay_finite(loss: str) -> None:
+    """In float32, where probabilities underflow to zero on both sides."""
+    z = torch.tensor([[200.0, -200.0, 0.0]])
+    logp = torch.tensor([[-200.0, 200.0, 0.0]]).log_softmax(-1)
+    value, grad = LOSSES[loss](z.log_softmax(-1), logp.exp(), logp)
+    assert value.isfinite().all() and grad.isfinite().all()
+
+
+def test_correct_and_overlap_by_hand() -> None:
+    c = case(rows=20)
+    _, _, correct, overlap = draft_loss(**c, chunk_bytes=1)
+    kept = c["kept"].tolist()
+    for k in range(K):
+        total = 0.0
+        for r in range(20):
+            target = c["target_logits"](c["hidden"][r])
+            draft = c["weight"].detach() @ c["states"].detach()[k, r]
+            agrees = kept[int(draft.argmax())] == int(target.argmax())
+            live = bool(c["valid"][k, r])
+            assert bool(correct[k, r]) == (agrees and live)
+            if live:  # acceptance of rejection sampling: q lives on the draft vocabulary, p on the whole one
+                p, q = target.softmax(-1), draft.softmax(-1)
+                total += sum(min(float(p[token]), float(q[i])) for i, token in enumerate(kept))
+        assert float(overlap[k]) == pytest.approx(total)
+
+
+def test_rows_that_are_not_valid_count_for_nothing() -> None:
+    c = case()
+    states = c["states"].detach().clone()
+    states[~c["valid"]] = 1e3
+    changed = {**c, "states": states.requires_grad_()}
+    first, second = draft_loss(**c), draft_loss(**changed)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    second[0].backward()
+    assert states.grad is not None and not states.grad[~c["valid"]].any()
+
+
+def test_no_rows_at_all() -> None:
+    c = case(rows=0)
+    total, sums, correct, overlap = draft_loss(**c)
+    total.backward()
+    assert not total.any() and not sums.any() and not overlap.any() and correct.shape == (K, 0)
+    assert c["weight"].grad is not None and not c["weight"].grad.any() and c["states"].grad.shape == (K, 0, D)
+
+
+def test_narrow_states_are_reduced_in_float32() -> None:
+    c = case()
+    wanted, _ = plain(c, "kl")
+    narrow = {**c, "states": c["states"].detach().bfloat16().requires_grad_(), "scale": c["scale"].float()}
+    narrow["weight"] = c["weight"].detach().float().requires_grad_()
+    total, sums, _, overlap = draft_loss(**narrow)
+    total.backward()
+    assert sums.dtype == overlap.dtype == total.dtype == torch.float32
+    assert narrow["states"].grad.dtype == torch.bfloat16 and narrow["weight"].grad.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), wanted.detach(), rtol=0.02, atol=0.02)
+
+
+def test_no_tensor_of_all_rows_by_the_vocabulary_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+    c = case(rows=640)
+    most = largest_tensor(lambda: draft_loss(**c, chunk_bytes=64 * 4 * V)[0].backward())
+    assert most == max(K * 640 * D, 64 * V) < 640 * VD
+    assert largest_tensor(lambda: plain(c, "kl")[0].sum().backward()) >= K * 640 * VD
