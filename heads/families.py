@@ -38,15 +38,17 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
 def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
     """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
 
-    An RMS norm is asked by what it makes of a vector of ones, because some families store the scale less one.
+    The norm is asked by what it makes of +1, -1, +1, ..., which RMS and layer norms alike leave as it is: some families
+    store the scale less one, some have a bias.
     """
     inside = set(layers.modules())
     norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
     norms = [m for m in norms if m.weight.shape == (hidden_size,)]
     if not norms:
         return torch.ones(hidden_size)
-    weight = norms[-1].weight
-    scale: Tensor = weight if isinstance(norms[-1], nn.LayerNorm) else norms[-1](torch.ones_like(weight))
+    sign = torch.ones_like(norms[-1].weight)
+    sign[1::2] = -1
+    scale: Tensor = sign * (norms[-1](sign) - norms[-1](-sign)) / 2
     return scale.float().cpu()
 
 

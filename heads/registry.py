@@ -28,6 +28,11 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
     """
     config, D = target.config, target.hidden_size
+    if target.lm_head_weight.shape[1] != D:
+        raise UserError(
+            f"{target.name}: its embeddings are {target.lm_head_weight.shape[1]} wide and its hidden states {D}; "
+            f"{kind} needs one width, use another target"
+        )
     num_heads = settings.get("num_attention_heads") or config.num_attention_heads
     defaults: dict[str, Any] = {
         "hidden_size": D,

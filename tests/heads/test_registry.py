@@ -1,0 +1,136 @@
+"""How a head is made for a target: what the recipe leaves out follows the target."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.eagle3 import Eagle3
+from heads.errors import UserError
+from heads.families import final_norm_scale
+from heads.registry import FROM_TARGET, HEADS, build_head, recipe_settings, rope_theta
+from heads.target import FrozenTarget, load_target
+from heads.vocab import kept_ids
+
+COUNTS = torch.arange(128)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir))
+
+
+def test_what_is_left_out_follows_the_target(target: FrozenTarget) -> None:
+    config = build_head("eagle3", {"loss": None}, target, COUNTS).config
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size, config.num_target_layers) == (
+        32,
+        64,
+        128,
+        8,
+    )
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    assert (config.taps, config.draft_vocab_size, config.max_position_embeddings) == ((2, 4, 5), 128, 512)
+    assert (config.rope_theta, config.rms_norm_eps, config.loss, config.depth) == (1e4, 1e-6, "kl", 7)
+
+
+def test_what_the_recipe_says_holds(target: FrozenTarget) -> None:
+    settings = {"taps": [6, 1], "draft_vocab_size": 5, "intermediate_size": 20, "depth": 3, "rope_theta": 50.0}
+    head = build_head("eagle3", {**settings, "num_attention_heads": 8, "head_dim": 4}, target, COUNTS)
+    config = head.config
+    assert (config.taps, config.intermediate_size, config.depth, config.rope_theta) == ((1, 6), 20, 3, 50.0)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 2, 4)
+    assert kept_ids(head.d2t).tolist() == [123, 124, 125, 126, 127]  # the most counted
+    assert head.fc.weight.shape == (32, 64)
+
+
+def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
+    """Its norm and output head on the target's last residual stream give the target's own logits."""
+    with torch.no_grad():
+        target.model.model.norm.weight.uniform_(0.5, 2.0)
+        head = build_head("eagle3", {"draft_vocab_size": 40}, target, COUNTS)
+        tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
+        features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
+        drafted = head.lm_head(head.norm(features.taps))
+        torch.testing.assert_close(drafted, target.ends.logits(features.hidden)[..., head.kept])
+
+
+@pytest.mark.parametrize("name", sorted(FROM_TARGET))
+def test_what_the_target_decides_is_not_a_setting(name: str, target: FrozenTarget) -> None:
+    assert name not in recipe_settings("eagle3")
+    with pytest.raises(UserError, match=f"head.{name}: decided by the target"):
+        build_head("eagle3", {name: 8}, target, COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"draft_vocab_size": 129}, "head.draft_vocab_size: expected 1 to 128"),
+        ({"draft_vocab_size": 0}, "head.draft_vocab_size: expected 1 to 128"),
+        ({"taps": [9]}, "head.taps: 9 is not a residual stream"),
+        ({"taps": []}, "head.taps"),
+        ({"num_attention_heads": 3}, r"head.num_attention_heads \(3\) must be a multiple"),
+        ({"head_dim": 5}, "head.head_dim: rotary positions need an even number"),
+    ],
+)
+def test_impossible_settings_are_named(settings: dict[str, Any], words: str, target: FrozenTarget) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        build_head("eagle3", settings, target, COUNTS)
+    assert "\n" not in str(caught.value)
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    size = {
+        "vocab_size": 40,
+        "eos_token_id": 1,
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model(family, **{**size, "num_key_value_heads": 1, "intermediate_size": 24, **changes})
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+def test_a_shallow_target_needs_taps() -> None:
+    shallow = FrozenTarget(make_model("llama"), "shallow")
+    with pytest.raises(UserError, match=r"name them, as in head\.taps"):
+        build_head("eagle3", {}, shallow, torch.ones(40))
+    assert build_head("eagle3", {"taps": [1, 2, 4]}, shallow, torch.ones(40)).taps == (1, 2, 4)
+
+
+def test_a_target_of_two_widths_is_refused() -> None:
+    target = FrozenTarget(make_model("opt", ffn_dim=24, word_embed_proj_dim=8, pad_token_id=0), "opt")
+    with pytest.raises(UserError, match="opt: its embeddings are 8 wide and its hidden states 16"):
+        build_head("eagle3", {"taps": [1, 2, 3]}, target, torch.ones(40))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3_text", "qwen3", "gpt2", "olmo2", "cohere"])
+def test_the_final_norms_scale_is_found(family: str) -> None:
+    """Whatever the family stores, the scale is what the norm multiplies a normed state with."""
+    extra = {"n_embd": 16, "n_layer": 4, "n_head": 2} if family == "gpt2" else {}
+    target = FrozenTarget(make_model(family, pad_token_id=0, **extra), family)
+    norm = target.base.get_submodule("ln_f" if family == "gpt2" else "norm")
+    with torch.no_grad():
+        norm.get_parameter("weight").uniform_(0.5, 2.0)
+    x = torch.randn(16)
+    x = (x - x.mean()) / x.std(correction=0)  # normed already, by root mean square and by deviation
+    scale = final_norm_scale(target.base, target.layers, 16)
+    torch.testing.assert_close(norm(x[None])[0], x * scale, atol=1e-4, rtol=1e-4)
+
+
+def test_rope_theta_is_found_wherever_it_is_kept() -> None:
+    assert rope_theta(SimpleNamespace()) == 1e4
+    assert rope_theta(SimpleNamespace(rope_parameters=None)) == 1e4
+    assert rope_theta(SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 5e5})) == 5e5
+    by_layer = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    assert rope_theta(SimpleNamespace(rope_parameters=by_layer)) == 1e6
+    assert rope_theta(AutoConfig.for_model("qwen2", rope_theta=1e6)) == 1e6
+
+
+def test_the_kinds_are_the_classes_that_checkpoints_name() -> None:
+    assert {"eagle3": Eagle3} == HEADS
+    assert "taps" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")
