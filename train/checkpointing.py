@@ -73,7 +73,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, opt
     head.load_state_dict(weights, strict=True)
     inner = inner_optimizer(optimizer)
     inner.load_state_dict(
-        _join_optimizer(load((folder / "optimizer.safetensors").read_bytes()), _read_json(folder / "optimizer.json"))
+        join_optimizer(load((folder / "optimizer.safetensors").read_bytes()), _read_json(folder / "optimizer.json"))
     )
 
 
@@ -145,7 +145,7 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _save_whole(folder: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    tensors, rest = _split_optimizer(inner_optimizer(optimizer).state_dict())
+    tensors, rest = split_optimizer(inner_optimizer(optimizer).state_dict())
     try:
         with whole_folder(folder / f"step-{state.step}") as path:
             _write(path / "head.safetensors", save(_plain(head.state_dict())))
@@ -207,7 +207,7 @@ def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
     )
 
 
-def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """An optimizer's state_dict as named tensors and plain values."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str
     return tensors, {"param_groups": state["param_groups"], "values": values}
 
 
-def _join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+def join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *rest["values"].items()]:
         index, name = key.split(".", 1)

@@ -1,0 +1,400 @@
+"""Make a small real target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
+
+A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
+out (`eval.corpus`). Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), embeddings
+and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured) and
+`checkpoints/`; a run that was stopped goes on from the newest.
+"""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eval.corpus import read_split
+from eval.metrics import is_loop
+from eval.runtime.engine import Engine, Request
+from heads.attention import causal_attention
+from heads.errors import UserError
+from heads.target import load_target
+from train.checkpointing import join_optimizer, split_optimizer
+from train.launch import leave, make_accelerator, on_main
+from train.recipe import Train
+from train.run_folder import whole_folder, write_text
+from train.strict_yaml import Settings, check, read_settings
+
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+
+WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
+"""How text is cut before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
+END = "<|endoftext|>"
+COMMAND = "accelerate launch --multi_gpu --num_processes 3 scripts/make_target.py recipes/quickstart/target.yaml"
+EVAL_CONTEXT = 512
+SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
+
+
+class TokenizerSettings(Settings):
+    vocab_size: Count
+    train_modules: Count
+    """Modules the merges are learnt from."""
+
+
+class ModelSettings(Settings):
+    hidden_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    intermediate_size: Count
+    max_position_embeddings: Count
+
+
+class Stage(Settings):
+    steps: Count
+    context_length: Count
+
+
+class TrainSettings(Settings):
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    tokens_per_step: Count
+    tokens_per_pass: Count
+    muon_lr: Rate
+    muon_weight_decay: Annotated[float, Field(ge=0)]
+    adam_lr: Rate
+    warmup_steps: Count
+    decay_steps: Count
+    precision: Literal["fp32", "bf16"]
+    checkpoint_every: Count
+
+
+class TargetRecipe(Settings):
+    output_dir: str
+    seed: int
+    tokenizer: TokenizerSettings
+    model: ModelSettings
+    train: TrainSettings
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        raise UserError("usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]")
+    source = read_settings(Path(arguments[0]), arguments[1:])
+    recipe, errors = check(source, TargetRecipe)
+    if errors:
+        raise UserError("\n".join(errors))
+    assert isinstance(recipe, TargetRecipe)
+    folder = Path(recipe.output_dir)
+    accelerator = make_accelerator(loop_settings(recipe))
+    on_main(accelerator, lambda: prepare_text(recipe, folder))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)
+    model = train(recipe, folder, accelerator, tokenizer.eos_token_id)
+    on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer))
+
+
+def loop_settings(recipe: TargetRecipe) -> Train:
+    """How the processes share a step, in the words of a head's training recipe."""
+    settings, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
+    passes, rest = divmod(settings.tokens_per_step, settings.tokens_per_pass * world)
+    if rest or any(settings.tokens_per_pass % stage.context_length for stage in settings.stages):
+        raise UserError(
+            f"train.tokens_per_pass: {settings.tokens_per_pass} must be whole rows of every stage, and tokens_per_step "
+            f"{settings.tokens_per_step} whole passes of {world} processes"
+        )
+    steps = sum(stage.steps for stage in settings.stages)
+    return Train(max_steps=steps, grad_accum=passes, precision=settings.precision)
+
+
+def prepare_text(recipe: TargetRecipe, folder: Path) -> None:
+    """Learn the tokenizer and tokenize both splits, once: tokenizer.json, train.npy, held_out.npy."""
+    if (folder / "held_out.npy").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        name: [text for _, text in read_split(held_out=held_out)]
+        for name, held_out in (("train", False), ("held_out", True))
+    }
+    tokenizer = learn_tokenizer(recipe.tokenizer, texts["train"])
+    for name, modules in texts.items():
+        ids = np.concatenate(
+            [
+                np.array([*encoding.ids, 0], dtype=np.uint16)
+                for start in range(0, len(modules), 256)
+                for encoding in tokenizer.encode_batch(modules[start : start + 256])
+            ]
+        )
+        size = sum(len(text.encode()) for text in modules)
+        print(f"{name}: {len(modules)} modules, {len(ids)} tokens, {size / len(ids):.3f} bytes a token", flush=True)
+        np.save(folder / f".{name}.npy", ids)
+        (folder / f".{name}.npy").replace(folder / f"{name}.npy")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def learn_tokenizer(settings: TokenizerSettings, modules: list[str]) -> Tokenizer:
+    """A byte-level BPE; id 0 ends a document."""
+    if settings.vocab_size > 2**16:
+        raise UserError(f"tokenizer.vocab_size: expected at most {2**16}, got {settings.vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    cut = [
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(modules[: settings.train_modules], trainer=trainer)
+    return tokenizer
+
+
+def build_model(recipe: TargetRecipe, eos_token_id: int) -> LlamaForCausalLM:
+    """The untrained model; projections into the residual stream start smaller the more of them there are."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=recipe.tokenizer.vocab_size,
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+        **recipe.model.model_dump(),
+    )
+    AttentionInterface.register("blockwise", _blockwise)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="blockwise")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+    return model
+
+
+def _blockwise(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention by matrix products: on a CPU half the time of the fused kernel's forward and backward."""
+    documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
+    out, _lse = causal_attention(q, k, v.to(q.dtype), documents)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[tuple[torch.optim.Optimizer, float]]:
+    """(optimizer, peak learning rate) for the layers' matrices and for everything else."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    muon = torch.optim.Muon(
+        matrices, lr=settings.muon_lr, momentum=0.95, nesterov=True, weight_decay=settings.muon_weight_decay
+    )
+    adam = torch.optim.AdamW(others, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [(muon, settings.muon_lr), (adam, settings.adam_lr)]
+
+
+def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
+    """All steps, from the newest checkpoint on."""
+    settings, passes = recipe.train, accelerator.gradient_accumulation_steps
+    world, rank = accelerator.num_processes, accelerator.process_index
+    text = np.load(folder / "train.npy", mmap_mode="r")
+    model = build_model(recipe, eos_token_id)
+    optimizers = make_optimizers(model, settings)
+    start = resume(folder, model, [optimizer for optimizer, _ in optimizers])
+    wrapped = accelerator.prepare(LanguageLoss(model))
+    total = sum(stage.steps for stage in settings.stages)
+    begun, running = time.perf_counter(), 0.0
+    for step in range(start, total):
+        factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
+        for optimizer, lr in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+        for number in range(passes):
+            rows = read_rows(text, recipe, step, number * world + rank, passes * world).to(accelerator.device)
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(rows)
+                accelerator.backward(loss)
+            running += loss.item() / passes
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        done = step + 1
+        if done % 50 == 0:
+            speed = (done - start) * settings.tokens_per_step / (time.perf_counter() - begun)
+            seen = done * settings.tokens_per_step / 1e6
+            accelerator.print(
+                f"step {done}/{total}  loss {running / 50:.4f}  {seen:.2f}M tokens  {speed:.0f} tokens/s", flush=True
+            )
+            running = 0.0
+        if done % settings.checkpoint_every == 0 or done == total:
+            on_main(
+                accelerator, lambda done=done: save(folder, done, model, [optimizer for optimizer, _ in optimizers])
+            )
+    return model
+
+
+class LanguageLoss(nn.Module):
+    """Mean cross-entropy of the next token, in float32."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def read_rows(text: np.ndarray, recipe: TargetRecipe, step: int, part: int, parts: int) -> Tensor:
+    """(rows, T + 1) int64: a part of a step's rows, a function of (seed, step, part).
+
+    Each stage goes through the windows of its context length in an order of its own.
+    """
+    settings, first = recipe.train, 0
+    number = 0
+    while step >= first + settings.stages[number].steps:
+        first += settings.stages[number].steps
+        number += 1
+    T = settings.stages[number].context_length
+    windows = (len(text) - 1) // T
+    rows = settings.tokens_per_pass // T
+    order = np.random.default_rng((recipe.seed, number)).permutation(windows)
+    begin = ((step - first) * parts + part) * rows
+    chosen = order[np.arange(begin, begin + rows) % windows]
+    return torch.from_numpy(np.stack([text[i * T : i * T + T + 1] for i in chosen]).astype(np.int64))
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """checkpoints/step-N, whole or absent; the one before it goes."""
+    with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
+        save_file(
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            path / "model.safetensors",
+        )
+        for number, optimizer in enumerate(optimizers):
+            save_file(split_optimizer(optimizer.state_dict())[0], path / f"optimizer-{number}.safetensors")
+    for old in checkpoints(folder)[:-1]:
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+
+
+def resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Take up the newest checkpoint; returns the steps made."""
+    found = checkpoints(folder)
+    if not found:
+        return 0
+    with torch.no_grad():
+        weights = load_file(found[-1] / "model.safetensors")
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    for number, optimizer in enumerate(optimizers):
+        rest = {"param_groups": optimizer.state_dict()["param_groups"], "values": {}}
+        optimizer.load_state_dict(join_optimizer(load_file(found[-1] / f"optimizer-{number}.safetensors"), rest))
+    return step_of(found[-1])
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("step-*"), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def publish(recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write model/ in bfloat16, measure what was written, and say it in its README."""
+    out = folder / "model"
+    model = model.to(torch.bfloat16)
+    model.config._attn_implementation = "sdpa"
+    model.save_pretrained(out)
+    tokenizer.model_max_length = recipe.model.max_position_embeddings
+    tokenizer.save_pretrained(out)
+    write_text(out / "README.md", card(recipe, folder, measure(folder, out, tokenizer)))
+    print((out / "README.md").read_text())
+
+
+def measure(folder: Path, path: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Bits per byte and accuracy over the whole held-out split, and greedy continuations of prompts from it."""
+    target = load_target(str(path), dtype=torch.float32)
+    ids = torch.from_numpy(np.load(folder / "held_out.npy").astype(np.int64))
+    windows = ids[: (len(ids) - 1) // EVAL_CONTEXT * EVAL_CONTEXT].view(-1, EVAL_CONTEXT)
+    # A byte-level token's name has one letter a byte; the token that ends a document stands for none.
+    names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
+    sizes = torch.tensor([0 if name == END else len(name) for name in names])
+    positions = torch.arange(EVAL_CONTEXT - 1)[None]
+    nats, hits, count, size = 0.0, 0, 0, 0
+    for rows in windows.split(4):
+        spot = positions.expand(len(rows), -1)
+        hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
+        logits = target.ends.logits(hidden)
+        nats += nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+        hits += int((logits.argmax(-1) == rows[:, 1:]).sum())
+        count += rows[:, 1:].numel()
+        size += int(sizes[rows[:, 1:]].sum())
+    step = max(1, len(windows) // SAMPLES)
+    prompts = [row[:SAMPLE_PROMPT].tolist() for row in windows[::step][:SAMPLES]]
+    engine = Engine(target, batch_size=8, max_length=EVAL_CONTEXT)
+    outputs = engine.generate([Request(prompt, max_new_tokens=SAMPLE_TOKENS) for prompt in prompts])
+    return {
+        "bits_per_byte": nats / math.log(2) / size,
+        "accuracy": hits / count,
+        "tokens": count,
+        "loops": sum(is_loop(output.tokens) for output in outputs),
+        "prompts": len(prompts),
+        "samples": [
+            (tokenizer.decode(p), tokenizer.decode(o.tokens)) for p, o in zip(prompts[:3], outputs[:3], strict=True)
+        ],
+    }
+
+
+def card(recipe: TargetRecipe, folder: Path, found: dict[str, Any]) -> str:
+    """The README of the made target."""
+    settings = recipe.train
+    seen = sum(stage.steps for stage in settings.stages) * settings.tokens_per_step
+    text = len(np.load(folder / "train.npy", mmap_mode="r"))
+    size, vocab = recipe.model, recipe.tokenizer.vocab_size
+    measured = f"{found['tokens'] / 1e6:.2f} million tokens, context {EVAL_CONTEXT}"
+    loops = f"{found['loops']} of {found['prompts']} ({SAMPLE_TOKENS} tokens each; `eval.metrics.is_loop`)"
+    samples = "\n\n".join(
+        f"Prompt (held out):\n\n```python\n{p}\n```\n\nGreedy continuation:\n\n```python\n{o}\n```"
+        for p, o in found["samples"]
+    )
+    return f"""# A small real code model
+
+A Llama-architecture model of {size.num_hidden_layers} layers and width {size.hidden_size} with a byte-level BPE of
+{vocab} tokens, trained from scratch by `scripts/make_target.py` so that draft heads can be trained and measured without
+a hub.
+
+| | |
+|---|---|
+| data | Python source of one machine: standard library and installed packages, {text / 1e6:.1f} million tokens |
+| held out | whole modules, by a hash of their path (`eval/corpus.py`); near copies of them are left out of training |
+| tokens seen | {seen / 1e6:.1f} million |
+| held-out bits per byte | {found["bits_per_byte"]:.3f} over {measured} |
+| held-out next-token accuracy | {found["accuracy"]:.3f} |
+| greedy continuations stuck in a loop | {loops} |
+
+Make it again: `{COMMAND}`
+
+## Samples
+
+{samples}
+"""
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        leave(2)
+    leave(0)
