@@ -15,58 +15,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.cache import round_up
 from eval.runtime.hf import TargetStep, probe
+from eval.runtime.prefill import read_prompts
+from eval.runtime.request import Output as Output
+from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, RoundState
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.sampling import RowSampling
 from eval.runtime.stops import StopWatch
-from heads.base import DraftHead, Observation
+from heads.base import DraftHead
 from heads.errors import UserError
-from heads.target import Features, FrozenTarget
+from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], None]
 """Called with a request's index and the tokens newly decided for it; they are never taken back."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and how to go on from it."""
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    """The output ends with the first token that completes one of these strings in its text."""
-    ignore_eos: bool = False
-
-
-@dataclass
-class Output:
-    """What a request gave. The first token comes from the prompt's own pass; rounds made the others."""
-
-    tokens: list[int]
-    finish_reason: Literal["eos", "stop", "length"]
-    rounds: int
-    """Target passes after the prompt's."""
-    accepted: list[int]
-    """By round: draft tokens in the output. The round's last token is the target's own, but for a last round cut on a
-    draft token."""
-    reached: list[int]
-    """By round: the deepest level put to the test; min(accepted + 1, levels drafted), less where the output's end cut
-    the round."""
-    prefill_seconds: float
-
-    def drafted(self) -> list[bool]:
-        """For every token, whether it was drafted (and accepted) rather than made by the target's own pass."""
-        flags = [False]
-        for count in self.accepted:
-            flags += [True] * count + [False]
-        return flags[: len(self.tokens)]
 
 
 @dataclass
@@ -242,25 +208,9 @@ class Engine:
         return time.perf_counter()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, Seat]:
-        """Read the prompts of new requests into their rows and choose each one's first token.
-
-        The target reads one row at a time; the head, which takes a whole batch, reads the chunks of all new rows
-        together.
-        """
-        decoder, device = self.decoder, self.target.device
+        """Seat new requests: their prompts read, their first tokens chosen."""
         started = self._clock()
-        fresh = torch.tensor([row in newcomers for row in range(self.batch_size)], device=device)
-        if self.head is not None:
-            self.head.reset_rows(decoder.head_state, fresh)
-        start = 0
-        while rows := [row for row, (_, request) in newcomers.items() if len(request.prompt) > start]:
-            features, spans = {}, {}
-            for row in rows:
-                request = newcomers[row][1]
-                features[row], spans[row] = self._prefill_chunk(row, request, start)
-            if self.head is not None:
-                self._observe(features, spans, start)
-            start += max(len(span) - 1 for span in spans.values())
+        read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
         seconds = (self._clock() - started) / len(newcomers)
         self.timings.prefill_seconds += seconds * len(newcomers)
         seats = {}
@@ -268,57 +218,6 @@ class Engine:
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
             seats[row] = Seat(index, request, seconds, len(request.prompt), request.max_new_tokens - 1, watch)
         return seats
-
-    def _prefill_chunk(self, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
-        """One row's next chunk; -> its features (1, C, ..), and the tokens from `start` on, one more than the chunk's
-        true ones."""
-        device, prompt = self.target.device, torch.tensor(request.prompt, dtype=torch.int64)
-        C = self.decoder.step.chunk_size(len(prompt) - start)
-        chunk = prompt[start : start + C]
-        tokens = torch.zeros(1, C, dtype=torch.int64)
-        tokens[0, : len(chunk)] = chunk
-        features = self.decoder.step.prefill(row, tokens.to(device), start)
-        if start + C < len(prompt):
-            return features, prompt[start : start + C + 1].to(device)
-        root = self._seat(row, request, features.hidden[:, len(chunk) - 1 : len(chunk)])
-        return features, torch.cat([chunk.to(device), root])
-
-    def _seat(self, row: int, request: Request, hidden: Tensor) -> Tensor:
-        """Choose a request's first token from the hidden state (1, 1, D) of its prompt's last token, and open its
-        row. -> (1,)"""
-        decoder, state, P = self.decoder, self.decoder.state, len(request.prompt)
-        decoder.sampling.set_row(row, request.sampling)
-        position = torch.full((1, 1), P, device=hidden.device)
-        root = decoder.sampling.row(row).choose(self.target.ends.logits(hidden), position)[0]
-        state.length[row] = P
-        state.root[row : row + 1] = root
-        state.limit[row] = request.max_new_tokens
-        state.heeds_eos[row] = not request.ignore_eos
-        state.output[row, :1] = root
-        state.output_length[row] = 1
-        state.rounds[row] = 0
-        state.done[row] = request.max_new_tokens == 1
-        if not request.ignore_eos:
-            state.done[row : row + 1].logical_or_((root == decoder.eos).any())
-        return root
-
-    def _observe(self, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
-        """Hand the head one chunk of every new row's prompt; the other rows have nothing to learn."""
-        assert self.head is not None
-        B, M = self.batch_size, max(f.hidden.shape[1] for f in features.values())
-        some = next(iter(features.values()))
-        tokens = torch.zeros(B, M + 1, dtype=torch.int64, device=self.target.device)
-        taps = some.taps.new_zeros(B, M, some.taps.shape[-1])
-        hidden = some.hidden.new_zeros(B, M, some.hidden.shape[-1])
-        count = torch.zeros(B, dtype=torch.int64, device=self.target.device)
-        for row, span in spans.items():
-            C = features[row].hidden.shape[1]
-            tokens[row, : len(span)] = span
-            taps[row, :C], hidden[row, :C] = features[row].taps[0], features[row].hidden[0]
-            count[row] = len(span) - 1
-        self.head.observe(
-            self.decoder.head_state, Observation(tokens, taps, hidden, torch.full_like(count, start), count)
-        )
 
     def _look(self, seats: list[Seat | None], on_tokens: OnTokens | None) -> dict[int, tuple[int, Output]]:
         """Read what the device has decided; -> the outputs of the rows that ended."""

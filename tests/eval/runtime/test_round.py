@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.runtime.engine import Engine, Request
+from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Observation, Perturb, TargetEnds
 from heads.target import FrozenTarget
@@ -81,7 +82,7 @@ def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: Ta
     engine = Engine(target_of(family), head, shape=parse_shape(shape), batch_size=2, max_length=128)
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     with torch.inference_mode():
-        engine._prefill(dict(enumerate(enumerate(requests))))
+        read_prompts(engine.decoder, dict(enumerate(requests)))
         state = engine.decoder.state
         places = [getattr(state, f.name).data_ptr() for f in fields(state)]
         with NoWaiting():  # type: ignore[no-untyped-call]
@@ -96,7 +97,8 @@ def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> N
     head = BigramHead() if shape != "none" else None
     engine = Engine(target_of("llama"), head, shape=parse_shape(shape), batch_size=2, max_length=128)
     with torch.inference_mode():
-        engine._prefill({0: (0, Request([5, 6, 7], 2, ignore_eos=True)), 1: (1, Request([8, 9], 60, ignore_eos=True))})
+        newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
+        read_prompts(engine.decoder, newcomers)
         engine.decoder.round(64)
         state = engine.decoder.state
         assert state.done.tolist() == [True, False]
