@@ -24,6 +24,7 @@ from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, RoundState
 from eval.runtime.sampling import RowSampling
+from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.stops import StopWatch
 from heads.base import DraftHead
 from heads.errors import UserError
