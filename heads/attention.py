@@ -70,13 +70,15 @@ def merge_steps(q: Tensor, out: Tensor, lse: Tensor, keys: list[Tensor], values:
     """
     if not keys:
         return out
-    G, scale = q.shape[1] // keys[0].shape[1], 1 / math.sqrt(q.shape[3])
-    own = [(q * _per_query_head(k, G)).sum(-1, dtype=lse.dtype) * scale for k in keys]  # (B, H, T) each
-    weights = torch.stack([lse, *own], dim=-1).softmax(-1).to(out.dtype)  # (B, H, T, 1 + steps)
-    merged = weights[..., :1] * out
+    B, H, T, d = q.shape
+    shape, scale = (B, keys[0].shape[1], -1, T), 1 / math.sqrt(d)
+    by_key, merged = q.reshape(*shape, d), out.reshape(*shape, d)  # (B, H / G, G, T, d): keys broadcast, never copied
+    own = [(by_key * k[:, :, None]).sum(-1, dtype=lse.dtype) * scale for k in keys]  # (B, H / G, G, T) each
+    weights = torch.stack([lse.reshape(shape), *own], dim=-1).softmax(-1).to(out.dtype)  # (B, H / G, G, T, 1 + steps)
+    merged = weights[..., :1] * merged
     for j, v in enumerate(values):
-        merged = merged + weights[..., j + 1, None] * _per_query_head(v, G)
-    return merged
+        merged = merged + weights[..., j + 1, None] * v[:, :, None]
+    return merged.reshape(B, H, T, d)
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
@@ -105,8 +107,3 @@ def _unfold(x: Tensor, H: int) -> Tensor:
     """The inverse of `_fold`: (B, H / G, G * rows, d) -> (B, H, rows, d)."""
     B, _, _, d = x.shape
     return x.reshape(B, H, -1, d)
-
-
-def _per_query_head(x: Tensor, G: int) -> Tensor:
-    """(B, H / G, T, d) -> (B, H, T, d)."""
-    return x.repeat_interleave(G, dim=1) if G > 1 else x
