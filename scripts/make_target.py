@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -168,10 +169,12 @@ def build_model(recipe: TargetRecipe, eos_token_id: int) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         eos_token_id=eos_token_id,
         bos_token_id=None,
+        use_cache=True,
         **recipe.model.model_dump(),
     )
     AttentionInterface.register("blockwise", _blockwise)
-    model = LlamaForCausalLM._from_config(config, attn_implementation="blockwise")
+    config._attn_implementation = "blockwise"
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -234,9 +237,7 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
             )
             running = 0.0
         if done % settings.checkpoint_every == 0 or done == total:
-            on_main(
-                accelerator, lambda done=done: save(folder, done, model, [optimizer for optimizer, _ in optimizers])
-            )
+            on_main(accelerator, partial(save, folder, done, model, [optimizer for optimizer, _ in optimizers]))
     return model
 
 
@@ -313,7 +314,8 @@ def step_of(path: Path) -> int:
 def publish(recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write model/ in bfloat16, measure what was written, and say it in its README."""
     out = folder / "model"
-    model = model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
     model.config._attn_implementation = "sdpa"
     model.save_pretrained(out)
     tokenizer.model_max_length = recipe.model.max_position_embeddings

@@ -46,7 +46,7 @@ def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
 
 def exit_code(action: Callable[[], int]) -> int:
     """What `action` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         return action()
     except UserError as error:

@@ -144,7 +144,7 @@ def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
         return
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+    unset_hf_deepspeed_config()
     try:
         yield
     finally:
