@@ -222,6 +222,10 @@ class Eagle3(nn.Module):
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Eagle3State:
         config, weight = self.config, self.fc.weight
+        if shape.top_k > config.draft_vocab_size:
+            raise UserError(
+                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
+            )
         slots = capacity + 1 + scratch_slots(shape)
         cache = weight.new_zeros(2, batch_size, config.num_key_value_heads, slots, config.head_dim)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)

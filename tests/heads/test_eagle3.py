@@ -255,6 +255,11 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
         assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
 
 
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match="tree tree:2x25x40: 25 children of a node, the head drafts 24"):
+        observe(make_head(), make_batch([[20]]), "tree:2x25x40", [9])
+
+
 def test_each_option_changes_the_function() -> None:
     batch = make_batch([[20]])
     plain = make_head().unroll(batch)
