@@ -88,6 +88,7 @@ class Eagle3State:
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
     hidden: Tensor  # (B, D), the recycled state of the last observed slot
+    turns: tuple[Tensor, Tensor]  # (positions, d) each, cosines and sines of every position
 
 
 class Eagle3Layer(nn.Module):
@@ -157,15 +158,21 @@ class Eagle3(nn.Module):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(taps)  # type: ignore[no-any-return]
 
-    def step(self, embedding: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """One step, the same in training and in drafting: the state to recycle and the normed state that lm_head reads.
+    def step(
+        self, embedding: Tensor, state: Tensor, turn: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """One step, the same in training and in drafting.
 
-        embedding, state (B, T, D); positions (B, T) rotary.
+        (B, T, D) embeddings and states, `rotation` of their positions -> the state to recycle, and the normed state
+        that lm_head reads.
         """
-        turn = rotation(positions, self.config.head_dim, self.config.rope_theta, state.dtype)
         state = self.midlayer(embedding.to(state.dtype), state, turn, attend)
         normed = self.norm(state)
         return normed if self.config.norm_output else state, normed
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, 1, T, d) of rotary positions (B, T)."""
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         K = self.config.depth
@@ -190,7 +197,7 @@ class Eagle3(nn.Module):
         normed = []
         for i in range(self.config.depth):
             embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
-            state, out = self.step(embedding, state, batch.positions + i, attend)
+            state, out = self.step(embedding, state, self.turn(batch.positions + i, state.dtype), attend)
             normed.append(out)
         return normed
 
@@ -230,7 +237,8 @@ class Eagle3(nn.Module):
         cache = weight.new_zeros(2, batch_size, config.num_key_value_heads, slots, config.head_dim)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         hidden = weight.new_zeros(batch_size, config.hidden_size)
-        return Eagle3State(ends, shape, cache[0], cache[1], ids[0], ids[1], hidden)
+        cos, sin = self.turn(torch.arange(capacity + shape.depth + 1, device=weight.device)[None], weight.dtype)
+        return Eagle3State(ends, shape, cache[0], cache[1], ids[0], ids[1], hidden, (cos[0, 0], sin[0, 0]))
 
     def reset_rows(self, state: Eagle3State, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -251,7 +259,9 @@ class Eagle3(nn.Module):
             state.values[row, :, slots] = v.transpose(1, 2)
             return _attend(q, state.keys[:, :, :junk], state.values[:, :, :junk], visible)
 
-        recycled, _ = self.step(state.ends.embed(tokens[:, 1:]), self.fuse(observation.taps), positions, attend)
+        recycled, _ = self.step(
+            state.ends.embed(tokens[:, 1:]), self.fuse(observation.taps), _look_up(state.turns, positions), attend
+        )
         live = count > 0
         last = (count - 1).clamp_min(0)
         hidden = recycled.gather(1, last[:, None, None].expand(-1, 1, recycled.shape[2]))[:, 0]
@@ -285,9 +295,12 @@ class Eagle3(nn.Module):
                 state.values[:, :, fresh] = v
                 return _attend(q, state.keys[:, :, : fresh.stop], state.values[:, :, : fresh.stop], seen)
 
-            above = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2]))
-            positions = (state.length - 1 + level)[:, None].expand(-1, W)
-            hidden, normed = self.step(state.ends.embed(tokens), above, positions, attend)
+            # A chain has one row and no choice of it.
+            above = (
+                hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2])) if state.shape.top_k > 1 else hidden
+            )
+            turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
+            hidden, normed = self.step(state.ends.embed(tokens), above, turn, attend)
             return logits_of(normed)
 
         first = logits_of(hidden if self.config.norm_output else self.norm(hidden))
@@ -313,3 +326,9 @@ def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Attention over a cache: visible (B, W, slots) bool."""
     return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
+
+
+def _look_up(turns: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, 1, T, d) twice, for positions (B, T); junk rows may lie past the end."""
+    inside = positions.clamp_max(len(turns[0]) - 1)
+    return turns[0][inside][:, None], turns[1][inside][:, None]
