@@ -26,6 +26,13 @@ class BlockConfig:
     rms_norm_eps: float
 
 
+def remade(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), whose cheap results inside are made anew in the backward pass; over many steps they add up."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in float32 (or wider)."""
 
@@ -35,6 +42,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        return remade(self._norm, x)
+
+    def _norm(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * self.weight).to(x.dtype)
@@ -70,11 +80,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not torch.is_grad_enabled():
-            return self._down(gate, up)
-        # The products are made anew in the backward pass: kept, they are a fifth of what a training step holds.
-        return checkpoint(self._down, gate, up, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return remade(self._down, self.gate_proj(x), self.up_proj(x))
 
     def _down(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(gate) * up)  # type: ignore[no-any-return]
