@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
+LEAST_ROWS = 128
+"""Rows of a chunk whatever the vocabulary: with fewer, adding to the output head's gradient takes most of the time."""
 
 
 Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -79,7 +81,7 @@ def draft_loss(
     scale: Tensor,
     *,
     loss: str = "kl",
-    chunk_bytes: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft's divergence from the target at R supervised labels and K depths.
 
@@ -91,10 +93,10 @@ def draft_loss(
     p is renormalised over the draft vocabulary, and a row whose likeliest token lies outside it is left out of the
     loss, as in EAGLE-3: there the draft cannot be right. Returns the scaled loss (), and detached: sums (K,), `correct`
     (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
+    `chunk` sets the rows handled at once.
     """
-    how = (LOSSES[loss], chunk_bytes or CHUNK_BYTES[states.device.type])
     total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
-        states, weight, valid, hidden, target_logits, kept, scale, *how
+        states, weight, valid, hidden, target_logits, kept, scale, LOSSES[loss], chunk
     )
     return total, sums, correct, overlap
 
@@ -111,7 +113,7 @@ class _DraftLoss(torch.autograd.Function):
         kept: Tensor,
         scale: Tensor,
         divergence: Divergence,
-        chunk_bytes: int,
+        chunk: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         K, R, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
@@ -119,14 +121,14 @@ class _DraftLoss(torch.autograd.Function):
         grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=wide)
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
-        rows = start = 0
+        start = 0
         with torch.autocast(states.device.type, enabled=False):
             while start < R:
-                if not rows:
+                if chunk is None:
                     width = target_logits(hidden[:1]).shape[-1]
-                    rows = max(16, chunk_bytes // (4 * width))
-                part = slice(start, start + rows)
-                start += rows
+                    chunk = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
+                part = slice(start, start + chunk)
+                start += chunk
                 logits = target_logits(hidden[part]).to(wide)  # (C, V)
                 best = logits.argmax(-1)
                 mass = logits.logsumexp(-1)  # over the whole vocabulary
@@ -144,7 +146,10 @@ class _DraftLoss(torch.autograd.Function):
                     counted = live & inside
                     grad = (grad.mul_((counted * scale[k])[:, None])).to(states.dtype)
                     grad_states[k, part] = grad @ matrix
-                    grad_weight += (grad.T @ state).to(wide)
+                    if grad.dtype == wide:
+                        grad_weight.addmm_(grad.T, state)  # in place: the matrix is large and the chunks are many
+                    else:
+                        grad_weight += grad.T @ state
                     sums[k] += (value * counted).sum()
                     correct[k, part] = (kept[logq.argmax(-1)] == best) & live
                     overlap[k] += (torch.minimum(logq.exp_(), whole).sum(-1) * live).sum()

@@ -55,7 +55,7 @@ def plain(c: dict[str, Any], loss: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_values_and_gradients_equal_the_full_form(loss: str, rows_per_chunk: int) -> None:
     c = case()
-    found, sums, _, _ = draft_loss(**c, loss=loss, chunk_bytes=rows_per_chunk * 4 * V)
+    found, sums, _, _ = draft_loss(**c, loss=loss, chunk=rows_per_chunk)
     wanted, counted = plain(c, loss)
     assert 0 < counted.sum() < c["valid"].sum()  # the case holds rows whose likeliest token cannot be drafted
     torch.testing.assert_close(sums, wanted.detach())
@@ -111,7 +111,7 @@ def test_laws_that_share_nothing_stay_finite(loss: str) -> None:
 
 def test_correct_and_overlap_by_hand() -> None:
     c = case(rows=20)
-    _, _, correct, overlap = draft_loss(**c, chunk_bytes=1)
+    _, _, correct, overlap = draft_loss(**c, chunk=3)
     kept = c["kept"].tolist()
     for k in range(K):
         total = 0.0
@@ -161,6 +161,6 @@ def test_narrow_states_are_reduced_in_float32() -> None:
 
 def test_no_tensor_of_all_rows_by_the_vocabulary_is_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
     c = case(rows=640)
-    most = largest_tensor(lambda: draft_loss(**c, chunk_bytes=64 * 4 * V)[0].backward())
+    most = largest_tensor(lambda: draft_loss(**c, chunk=64)[0].backward())
     assert most == max(K * 640 * D, 64 * V) < 640 * VD
     assert largest_tensor(lambda: plain(c, "kl")[0].sum().backward()) >= K * 640 * VD
