@@ -7,53 +7,68 @@ target was trained.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from heads.base import UserError
+from heads.errors import UserError
 
 HELD_OUT_PERCENT = 3
 MIN_BYTES, MAX_BYTES = 1_000, 120_000
 SKIPPED_FOLDERS = frozenset(
     {"tests", "test", "testing", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendor", "node_modules"}
+    | {"site-packages"}  # inside the standard library's folder; the interpreter's own is a root of its own
 )
 
 
-def source_roots() -> list[Path]:
+def source_roots() -> tuple[Path, ...]:
     """The standard library's folder and the installed packages' folder of the running interpreter."""
     paths = sysconfig.get_paths()
-    return [Path(paths["stdlib"]), Path(paths["purelib"])]
+    return (Path(paths["stdlib"]), Path(paths["purelib"]))
 
 
 def is_held_out(relative_path: str) -> bool:
     """Whether a module belongs to the held-out split; a function of its path alone."""
-    return int(hashlib.sha256(relative_path.encode()).hexdigest(), 16) % 100 < HELD_OUT_PERCENT
+    return _is_held_out(hashlib.sha256(relative_path.encode()).digest())
 
 
-def list_modules(roots: list[Path], *, held_out: bool) -> list[tuple[str, Path]]:
-    """(relative path, file) of every module of one split, sorted by the hash of the path: a fixed, mixed order."""
+def _is_held_out(digest: bytes) -> bool:
+    return int.from_bytes(digest) % 100 < HELD_OUT_PERCENT
+
+
+@cache
+def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
+    """By split, (relative path, file) of every module, sorted by the hash of the path: a fixed, mixed order.
+
+    Walking some ten thousand folders takes seconds, so it is done once a process.
+    """
     modules: dict[str, Path] = {}
     for root in roots:
         if not root.is_dir():
             raise UserError(f"{root}: expected a folder of Python source; name one that exists")
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1]) and "site-packages" not in relative.parts:
-                name = relative.as_posix()
-                if is_held_out(name) == held_out:
-                    modules.setdefault(name, path)
-    return sorted(modules.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+        for place, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+            prefix = os.path.relpath(place, root).replace(os.sep, "/") + "/"
+            for name in files:
+                if name.endswith(".py"):
+                    modules.setdefault((prefix + name).removeprefix("./"), Path(place, name))
+    digests = {name: hashlib.sha256(name.encode()).digest() for name in modules}
+    splits: dict[bool, list[tuple[str, Path]]] = {True: [], False: []}
+    for name in sorted(modules, key=digests.__getitem__):
+        splits[_is_held_out(digests[name])].append((name, modules[name]))
+    return splits
 
 
 def read_module(path: Path) -> str | None:
     """The text of a module, or None where it is no readable source: too short, too long, a data table, not UTF-8."""
-    data = path.read_bytes()
-    if not MIN_BYTES <= len(data) <= MAX_BYTES:
-        return None
     try:
+        data = path.read_bytes()
+        if not MIN_BYTES <= len(data) <= MAX_BYTES:
+            return None
         text = data.decode("utf-8")
-    except UnicodeDecodeError:
+    except (OSError, UnicodeDecodeError):
         return None
     lines = text.splitlines()
     return None if len(data) > 100 * len(lines) or "\0" in text else text.replace("\r\n", "\n")
@@ -64,20 +79,22 @@ def long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 24}
 
 
-def read_split(*, held_out: bool, roots: list[Path] | None = None) -> Iterator[tuple[str, str]]:
-    """(relative path, text) of each module of a split.
+@cache
+def protected_lines(roots: tuple[Path, ...]) -> frozenset[str]:
+    """Every long line of the held-out split."""
+    return frozenset().union(*(long_lines(text) for _, text in read_split(held_out=True, roots=roots)))
+
+
+def read_split(*, held_out: bool, roots: tuple[Path, ...] | None = None) -> Iterator[tuple[str, str]]:
+    """(relative path, text) of each module of a split, read one by one as they are asked for.
 
     A module that repeats another is no evidence. Exact copies are given once. A training module of which more than half
     the long lines stand in held-out modules is left out, so that the held-out split is not learnt by heart from a near
     copy.
     """
     roots = source_roots() if roots is None else roots
-    protected: set[str] = set()
-    if not held_out:
-        for _, kept_back in read_split(held_out=True, roots=roots):
-            protected |= long_lines(kept_back)
     seen = set()
-    for name, path in list_modules(roots, held_out=held_out):
+    for name, path in list_modules(roots)[held_out]:
         text = read_module(path)
         if text is None:
             continue
@@ -85,8 +102,8 @@ def read_split(*, held_out: bool, roots: list[Path] | None = None) -> Iterator[t
         if digest in seen:
             continue
         seen.add(digest)
-        if protected:
+        if not held_out:
             lines = long_lines(text)
-            if len(lines & protected) * 2 > len(lines):
+            if len(lines & protected_lines(roots)) * 2 > len(lines):
                 continue
         yield name, text
