@@ -1,12 +1,11 @@
 """Prompt suites: what a head is measured on.
 
 `python-heldout` cuts prompts out of Python modules of this machine that no training run here sees (`eval.corpus`). The
-public suites come from the Hub through `datasets`; every suite may also be a local JSON-lines file, gzipped or not,
-whose records hold `turns`, `messages`, `prompt`, `question`, `instruction` or `text`. A conversation is rendered with
+public suites come from the hub through `datasets`; every suite may also be a local file of records that hold `turns`,
+`messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation is rendered with
 the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a hash of them.
 """
 
-import gzip
 import hashlib
 import json
 import zlib
@@ -19,10 +18,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
+from eval.messages import CONVERSATIONS, Message, read_question, read_turns, shown
+from eval.records import Record, read_hub, read_records
 from heads.errors import UserError
-
-Message = dict[str, str]
-Record = tuple[str, dict[str, Any]]  # where it stands ("file:line"), and what
 
 HELD_OUT_SUITE = "python-heldout"
 HUB_SUITES: dict[str, dict[str, Any]] = {
@@ -42,7 +40,7 @@ HELD_OUT_TOKENS = (64, 128)  # the least and most tokens of a prompt cut out of 
 HELD_OUT_REST = 64  # tokens of the module that must follow, so that there is something to continue
 EXCERPT_CHARACTERS = 4_000
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
-TEXT_KEYS = ("turns", "messages", "prompt", "question", "instruction", "text")
+TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def load_prompts(
     seed: int = 0,
     skip_long: bool = False,
 ) -> list[Prompt]:
-    """The prompts of one suite or JSON-lines file, at most `num_prompts`, spread evenly over the suite.
+    """The prompts of one suite or file, at most `num_prompts`, spread evenly over the suite.
 
     A prompt of more than `max_prompt_tokens` is an error that says where it stands, or left out with `skip_long`.
     """
@@ -77,15 +75,14 @@ def load_prompts(
         prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
     else:
         suite = suite_name(suite_or_path)
-        records = spread(list(read_records(suite_or_path)), num_prompts)
         prompts = []
-        for where, record in records:
-            prompt = to_prompt(where, record, suite, tokenizer)
+        for record in spread(list(suite_records(suite_or_path)), num_prompts):
+            prompt = to_prompt(record, suite, tokenizer)
             if len(prompt.ids) <= max_prompt_tokens:
                 prompts.append(prompt)
             elif not skip_long:
                 raise UserError(
-                    f"{where}: the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit; "
+                    f"{record[0]}: the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit; "
                     "leave long prompts out (--skip-long), or ask for fewer new tokens"
                 )
     if not prompts:
@@ -158,93 +155,49 @@ def cut_prompt(
     return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
 
 
-def read_records(suite_or_path: str) -> Iterator[Record]:
-    """The records of a JSON-lines file, or of a public suite by name."""
-    path = Path(suite_or_path)
-    if path.is_file():
-        yield from read_json_lines(path)
-    elif suite_or_path in HUB_SUITES:
-        yield from read_hub(suite_or_path)
-    else:
-        known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
-        raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
+def suite_records(suite_or_path: str) -> Iterator[Record]:
+    """The records of a file, or of a public suite by name."""
+    if Path(suite_or_path).is_file():
+        return read_records(suite_or_path)
+    if suite_or_path in HUB_SUITES:
+        return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
+    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
+    raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
 
 
-def read_json_lines(path: Path) -> Iterator[Record]:
-    """Each line's record with its file:line; blank lines are passed over."""
-    found = False
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{where}: expected one JSON object a line: {error}") from error
-                if not isinstance(record, dict):
-                    raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
-                found = True
-                yield where, record
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected JSON lines in UTF-8, gzipped if it ends in .gz: {error}") from error
-    if not found:
-        raise UserError(f"{path}: the file is empty; expected a JSON object a line with one of {', '.join(TEXT_KEYS)}")
-
-
-def read_hub(suite: str) -> Iterator[Record]:
-    """A public suite, fetched through `datasets`."""
-    from datasets import load_dataset  # only a suite by name needs the network and a second of imports
-
-    try:
-        rows = load_dataset(**HUB_SUITES[suite])
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{suite}: could not be fetched ({reason}); without a network, name a local JSON-lines file instead"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{suite}:{number}", dict(row)
-
-
-def to_prompt(where: str, record: dict[str, Any], suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """One record as a prompt: its first user turn, with a system message where the record has one."""
-    key = next((key for key in TEXT_KEYS if record.get(key)), None)
+    where, fields = record
+    key = next((key for key in TEXT_KEYS if fields.get(key)), None)
     if key is None:
         raise UserError(
-            f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(record) or 'an empty object'}"
+            f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
         )
-    value = record[key]
-    system: list[Message] = []
-    if key == "messages":
-        system, turns = read_messages(where, value)
-    else:
-        turns = [value] if isinstance(value, str) else value
-        if key == "instruction" and record.get("input"):
-            turns = [f"{value}\n\n{record['input']}"]
-    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn for turn in turns):
-        raise UserError(f"{where}: {key}: expected text or a list of texts, got {json.dumps(value)[:80]}")
+    system, turns = read_opening(record, key)
     messages = [*system, {"role": "user", "content": turns[0]}]
     text, ids = render(messages, tokenizer)
     if not ids:
         raise UserError(f"{where}: {key}: the prompt has no tokens")
-    name = next((str(record[k]) for k in ID_KEYS if k in record), where.rsplit(":", 1)[1])
-    category = str(record.get("category") or suite)
+    name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
+    category = str(fields.get("category") or suite)
     return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]))
 
 
-def read_messages(where: str, messages: Any) -> tuple[list[Message], list[str]]:
-    """A chat record's system message, if any, and first user turn; the recorded answers are not the target's."""
-    try:
-        said = [(message["role"], message["content"]) for message in messages]
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{where}: messages: expected a list of objects with role and content") from error
-    system = [{"role": role, "content": content} for role, content in said[:1] if role == "system"]
-    turns = [content for role, content in said if role == "user"][:1]
-    if not turns:
-        raise UserError(f"{where}: messages: expected a message of role user, got {sorted({role for role, _ in said})}")
-    return system, turns
+def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
+    """A record's system message, if any, and its user turns. Of a conversation with its answers only the first: the
+    recorded answers are not the target's."""
+    where, fields = record
+    if key in CONVERSATIONS:
+        said = read_turns(record, key)
+        opening = [message["content"] for message in said if message["role"] == "user"][:1]
+        if not opening:
+            raise UserError(f"{where}: {key}: expected a message of role user, got {said[0]['role']}")
+        return [message for message in said[:1] if message["role"] == "system"], opening
+    value = fields[key]
+    turns = value if isinstance(value, list) else [read_question(record, key)]
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
+    return [], turns
 
 
 def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:

@@ -7,53 +7,14 @@ model sees it when it answers.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from eval.messages import Message
 from heads.errors import UserError
 from train.packing import Document
-from train.records import Record
-
-Message = dict[str, Any]
-
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
-ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool"}
-QUESTIONS = ("instruction", "question", "prompt")
-ANSWERS = ("response", "output", "answer", "completion")
-
-
-def read_messages(record: Record) -> list[Message]:
-    """The turns of a record in any of the forms that are in use."""
-    place, fields = record
-    if "messages" in fields or "conversations" in fields:
-        key = "messages" if "messages" in fields else "conversations"
-        turns = fields[key]
-        if not isinstance(turns, list) or not turns:
-            raise UserError(f"{place}: expected '{key}' to be a list of turns, got {_shown(turns)}")
-        return [_read_turn(f"{place}: {key}[{n}]", turn) for n, turn in enumerate(turns)]
-    question = next((key for key in QUESTIONS if key in fields), None)
-    answer = next((key for key in ANSWERS if key in fields), None)
-    if question is None or answer is None:
-        expected = "'messages', 'conversations', or 'instruction' with 'response'"
-        raise UserError(f"{place}: expected a record with {expected}, got keys {', '.join(sorted(fields)) or 'none'}")
-    text = _text(f"{place}: {question}", fields[question])
-    if fields.get("input"):
-        text += "\n\n" + _text(f"{place}: input", fields["input"])
-    return [
-        {"role": "user", "content": text},
-        {"role": "assistant", "content": _text(f"{place}: {answer}", fields[answer])},
-    ]
-
-
-def read_text(record: Record) -> str:
-    """The `text` of a record."""
-    place, fields = record
-    if "text" not in fields:
-        raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
-    return _text(f"{place}: text", fields["text"])
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
@@ -157,30 +118,3 @@ def _document(ids: list[int], labels: list[bool]) -> Document:
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _read_turn(place: str, turn: Any) -> Message:
-    if not isinstance(turn, dict):
-        raise UserError(f"{place}: expected a turn with 'role' and 'content', got {_shown(turn)}")
-    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
-    if role not in ROLES:
-        raise UserError(f"{place}: expected a role of {', '.join(dict.fromkeys(ROLES.values()))}, got {_shown(role)}")
-    rest = {
-        key: value
-        for key, value in turn.items()
-        if key not in ("role", "from", "content", "value") and value is not None
-    }
-    return {**rest, "role": ROLES[role], "content": _text(place, content)}
-
-
-def _text(place: str, value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-        return "".join(part["text"] for part in value)
-    if not isinstance(value, str):
-        raise UserError(f"{place}: expected text, got {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -8,11 +8,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
+from eval.messages import read_messages, read_text
+from eval.records import read_records
 from heads.errors import UserError
-from train.chats import check_template, encode_chat, encode_prompt, encode_text, read_messages, read_text
+from train.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.packing import Document, shares
 from train.recipe import AnySource, ChatSource, PythonSource, Recipe
-from train.records import read_records
 
 Say = Callable[[str], None]
 MIN_PROMPT_CHARACTERS = 40
@@ -29,7 +30,7 @@ def read_documents(source: AnySource, tokenizer: PreTrainedTokenizerBase, say: S
             documents += [document for document in found if document.labels.any()]
             skipped += not any(document.labels.any() for document in found)
             total += 1
-        if skipped:
+        if 0 < skipped < total:
             say(f"{name}: {skipped} of {total} conversations hold no answer and are left out")
     else:
         documents = list(encode_text(tokenizer, list(read_texts(source))))

@@ -89,12 +89,12 @@ def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreT
     ("content", "message"),
     [
         ("", "a.jsonl: the file is empty"),
-        ('{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2: expected one JSON object a line"),
-        ('{"prompt": "x"}\n\n[1]\n', "a.jsonl:3: expected a JSON object, got list"),
+        ('{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2: expected a JSON record"),
+        ('{"prompt": "x"}\n\n[1]\n', "a.jsonl:3: expected a JSON object with keys, got list"),
         ('{"answer": "x"}\n', "a.jsonl:1: expected one of turns, messages"),
         ('{"turns": [1, 2]}\n', "a.jsonl:1: turns: expected text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl:1: messages: expected a message of role"),
-        ('{"messages": ["x"]}\n', "a.jsonl:1: messages: expected a list of objects"),
+        ('{"messages": ["x"]}\n', "a.jsonl:1: messages\\[0\\]: expected a turn"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(
@@ -108,7 +108,7 @@ def test_a_bad_file_is_named_with_its_line(
 def test_a_truncated_gzip_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     whole = gzip.compress(b'{"prompt": "x"}\n' * 1000)
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: expected JSON lines"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: broken gzip data"):
         load(str(tmp_path / "a.jsonl.gz"), tokenizer)
 
 

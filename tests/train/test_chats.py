@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eval.messages import read_messages, read_text
 from heads.errors import UserError
-from train.chats import check_template, encode_chat, encode_prompt, encode_text, read_messages, read_text
+from train.chats import check_template, encode_chat, encode_prompt, encode_text
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""Records of training files, each with the place it came from, so that every fault can be named by file and line."""
+"""Records of data files, each with the place it came from, so that every fault can be named by file and line."""
 
 import gzip
 import json
@@ -13,26 +13,44 @@ from heads.errors import UserError
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""
 
+JSON_LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+FORMS = ".jsonl, .jsonl.gz, .parquet or .txt file"
+
 
 def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
     """Records of a .jsonl, .jsonl.gz, .txt or .parquet file, or of a data set on the hub."""
     return islice(_read(path, split), limit)
 
 
+def read_hub(name: str, **arguments: Any) -> Iterator[Record]:
+    """Records of a data set that `datasets.load_dataset` finds by these arguments, called `name` in what is said."""
+    from datasets import load_dataset  # only what is not a file here needs the network and a second of imports
+
+    try:
+        table = load_dataset(**arguments)
+    except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
+        reason = _first_line(error)
+        raise UserError(
+            f"{name}: no data set that can be loaded, split {arguments['split']} ({reason}); "
+            "without a network, name a file"
+        ) from None
+    return ((f"{name}:{number}", dict(record)) for number, record in enumerate(table, start=1))
+
+
 def _read(path: str, split: str) -> Iterator[Record]:
     file = Path(path)
     if file.is_file():
         name = file.name.lower()
-        if name.endswith((".jsonl", ".jsonl.gz")):
+        if name.endswith(JSON_LINES):
             return _read_json_lines(file)
         if name.endswith(".txt"):
             return iter([(f"{file}:1", {"text": _read_text(file)})])
         if name.endswith(".parquet"):
             return _read_parquet(file)
-        raise UserError(f"{path}: expected a .jsonl, .jsonl.gz, .parquet or .txt file")
+        raise UserError(f"{path}: expected a {FORMS}")
     if file.is_absolute() or file.exists() or path.count("/") > 1 or file.suffix:
-        raise UserError(f"{path}: no such file; expected a .jsonl, .jsonl.gz, .parquet or .txt file, or a hub data set")
-    return _read_hub(path, split)
+        raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
+    return read_hub(path, path=path, split=split)
 
 
 def _read_json_lines(file: Path) -> Iterator[Record]:
@@ -45,6 +63,8 @@ def _read_json_lines(file: Path) -> Iterator[Record]:
                     yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
     if not found:
         raise UserError(f"{file}: the file is empty; expected one JSON record a line")
 
@@ -56,6 +76,8 @@ def _parse_line(place: str, line: bytes) -> dict[str, Any]:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: expected a JSON record ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise UserError(f"{place}: expected a JSON record ({_first_line(error)})") from None
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
     return record
@@ -73,25 +95,19 @@ def _read_text(file: Path) -> str:
 
 def _read_parquet(file: Path) -> Iterator[Record]:
     from datasets import Dataset
+    from datasets.utils import logging
 
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # it says of a broken file what is raised here anyway
     try:
         table = Dataset.from_parquet(str(file))
     except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
         raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
+    finally:
+        logging.set_verbosity(level)
     if len(table) == 0:
         raise UserError(f"{file}: the file holds no rows")
     return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))
-
-
-def _read_hub(name: str, split: str) -> Iterator[Record]:
-    from datasets import load_dataset
-
-    try:
-        table = load_dataset(name, split=split)
-    except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
-        what = f"{name}: no such file, and no data set of that name with split '{split}' could be loaded"
-        raise UserError(f"{what} ({_first_line(error)})") from None
-    return ((f"{name}[{split}]: row {number}", dict(record)) for number, record in enumerate(table, start=1))
 
 
 def _first_line(error: BaseException) -> str:

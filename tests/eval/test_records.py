@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from eval.records import read_records
 from heads.errors import UserError
-from train.records import read_records
 
 
 def test_json_lines_plain_and_gzipped_give_records_with_their_lines(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_missing_file_is_no_hub_data_set(path: str) -> None:
 
 
 def test_a_hub_data_set_that_cannot_be_loaded_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"^nobody/nothing: no such file, and no data set .* split 'test'[^\n]*$"):
+    with pytest.raises(UserError, match=r"^nobody/nothing: no data set that can be loaded, split test [^\n]*$"):
         list(read_records("nobody/nothing", split="test"))
 
 

@@ -1,0 +1,83 @@
+"""Records as conversations: `messages`, `conversations`, or a question with its answer."""
+
+from typing import Any
+
+from eval.records import Record
+from heads.errors import UserError
+
+Message = dict[str, Any]
+
+CONVERSATIONS = ("messages", "conversations")
+QUESTIONS = ("instruction", "question", "prompt")
+ANSWERS = ("response", "output", "answer", "completion")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
+ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+
+
+def read_messages(record: Record) -> list[Message]:
+    """The turns of a record in any of the forms that are in use."""
+    place, fields = record
+    key = next((key for key in CONVERSATIONS if key in fields), None)
+    if key is not None:
+        return read_turns(record, key)
+    question = next((key for key in QUESTIONS if key in fields), None)
+    answer = next((key for key in ANSWERS if key in fields), None)
+    if question is None or answer is None:
+        expected = "'messages', 'conversations', or 'instruction' with 'response'"
+        raise UserError(f"{place}: expected a record with {expected}, got keys {', '.join(sorted(fields)) or 'none'}")
+    return [
+        {"role": "user", "content": read_question(record, question)},
+        {"role": "assistant", "content": _text(f"{place}: {answer}", fields[answer])},
+    ]
+
+
+def read_turns(record: Record, key: str) -> list[Message]:
+    """The turns listed under a key, with roles by the names that chat templates use."""
+    place, fields = record
+    turns = fields[key]
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{place}: expected '{key}' to be a list of turns, got {shown(turns)}")
+    return [_read_turn(f"{place}: {key}[{n}]", turn) for n, turn in enumerate(turns)]
+
+
+def read_question(record: Record, key: str) -> str:
+    """The text of an instruction, followed by the input that some records give it."""
+    place, fields = record
+    text = _text(f"{place}: {key}", fields[key])
+    return f"{text}\n\n{_text(f'{place}: input', fields['input'])}" if fields.get("input") else text
+
+
+def read_text(record: Record) -> str:
+    """The `text` of a record."""
+    place, fields = record
+    if "text" not in fields:
+        raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
+    return _text(f"{place}: text", fields["text"])
+
+
+def shown(value: Any) -> str:
+    """A value in an error's line."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _read_turn(place: str, turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise UserError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}")
+    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"{place}: expected a role of {', '.join(dict.fromkeys(ROLES.values()))}, got {shown(role)}")
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in ("role", "from", "content", "value") and value is not None
+    }
+    return {**rest, "role": ROLES[role], "content": _text(place, content)}
+
+
+def _text(place: str, value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise UserError(f"{place}: expected text, got {shown(value)}")
+    return value
