@@ -12,13 +12,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import add_head_options, exit_status, open_head
+from eval.command import (
+    Parser,
+    add_head_options,
+    count,
+    draft_shapes,
+    exit_status,
+    open_head,
+    prompt_room,
+    seed,
+    temperatures,
+    trees,
+)
+from eval.files import check_folder
 from eval.measure import find_divergences, race
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, follow_up, load_prompts, prompts_hash
 from eval.report import print_report, write_report
@@ -38,6 +49,7 @@ from eval.results import (
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.base import DraftHead
+from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.registry import HEADS
 from heads.target import FrozenTarget
@@ -78,11 +90,7 @@ def run_bench(
     console: Console | None = None,
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds."""
-    shapes = [parse_shape(tree) for tree in settings.trees]
-    if any(shape.nodes == 1 for shape in shapes):
-        raise UserError(
-            "--tree: expected trees that draft something, such as chain:5; plain decoding is always measured"
-        )
+    shapes = draft_shapes(settings.trees)
     prompts = choose_prompts(target, tokenizer, settings)
     measurements, suites, shown, unrepeatable = [], [], [], []
     steps = len(settings.temperatures) * settings.repeats * (1 + len(shapes)) * len(prompts)
@@ -140,12 +148,7 @@ def choose_prompts(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, set
     """The prompts of every suite, later turns of conversations included: those follow the target's own greedy
     answers."""
     most_nodes = max(parse_shape(tree).nodes for tree in settings.trees)
-    room = target.context_length - settings.max_new_tokens - most_nodes
-    if room < 1:
-        raise UserError(
-            f"{settings.max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
-            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
-        )
+    room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
     for suite in settings.prompts.split(","):
@@ -192,10 +195,9 @@ def progress_bar() -> Progress:
 def bench_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = to_settings(options)
-    for tree in settings.trees:
-        parse_shape(tree)  # a mistyped tree is told before a large target is loaded
+    out = options.out or default_out(find_head(options.head))
+    check_folder(out, "--out")
     opened = open_head(options)
-    out = options.out or default_out(opened.folder)
     results = run_bench(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
     print(f"written to {out}", file=sys.stderr)
     return 1 if results["exact"]["divergences"] else 0
@@ -210,28 +212,20 @@ def default_out(folder: Path) -> Path:
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:
-    """The command's settings, checked."""
-    for name in ("num_prompts", "max_prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    try:
-        temperatures = tuple(float(part) for part in options.temperature.split(","))
-    except ValueError:
-        raise UserError(f"--temperature: expected numbers with commas between, got {options.temperature!r}") from None
-    values: dict[str, Any] = {field.name: getattr(options, field.name, None) for field in fields(BenchSettings)}
-    return BenchSettings(
-        **{**values, "trees": tuple(t.strip() for t in options.tree.split(",")), "temperatures": temperatures}
-    )
+    """The command's settings, checked together."""
+    for temperature in options.temperatures:
+        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
+    if not any(options.temperatures):
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(options, name) != getattr(BenchSettings, name):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     known = BenchSettings()
-    parser = argparse.ArgumentParser(
-        description="Measure a draft head: tau, speed, and whether every token is the target's.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
     add = parser.add_argument
     add_head_options(parser)
     add(
@@ -239,22 +233,30 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=known.prompts,
         help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
     )
-    add("--num-prompts", type=int, help="of each suite, evenly spread; all by default (64 held-out modules)")
-    add("--max-prompt-tokens", type=int, help="longer prompts are an error; what the context leaves by default")
+    add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
+    add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
     add("--skip-long", action="store_true", help="leave longer prompts out instead")
     add(
         "--tree",
+        dest="trees",
+        type=trees,
         default=",".join(known.trees),
         help="drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1",
     )
-    add("--temperature", default="0", help="0 is greedy; several with commas between")
+    add(
+        "--temperature",
+        dest="temperatures",
+        type=temperatures,
+        default="0",
+        help="0 is greedy; several with commas between",
+    )
     add("--top-k", type=int, default=known.top_k, help="0 keeps all")
     add("--top-p", type=float, default=known.top_p, help="1 keeps all")
     add("--min-p", type=float, default=known.min_p, help="0 keeps all")
-    add("--max-new-tokens", type=int, default=known.max_new_tokens, help="of each prompt")
-    add("--batch-size", type=int, default=known.batch_size, help="prompts decoded together")
-    add("--repeats", type=int, default=known.repeats, help="how often each setting decodes each prompt")
-    add("--seed", type=int, default=known.seed, help="of the sampling and of the choice of held-out prompts")
+    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
+    add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
+    add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
+    add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
     add("--out", type=Path, help="where results.json, report.html, plots/ and README.md go")
     return parser.parse_args(arguments)
 

@@ -1,18 +1,104 @@
-"""What the measuring commands share: how a head and its target are named on the command line, and the exit status."""
+"""What the commands share: arguments that are refused in one line, opening a head and its target, the exit status."""
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
+from eval.files import is_full_disk
+from eval.runtime.sampling import Sampling
 from heads.base import DraftHead
 from heads.checkpoint import check_fits, find_head, load_head, read_config
 from heads.errors import UserError
 from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.tree import TreeShape, parse_shape
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line that is refused in one line, as a recipe is; `--help` has the rest."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see --help")
+
+
+def count(text: str) -> int:
+    """A whole number from 1 up."""
+    return _at_least(1, text)
+
+
+def seed(text: str) -> int:
+    """A whole number from 0 up."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected at least {least}, got {number}")
+    return number
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 up, commas between."""
+    return tuple(count(part) for part in text.split(","))
+
+
+def temperatures(text: str) -> tuple[float, ...]:
+    """Temperatures, commas between."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
+    with _told():
+        return tuple(Sampling(temperature).temperature for temperature in found)
+
+
+def trees(text: str) -> tuple[str, ...]:
+    """Trees that draft something, commas between."""
+    with _told():
+        return tuple(str(shape) for shape in draft_shapes([part.strip() for part in text.split(",")]))
+
+
+def draft_shapes(texts: Sequence[str]) -> list[TreeShape]:
+    """The shapes that texts name. UserError for one that drafts nothing."""
+    shapes = [parse_shape(text) for text in texts]
+    if any(shape.nodes == 1 for shape in shapes):
+        raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
+    return shapes
+
+
+def device(text: str) -> torch.device:
+    """A device that this machine has."""
+    try:
+        found = torch.device(text)
+        torch.ones(1, device=found).item()
+    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
+        raise argparse.ArgumentTypeError(f"expected a device of this machine, such as cpu, got {text!r}") from None
+    return found
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """UserErrors as argparse wants to hear them: it takes any other ValueError for one that says nothing."""
+    try:
+        yield
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -30,7 +116,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
-    parser.add_argument("--device", help="cuda where there is one, else cpu")
+    parser.add_argument("--device", type=device, help="cuda where there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
 
 
@@ -44,35 +130,64 @@ def add_head_options(parser: argparse.ArgumentParser) -> None:
 def open_head(options: argparse.Namespace) -> Opened:
     """Load the head that the command line names, and its target."""
     folder = find_head(options.head)
-    target, tokenizer = open_target(options.target or read_config(folder)["target"]["name"], options)
+    path = options.target or read_config(folder)["target"]["name"]
+    if not isinstance(path, str):
+        raise UserError(f"{folder}: does not say which target it was trained for; give --target")
+    target, tokenizer = open_target(path, options)
     check_fits(folder, target)
     return Opened(folder, load_head(folder, dtype=target.dtype, device=target.device), target, tokenizer)
 
 
 def open_target(path: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load a target as the command line says."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    trust = options.trust_remote_code
-    target = load_target(path, dtype=pick_dtype(options.dtype, device), device=device, trust_remote_code=trust)
-    return target, load_tokenizer(path, trust_remote_code=trust)
+    place = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return load_pair(path, dtype=options.dtype, device=place, trust_remote_code=options.trust_remote_code)
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """`auto` keeps what the target was saved in, but float32 on a CPU, where less is slower."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+def load_pair(
+    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
+    is slower."""
+    wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
+    try:
+        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code)
+        return target, load_tokenizer(path, trust_remote_code=trust_remote_code)
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
+    """How long a prompt may be. UserError if there is no room for any."""
+    room = target.context_length - max_new_tokens - most_nodes
+    if room < 1:
+        raise UserError(
+            f"{max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
+            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
+        )
+    return room
 
 
 def exit_status(act: Callable[[], int]) -> int:
-    """What `act` returns; 2 with one line for what the caller can mend, 130 for an interrupt."""
+    """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
+    transformers_logging.disable_progress_bar()
     try:
         return act()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if is_full_disk(error):
+            return _refuse(f"no space left on the device ({error}); free some and run the same command again")
+        traceback.print_exc()
+        return 1
+
+
+def _refuse(text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":  # every process of a launch has it; one says it
+        print("\n".join(f"error: {line}" for line in text.splitlines()), file=sys.stderr)
+    return 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors", "numpy")
 ROOT = Path(__file__).resolve().parents[1]
 
 

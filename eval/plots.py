@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.results import write_bytes
+from eval.files import write_bytes
 from eval.wording import Results, sampling_text
 
 BLUE, ORANGE, GREEN, GREY, LIGHT = "#0a6ebd", "#c4570c", "#2e7d5b", "#6b7280", "#d5d9e0"

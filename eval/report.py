@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.command import exit_status
+from eval.command import Parser, exit_status
+from eval.files import write_text
 from eval.page import render_page
 from eval.plots import write_plots
-from eval.results import Results, read_results, write_text
+from eval.results import Results, read_results
 from eval.wording import (
     audit_line,
     device_text,
@@ -168,7 +169,7 @@ def report_command(path: Path) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Render a results.json anew: report.html, plots/ and README.md.")
+    parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
     parser.add_argument("results", type=Path, help="a run directory or a results.json")
     return parser.parse_args()
 

@@ -7,7 +7,6 @@ identical.
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import metrics
 from eval.environment import device_facts, versions
+from eval.files import write_text
 from eval.measure import Contender, Race, trace
 from eval.runtime.engine import PHASES, Output
 from heads.base import DraftHead
@@ -26,6 +26,12 @@ from heads.target import FrozenTarget
 
 SCHEMA_VERSION = 1
 NUM_SAMPLES = 4
+
+RESULT_KEYS = frozenset(
+    {"target", "head", "device", "dtype", "versions", "settings", "tree", "temperature", "exact", "tau", "alpha"}
+    | {"accepted_histogram", "baseline", "speculative", "speedup", "suites", "measurements", "samples"}
+)
+"""What stands at the top level of every results.json, beside schema_version."""
 
 Results = dict[str, Any]
 
@@ -190,26 +196,9 @@ def read_results(path: Path) -> Results:
         raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {error}") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: expected a results.json with schema_version {SCHEMA_VERSION}; measure again")
+    if absent := RESULT_KEYS - results.keys():
+        raise UserError(f"{path}: lacks {min(absent)}; measure again")
     return results
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: could not be written: {error.strerror}; free space or choose another --out"
-        ) from error
 
 
 def _number(value: float) -> float | None:

@@ -18,7 +18,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.command import Opened, add_head_options, exit_status, open_head
+from eval.command import (
+    Opened,
+    Parser,
+    add_head_options,
+    count,
+    counts,
+    draft_shapes,
+    exit_status,
+    open_head,
+    prompt_room,
+    seed,
+    temperatures,
+    trees,
+)
+from eval.files import check_folder
 from eval.measure import Contender, Race, find_divergences, trace
 from eval.metrics import loop_share, tau
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
@@ -26,18 +40,18 @@ from eval.results import environment, target_facts, write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from eval.wording import divergence_text, number, percent, sampling_text
-from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+from heads.tree import ROOT_ONLY, TreeShape
 
 Row = dict[str, Any]
 
 
 def audit(options: argparse.Namespace) -> int:
     """Run every setting; 1 if a token differs anywhere."""
-    shapes = [parse_shape(text) for text in options.tree.split(",")]
-    temperatures = [float(text) for text in options.temperature.split(",")]
-    batches = [int(text) for text in options.batch_size.split(",")]
+    shapes = draft_shapes(options.trees)
+    if options.out:
+        check_folder(options.out.parent, "--out")
     opened = open_head(options)
-    room = opened.target.context_length - options.max_new_tokens - max(shape.nodes for shape in shapes)
+    room = prompt_room(opened.target, options.max_new_tokens, max(shape.nodes for shape in shapes))
     prompts = load_prompts(
         options.prompts,
         opened.tokenizer,
@@ -47,8 +61,8 @@ def audit(options: argparse.Namespace) -> int:
         skip_long=True,
     )
     rows: list[Row] = []
-    for temperature in temperatures:
-        rows += audit_temperature(opened, prompts, shapes, batches, Sampling(temperature, seed=options.seed), options)
+    for temperature in options.temperatures:
+        rows += audit_temperature(opened, prompts, shapes, Sampling(temperature, seed=options.seed), options)
     print_table(rows)
     record = {
         "target": target_facts(opened.target),
@@ -74,7 +88,6 @@ def audit_temperature(
     opened: Opened,
     prompts: list[Prompt],
     shapes: list[TreeShape],
-    batches: list[int],
     sampling: Sampling,
     options: argparse.Namespace,
 ) -> list[Row]:
@@ -89,7 +102,7 @@ def audit_temperature(
     race = Race(prompts, requests, [everything], reference, [])
     rows = []
     for shape in [ROOT_ONLY, *shapes]:
-        for batch in batches:
+        for batch in options.batch_sizes:
             if shape is ROOT_ONLY and batch == 1:
                 continue  # the reference itself
             started = time.perf_counter()
@@ -143,19 +156,17 @@ def print_table(rows: list[Row]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Compare every token with plain decoding's.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser("Compare every token with plain decoding's.")
     add_head_options(parser)
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=int, default=100)
-    add("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
-    add("--max-new-tokens", type=int, default=128, help="of every prompt; an EOS does not end it")
-    add("--tree", default="chain:5,tree:5x8x32", help="drafts, commas between")
-    add("--temperature", default="0,1", help="commas between")
-    add("--batch-size", default="1,8", help="commas between")
-    add("--seed", type=int, default=0)
+    add("--num-prompts", type=count, default=100)
+    add("--max-prompt-tokens", type=count, default=512, help="longer prompts are left out")
+    add("--max-new-tokens", type=count, default=128, help="of every prompt; an EOS does not end it")
+    add("--tree", dest="trees", type=trees, default="chain:5,tree:5x8x32", help="drafts, commas between")
+    add("--temperature", dest="temperatures", type=temperatures, default="0,1", help="commas between")
+    add("--batch-size", dest="batch_sizes", type=counts, default="1,8", help="commas between")
+    add("--seed", type=seed, default=0)
     add("--out", type=Path, help="a JSON file for the record")
     return parser.parse_args()
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from eval.command import add_target_options, exit_status, open_target
+from eval.command import Parser, add_target_options, count, exit_status, open_target, prompt_room, seed
+from eval.files import check_folder
 from eval.metrics import speedup, speedup_interval
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
 from eval.results import environment, target_facts, write_results
@@ -26,8 +27,10 @@ WARM_UP_TOKENS = 16
 
 def compare(options: argparse.Namespace) -> int:
     """Time both and print the ratio; 1 if their texts differ."""
+    if options.out:
+        check_folder(options.out.parent, "--out")
     target, tokenizer = open_target(options.target, options)
-    room = target.context_length - options.max_new_tokens - 1
+    room = prompt_room(target, options.max_new_tokens, 1)
     prompts = load_prompts(
         options.prompts,
         tokenizer,
@@ -103,19 +106,16 @@ def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> t
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Plain decoding here against transformers generate.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Plain decoding here against transformers generate.")
     parser.add_argument("target", help="a folder or a hub id")
     add_target_options(parser)
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=int, default=16)
-    add("--max-prompt-tokens", type=int, default=512, help="longer prompts are left out")
-    add("--max-new-tokens", type=int, default=128)
-    add("--repeats", type=int, default=3)
-    add("--seed", type=int, default=0)
+    add("--num-prompts", type=count, default=16)
+    add("--max-prompt-tokens", type=count, default=512, help="longer prompts are left out")
+    add("--max-new-tokens", type=count, default=128)
+    add("--repeats", type=count, default=3)
+    add("--seed", type=seed, default=0)
     add("--out", type=Path, help="a JSON file for the record")
     return parser.parse_args()
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.command import exit_status
+from eval.command import Parser, count, exit_status
 from eval.results import write_results
 from heads.base import Batch, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -170,16 +170,13 @@ def read_status(name: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description="Peak memory of a training step, against whole logits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("Peak memory of a training step, against whole logits.")
     add: Any = parser.add_argument
-    add("--tokens", type=int, default=2048, help="T, of one packed row")
-    add("--steps", type=int, default=7, help="of the training-time test")
-    add("--hidden", type=int, default=512)
-    add("--vocab", type=int, default=128_256)
-    add("--draft-vocab", type=int, default=32_000)
+    add("--tokens", type=count, default=2048, help="T, of one packed row")
+    add("--steps", type=count, default=7, help="of the training-time test")
+    add("--hidden", type=count, default=512)
+    add("--vocab", type=count, default=128_256)
+    add("--draft-vocab", type=count, default=32_000)
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--out", type=Path, help="a JSON file for the record")
     add("--variant", choices=VARIANTS, help=argparse.SUPPRESS)

@@ -9,13 +9,14 @@ import json
 import sys
 from pathlib import Path
 
+from eval.command import exit_status
+from eval.files import write_text
 from heads.errors import UserError
 from train.answers import make_answers
-from train.entry import exit_code
 from train.launch import make_accelerator
 from train.preparing import answering, load_ground
 from train.recipe import load_recipe
-from train.run_folder import RunFolder, write_text
+from train.run_folder import RunFolder
 from train.sources import read_prompts
 from train.tracker import Tracker
 
@@ -47,4 +48,4 @@ def regenerate(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: regenerate(sys.argv[1:])))
+    sys.exit(exit_status(lambda: regenerate(sys.argv[1:])))

@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from eval.files import is_full_disk, sync_folder
 from heads.errors import UserError
 from train.launch import SHARDED, on_main
-from train.run_folder import is_full_disk, sync_folder, whole_folder
+from train.run_folder import whole_folder
 
 Say = Callable[[str], None]
 

@@ -1,20 +1,16 @@
 """What the entries train/*.py share: arguments, exit status, and the measurement at the end."""
 
-import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
-
-from transformers.utils import logging as transformers_logging
+from collections.abc import Sequence
 
 from eval.bench import BenchSettings, run_bench
+from eval.command import exit_status
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from train.interrupts import Interrupted
 from train.launch import leave, on_main
 from train.loop import Outcome, fit
 from train.recipe import Eval, Recipe, load_recipe
-from train.run_folder import is_full_disk
 
 USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
 
@@ -39,31 +35,12 @@ def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
                 f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, "
                 f"the recipe says {recipe.head['kind']}; use the entry of that kind"
             )
-        return finish(recipe, fit(recipe))
+        try:
+            return finish(recipe, fit(recipe))
+        except Interrupted:
+            return 130
 
-    return exit_code(run)
-
-
-def exit_code(action: Callable[[], int]) -> int:
-    """What `action` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
-    transformers_logging.disable_progress_bar()
-    try:
-        return action()
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # every process has it; one says it
-            print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return 2
-    except (Interrupted, KeyboardInterrupt):
-        return 130
-    except Exception as error:
-        if is_full_disk(error):
-            print(
-                f"error: no space left on the device ({error}); free some and run the same command again",
-                file=sys.stderr,
-            )
-            return 2
-        traceback.print_exc()
-        return 1
+    return exit_status(run)
 
 
 def finish(recipe: Recipe, outcome: Outcome) -> int:

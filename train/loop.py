@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.base import Batch, DraftHead
 from heads.checkpoint import save_head, target_record
@@ -34,10 +35,10 @@ from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.measuring import load_requests, measure
 from train.optim import lr_factor, make_optimizer, set_lr
 from train.packing import Mixture
-from train.preparing import Ground, load_data, load_ground, make_head
+from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, make_head
 from train.provenance import make_provenance
 from train.recipe import Recipe
-from train.run_folder import RunFolder, write_json
+from train.run_folder import RunFolder
 from train.tracker import Tracker
 
 SEED_STRIDE = 1_000_003
@@ -108,9 +109,11 @@ class Training:
         self.recipe, self.folder, self.accelerator, self.tracker = recipe, folder, accelerator, tracker
         self.interrupts, self.ground = interrupts, ground
         self.requests: Sequence[Request] = load_requests(recipe.eval, ground.tokenizer, ground.target.context_length)
+        check_head(recipe, ground)
         self.mixture: Mixture = load_data(accelerator, recipe, ground, folder, tracker)
         head = make_head(recipe, ground, self.mixture)
         self.module, self.head = head, cast(DraftHead, head)
+        check_supervision(self.head, self.mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(ground.target.dtype).eval()
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)

@@ -39,6 +39,16 @@ class Rows:
     documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
 
 
+def empty_rows(B: int, T: int) -> Rows:
+    """Nothing but padding."""
+    return Rows(
+        tokens=torch.zeros(B, T, dtype=torch.int64),
+        loss_mask=torch.zeros(B, T, dtype=torch.bool),
+        positions=torch.zeros(B, T, dtype=torch.int64),
+        documents=torch.full((B, T), -1),
+    )
+
+
 class Pool:
     """Documents of one source, packed into as few rows as best fit finds; no token is left out."""
 
@@ -50,6 +60,12 @@ class Pool:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def row(self, index: int) -> Rows:
+        """One packed row by itself."""
+        out = empty_rows(1, self.row_length)
+        self.fill(index, 0, out)
+        return out
 
     def fill(self, index: int, row: int, out: Rows) -> None:
         """Write packed row `index` into row `row` of `out`."""
@@ -124,13 +140,7 @@ class Mixture:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Rows by their place in the endless order."""
-        B, T = len(indices), self.pools[0].row_length
-        out = Rows(
-            tokens=torch.zeros(B, T, dtype=torch.int64),
-            loss_mask=torch.zeros(B, T, dtype=torch.bool),
-            positions=torch.zeros(B, T, dtype=torch.int64),
-            documents=torch.full((B, T), -1),
-        )
+        out = empty_rows(len(indices), self.pools[0].row_length)
         for row, index in enumerate(indices):
             pool, place = self.locate(index)
             self.pools[pool].fill(place, row, out)

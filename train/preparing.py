@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from eval.command import load_pair
+from heads.base import DraftHead
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target import FrozenTarget
 from train.answers import answer_documents, make_answers
 from train.launch import unpartitioned
 from train.packing import Document, Mixture, Pool
-from train.recipe import Recipe, Target
+from train.recipe import Recipe
 from train.run_folder import RunFolder
 from train.sources import read_documents, read_prompts
 from train.tracker import Tracker
@@ -32,13 +35,12 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
     """The target on this process's device, and its tokenizer."""
     settings = recipe.target
     with unpartitioned(accelerator):
-        target = load_target(
+        target, tokenizer = load_pair(
             settings.path,
-            dtype=target_dtype(settings, accelerator.device),
+            dtype=settings.dtype,
             device=accelerator.device,
             trust_remote_code=settings.trust_remote_code,
         )
-    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
     if recipe.data.context_length > target.context_length:
         raise UserError(
             f"data.context_length: expected at most {target.context_length}, the context of {settings.path}, "
@@ -47,12 +49,9 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
     return Ground(target, tokenizer)
 
 
-def target_dtype(settings: Target, device: torch.device) -> torch.dtype | None:
-    """The dtype the target runs in; None keeps the stored one."""
-    if settings.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    return dtype
+def check_head(recipe: Recipe, ground: Ground) -> None:
+    """Refuse settings of the head that the target cannot bear, before time is spent on data."""
+    build_head(*_head_settings(recipe), ground.target, torch.zeros(ground.target.vocab_size, dtype=torch.int64))
 
 
 def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: RunFolder, tracker: Tracker) -> Mixture:
@@ -109,7 +108,21 @@ def answering(tracker: Tracker) -> Callable[[int, int, int], None]:
 def make_head(recipe: Recipe, ground: Ground, mixture: Mixture) -> nn.Module:
     """A new head in float32, the same on every process."""
     counts = mixture.label_counts(ground.target.vocab_size)
-    settings = {name: value for name, value in recipe.head.items() if name != "kind" and value is not None}
     torch.manual_seed(recipe.train.seed)
-    head: nn.Module = build_head(recipe.head["kind"], settings, ground.target, counts)
+    head: nn.Module = build_head(*_head_settings(recipe), ground.target, counts)
     return head.to(ground.target.device, torch.float32)
+
+
+def check_supervision(head: DraftHead, mixture: Mixture) -> None:
+    """Refuse data of which no row says anything to the head, as where every document is shorter than its first step."""
+    for pool in mixture.pools:
+        for index in range(len(pool)):
+            rows = pool.row(index)
+            if head.counts(rows.loss_mask, rows.documents)[0] > 0:
+                return
+    raise UserError("data.sources: no token to train on: every document is too short for the head's first depth")
+
+
+def _head_settings(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    given = {name: value for name, value in recipe.head.items() if name != "kind" and value is not None}
+    return recipe.head["kind"], given

@@ -17,11 +17,12 @@ from train.strict_yaml import Key, Settings, Source, check, read_settings, sugge
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Target(Settings):
-    path: str
+    path: Name
     """A folder or a hub id of any Hugging Face causal language model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` keeps what the target was saved in, except float32 on a CPU, where bfloat16 is slow."""
@@ -43,7 +44,7 @@ class TextSource(Settings):
     """Plain text: JSON lines or Parquet with a column `text`, a .txt file, or a hub data set."""
 
     kind: Literal["text"]
-    path: str
+    path: Name
     split: str = "train"
     limit: Count | None = None
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -53,7 +54,7 @@ class ChatSource(Settings):
     """Conversations: `messages`, `conversations` or `instruction` records; the labels are the assistant's answers."""
 
     kind: Literal["chat"]
-    path: str
+    path: Name
     split: str = "train"
     limit: Count | None = None
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -126,7 +127,7 @@ class Report(Settings):
 
 
 class Eval(Settings):
-    prompts: str
+    prompts: Name
     """A suite's name or a file of held-out prompts."""
     num_prompts: Count = 32
     max_prompt_tokens: Count = 256
@@ -149,7 +150,7 @@ class Tracking(Settings):
 
 
 class Recipe(Settings):
-    output_dir: str
+    output_dir: Name
     target: Target
     head: dict[str, Any]
     """`kind`, and the settings of that kind's own Config."""

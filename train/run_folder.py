@@ -1,17 +1,17 @@
 """The run directory: what lies in it, who may write to it, and writes that are complete or absent."""
 
-import errno
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from eval.files import check_folder, sync_folder
+from eval.files import write_text as write_text
 from heads.errors import UserError
 from train.recipe import Recipe, dump_recipe, plain_settings
 
@@ -39,18 +39,17 @@ class RunFolder:
         self.provenance = path / "provenance.json"
         self.results = path / "results.json"
         self._lock: int | None = None
-        self._made = False
+        self._made: list[Path] = []
 
     def lock(self) -> None:
         """Take the folder, making it if need be. UserError if a live process holds it, or if it cannot be written."""
+        check_folder(self.path, "output_dir")
+        self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
-            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"output_dir {self.path}: expected a folder, found a file; name another") from None
-        except PermissionError:
-            raise UserError(f"output_dir {self.path}: no permission to write there; name another") from None
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise UserError(f"output_dir {self.path}: cannot be written to ({error}); name another") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -65,11 +64,14 @@ class RunFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def unlock(self) -> None:
-        """Let go of the folder; one that this run made and wrote nothing into vanishes."""
+        """Let go of the folder; what this run made of it, and wrote nothing into, vanishes."""
         if self._lock is None:
             return
         if self._made and [path.name for path in self.path.iterdir()] == [".lock"]:
-            shutil.rmtree(self.path)
+            (self.path / ".lock").unlink()
+            for path in self._made:
+                with suppress(OSError):  # someone else uses it by now
+                    path.rmdir()
         os.close(self._lock)
         self._lock = None
 
@@ -109,30 +111,6 @@ def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple
         yield key, old, new
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is complete or absent, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
     """A temporary folder that becomes `final` if all goes well, and vanishes if not."""
@@ -149,13 +127,6 @@ def whole_folder(final: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that no space is left. safetensors raises its own kind, with the number in the text."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "(os error 28)" in str(error) or "(os error 122)" in str(error)
 
 
 def _shown(value: Any) -> str:

@@ -10,9 +10,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from eval.files import write_text
 from heads.errors import UserError
 from train.recipe import Recipe, plain_settings
-from train.run_folder import RunFolder, write_text
+from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
 

@@ -1,0 +1,66 @@
+"""Files that are complete or absent, also after a power cut."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from heads.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, making its folder. UserError if it cannot be written."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, making its folder. UserError if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: could not be written ({error.strerror}); free space or name another place") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Refuse a folder that could not be made or written to, before hours are spent on what is to lie in it."""
+    try:
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} {path}: no path that can be used ({error}); name another") from None
+    if not nearest.is_dir():
+        raise UserError(f"{name} {path}: expected a folder, {nearest} is a file; name another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{name} {path}: no permission to write there; name another")
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that no space is left. safetensors raises its own kind, with the number in the text."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "(os error 28)" in str(error) or "(os error 122)" in str(error)

@@ -1,0 +1,324 @@
+"""Whatever a user gets wrong: exit status 2, one clear line, nothing written and nothing lost."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from eval import bench, report
+from eval.command import exit_status
+from train import checkpointing
+from train.entry import attempt
+
+TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
+CHAT = "data.sources=[{kind: chat, path: bad.jsonl}]"
+BAD = "data.sources.0.path=bad.jsonl"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A folder with a recipe, its data, and the finished run of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "data.jsonl").write_text("".join(f'{{"text": "{TEXT[n:]}{TEXT[:n]}"}}\n' for n in range(0, 80, 5)))
+    (folder / "prompts.jsonl").write_text('{"text": "the sea is near"}\n{"text": "there are ten"}\n')
+    recipe = {
+        "output_dir": "run",
+        "target": {"path": str(tiny_target_dir)},
+        "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
+        "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
+        "train": {"max_steps": 2, "batch_size": 2, "lr": 0.01, "log_every": 1, "checkpoint_every": 1},
+        "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert attempt("eagle", ["eagle3"], ["recipe.yaml"]) == 0
+        forget_accelerator()
+    return folder
+
+
+def forget_accelerator() -> None:
+    """Accelerate keeps its state for the life of the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it, as the current folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    forget_accelerator()
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[], int]], str]:
+    """Runs a command that must be refused, and gives the one line it says."""
+
+    def run(command: Callable[[], int]) -> str:
+        before = contents(here)
+        capsys.readouterr()
+        assert command() == 2
+        said = capsys.readouterr()
+        errors = [line for line in said.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and said.err.splitlines()[-1] == errors[0] and not said.out, said
+        assert contents(here) == before
+        return errors[0]
+
+    return run
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """Every file with its bytes, and every folder; a lock holds the number of whoever had it last."""
+    paths = [path for path in folder.rglob("*") if path.name != ".lock"]
+    return {path: path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def train(*changes: str) -> int:
+    return attempt("eagle", ["eagle3"], ["recipe.yaml", "output_dir=a/b/new", *changes])
+
+
+def measure(head: str = "run", *options: str) -> int:
+    given = ["--prompts", "prompts.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
+    return exit_status(lambda: bench.bench_command(bench.parse_arguments([head, *given, "--out", "out", *options])))
+
+
+def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> None:
+    """Another target beside a tiny one's tokenizer."""
+    config = LlamaConfig(**{**json.loads((like / "config.json").read_text()), **changes})
+    shutil.copytree(like, folder, ignore=lambda *_: [WEIGHTS])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
+        (["train.max_stps=3"], "unknown key; did you mean 'max_steps'?"),
+        (["head.dept=3"], "unknown key for head kind eagle3; did you mean 'depth'?"),
+        (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
+        (["train.lr=.nan"], "train.lr: should be a finite number"),
+        (["eval.top_k=5"], "eval.top_k: has no effect at eval.temperature 0"),
+        (["train.decay_fraction=0.5"], "has no effect with schedule cosine"),
+        (["target.path=''"], "target.path: String should have at least 1 character"),
+        (["output_dir=''"], "output_dir: String should have at least 1 character"),
+        (["eval.tree=chian:5"], "tree 'chian:5'"),
+        (["head.depth=0"], "head.depth: expected at least 1"),
+        (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
+        (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
+        (["data.context_length=4096"], "expected at most 512, the context of"),
+    ],
+)
+def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
+    assert fault in refused(lambda: train(*changes))
+
+
+def test_a_bad_head_is_told_before_any_data_is_read(here: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.loop.load_data", lambda *_: 1 / 0)
+    assert "head.taps" in refused(lambda: train("head.taps=[]"))
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "fault"),
+    [
+        (b"", [BAD], "bad.jsonl: the file is empty"),
+        (b"\n\n", [BAD], "bad.jsonl: the file is empty"),
+        (b'{"text": "a"}\n{"text": \n', [BAD], "bad.jsonl:2: expected a JSON record (Expecting value at column 9)"),
+        (b'{"text": "a"}\n[1]\n', [BAD], "bad.jsonl:2: expected a JSON object with keys, got list"),
+        (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
+        (b'{"text": "\xff"}\n', [BAD], "bad.jsonl:1: expected UTF-8 text"),
+        (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}\n', [CHAT], "every label of its 1 records is masked"),
+        (b'{"messages": [{"role": ["user"], "content": "hi"}]}\n', [CHAT], "bad.jsonl:1: messages[0]: expected a role"),
+        (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
+        (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
+        (b'{"text": "%s"}\n' % (b"sea " * 600), ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
+        (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
+        (
+            b'{"text": "%s"}\n' % (b"sea " * 600),
+            ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"],
+            "need 1814 positions, the target has 512",
+        ),
+    ],
+)
+def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Path, refused: Any) -> None:
+    (here / "bad.jsonl").write_bytes(data)
+    assert fault in refused(lambda: train(*changes))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_decoder")
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("missing", "no model that can be read"),
+        ("empty", "found no config.json in it"),
+        ("no tokenizer", "no tokenizer that can be loaded"),
+        ("no language model", "expected a whole causal language model"),
+        ("truncated", "no causal language model with safetensors weights can be loaded"),
+        ("shallow", "too shallow for the default taps"),
+    ],
+)
+def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refused: Any) -> None:
+    path = here / "other"
+    if kind == "empty":
+        path.mkdir()
+    elif kind == "no tokenizer":
+        shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
+    elif kind == "no language model":
+        shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        BertModel(BertConfig(vocab_size=128, **shape)).save_pretrained(path)
+    elif kind == "truncated":
+        shutil.copytree(tiny_target_dir, path)
+        (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
+    elif kind == "shallow":
+        make_target(path, tiny_target_dir, num_hidden_layers=2)
+    assert fault in refused(lambda: train("target.path=other"))
+    if kind != "shallow":
+        assert fault in refused(lambda: measure("run", "--target", "other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"hidden_size": 64}, "with hidden size 32, but other has 64"),
+        ({"vocab_size": 256}, "with vocabulary 128, but other has 256"),
+        ({"num_hidden_layers": 9}, "with number of layers 8, but other has 9"),
+        ({}, "with fingerprint of the weights"),
+    ],
+)
+def test_a_head_for_another_target(
+    changes: dict[str, int], fault: str, here: Path, tiny_target_dir: Path, refused: Any
+) -> None:
+    make_target(here / "other", tiny_target_dir, **changes)
+    assert fault in refused(lambda: measure("run", "--target", "other"))
+
+
+def drop(weights: dict[str, torch.Tensor]) -> None:
+    del weights["fc.weight"]
+
+
+def add(weights: dict[str, torch.Tensor]) -> None:
+    weights["more"] = torch.zeros(1)
+
+
+def reshape(weights: dict[str, torch.Tensor]) -> None:
+    weights["fc.weight"] = weights["fc.weight"].T.contiguous()
+
+
+def poison(weights: dict[str, torch.Tensor]) -> None:
+    weights["fc.weight"][0, 0] = torch.nan
+
+
+def point_elsewhere(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] += 1000
+
+
+@pytest.mark.parametrize("change", [drop, add, reshape, poison, point_elsewhere])
+def test_tampered_weights(change: Callable[[dict[str, torch.Tensor]], None], here: Path, refused: Any) -> None:
+    file = here / "run/head" / WEIGHTS
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+    assert "run/head" in refused(measure)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_weights(keep: int, here: Path, refused: Any) -> None:
+    file = here / "run/head" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(measure)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": {"kind": "medusa"}}'])
+def test_a_damaged_record_of_a_head(text: str, here: Path, refused: Any) -> None:
+    (here / "run/head/config.json").write_text(text)
+    assert "run/head/config.json" in refused(measure)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
+        (["--num-prompts", "x"], "--num-prompts: expected a whole number, got 'x'"),
+        (["--num-prompts", "0"], "--num-prompts: expected at least 1, got 0"),
+        (["--seed", "-1"], "--seed: expected at least 0, got -1"),
+        (["--tree", "chain"], "--tree: tree 'chain'"),
+        (["--tree", "none"], "--tree: expected trees that draft something"),
+        (["--temperature", "warm"], "--temperature: expected numbers with commas between"),
+        (["--temperature", "-1"], "--temperature: temperature: expected 0 (greedy) or"),
+        (["--temperature", "1", "--top-p", "2"], "top_p: expected a share"),
+        (["--top-k", "5"], "--top-k: has no effect at --temperature 0"),
+        (["--device", "gpu"], "--device: expected a device of this machine, such as cpu, got 'gpu'"),
+        (["--device", "meta"], "--device: expected a device of this machine"),
+        (["--max-new-tokens", "600"], "leave no room for a prompt in the 512 positions"),
+        (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
+        (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
+        (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
+    ],
+)
+def test_options_of_the_bench(options: list[str], fault: str, refused: Any) -> None:
+    assert fault in refused(lambda: measure("run", *options))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 1}'])
+def test_a_results_file_that_is_none(text: str, here: Path, refused: Any) -> None:
+    (here / "results.json").write_text(text)
+    assert "results.json: " in refused(lambda: exit_status(lambda: report.report_command(here)))
+
+
+def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
+    (here / "busy").mkdir()
+    handle = os.open(here / "busy/.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.write(handle, b"123")
+    assert "output_dir busy: in use by process 123" in refused(lambda: train("output_dir=busy"))
+    os.close(handle)
+
+
+@pytest.mark.parametrize("path", ["prompts.jsonl", "prompts.jsonl/x", "/proc/x", "x" * 300, '"a\\0b"'])
+def test_an_output_dir_that_cannot_be(path: str, refused: Any) -> None:
+    assert "name another" in refused(lambda: train(f"output_dir={path}"))
+
+
+def test_a_run_with_other_settings(refused: Any) -> None:
+    assert "train.lr was 0.01, is 0.02" in refused(lambda: train("output_dir=run", "train.lr=0.02"))
+
+
+def test_no_space_for_a_checkpoint(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it stands, nothing half written lies about, and the same command goes on from there."""
+    real = checkpointing._write
+
+    def write(path: Path, data: bytes) -> None:
+        if path.parent.name == ".step-2.tmp" and path.name.startswith("optimizer"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointing, "_write", write)
+        assert train() == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (
+        len(errors) == 1 and "no space left on the device for the checkpoint of step 2; step-1 is intact" in errors[0]
+    )
+    assert [path.name for path in (here / "a/b/new/checkpoints").iterdir()] == ["step-1"]
+    forget_accelerator()
+    assert train() == 0
+    assert "resumed from" in capsys.readouterr().err
