@@ -206,12 +206,12 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> t
         text = "\n\n".join(message["content"] for message in messages)
         return text, encode(text, tokenizer)
     text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Token ids of plain text, with the special tokens the tokenizer puts before a text but not those it puts after."""
-    ids = list(tokenizer(text)["input_ids"])
+    ids = list(tokenizer(text, verbose=False)["input_ids"])  # its length is checked here, not warned of
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
     return tuple(ids)

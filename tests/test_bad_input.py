@@ -181,8 +181,10 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
-        shape: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        BertModel(BertConfig(vocab_size=128, **shape)).save_pretrained(path)
+        config = BertConfig(
+            vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        BertModel(config).save_pretrained(path)
     elif kind == "truncated":
         shutil.copytree(tiny_target_dir, path)
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
@@ -315,9 +317,7 @@ def test_no_space_for_a_checkpoint(
         patch.setattr(checkpointing, "_write", write)
         assert train() == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert (
-        len(errors) == 1 and "no space left on the device for the checkpoint of step 2; step-1 is intact" in errors[0]
-    )
+    assert len(errors) == 1 and "for the checkpoint of step 2; step-1 is intact" in errors[0]
     assert [path.name for path in (here / "a/b/new/checkpoints").iterdir()] == ["step-1"]
     forget_accelerator()
     assert train() == 0
