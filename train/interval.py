@@ -33,6 +33,10 @@ class Interval:
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not spent on steps."""
+        self.started += seconds
+
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
         assert self.counts is not None and self.sums is not None

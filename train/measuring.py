@@ -19,10 +19,10 @@ from train.recipe import Eval
 
 @dataclass(frozen=True)
 class Measured:
+    """What the runtime gave with the head as it stands."""
+
     tau: float
     alpha: list[float | None]
-    tokens: int
-    seconds: float
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[Request]:
@@ -62,7 +62,4 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
     engine = Engine(target, head, shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest)  # type: ignore[arg-type]
     outputs = engine.generate(requests)
     traces = [trace(output) for output in outputs]
-    seconds = engine.timings.prefill_seconds + engine.timings.decode_seconds
-    return Measured(
-        tau(traces), acceptance_by_depth(traces, shape.depth), sum(len(output.tokens) for output in outputs), seconds
-    )
+    return Measured(tau(traces), acceptance_by_depth(traces, shape.depth))

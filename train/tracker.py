@@ -75,7 +75,13 @@ class Tracker:
             self.say(f"step {metrics['step']}/{self.max_steps}  {text}  {_clock(seconds_left)} left")
 
     def log_eval(self, metrics: Metrics) -> None:
+        """One line of a measurement."""
         self._record({"kind": "eval", **metrics})
+        best = "best so far, kept"
+        if metrics["best_step"] != metrics["step"]:
+            best = f"best {metrics['best_tau']:.3f} at step {metrics['best_step']}"
+        alpha = " ".join("-" if rate is None else f"{rate:.2f}" for rate in metrics["alpha"])
+        self.say(f"step {metrics['step']}  measured tau {metrics['tau']:.3f}  acceptance by depth {alpha}  ({best})")
 
     def finish(self, *, code: int = 0) -> None:
         """Close everything; may be called twice."""

@@ -87,7 +87,7 @@ def test_an_output_dir_that_is_a_file(
 def test_our_own_fault_is_status_1_with_a_trace(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.loop.make_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr("train.step.make_batch", lambda *_: 1 / 0)
     assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -99,7 +99,7 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
         os.kill(os.getpid(), signal.SIGTERM)
         return make_batch(*arguments)
 
-    monkeypatch.setattr("train.loop.make_batch", make)
+    monkeypatch.setattr("train.step.make_batch", make)
     assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
 

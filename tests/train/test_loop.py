@@ -94,7 +94,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch, call: int, number: signal.Signals
             os.kill(os.getpid(), number)
         return make_batch(*arguments)
 
-    monkeypatch.setattr("train.loop.make_batch", make)
+    monkeypatch.setattr("train.step.make_batch", make)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,119 @@
+"""One optimizer step, over all micro-batches and processes.
+
+A step sums each depth's loss over all its supervised rows, of all micro-batches and processes, and divides by their
+number, which the masks give before the first forward pass: the step is the same however it is cut up. The rows and the
+random state of a step are functions of (seed, step, process), so a resumed run goes on bit for bit.
+"""
+
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from heads.base import Batch, DraftHead
+from heads.target import FrozenTarget
+from train.features import make_batch
+from train.interrupts import Interrupted
+from train.interval import Interval
+from train.launch import SHARDED
+from train.optim import lr_factor, make_optimizer, set_lr
+from train.packing import Mixture
+from train.recipe import Train
+
+SEED_STRIDE = 1_000_003
+
+
+class LossModule(nn.Module):
+    """A head as the module whose forward is its loss, which is what DDP, DeepSpeed and FSDP wrap."""
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head: Any = head
+
+    def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(scaled loss, (K,) sums, metric sums). `touch_all`: no parameter is left without a gradient."""
+        result = self.head.loss(batch, scale)
+        loss = result.loss
+        if touch_all or not loss.requires_grad:  # else DDP would wait for gradients that never come
+            loss = loss + sum(parameter.sum() * 0 for parameter in self.head.parameters() if parameter.requires_grad)
+        return loss, result.sums, result.metrics
+
+
+class Stepper:
+    """A head, its optimizer, and the data it learns from."""
+
+    def __init__(
+        self, head: nn.Module, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator, settings: Train
+    ):
+        self.module, self.head = head, cast(DraftHead, head)
+        self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
+        self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
+        self.model, self.optimizer = accelerator.prepare(LossModule(head), make_optimizer(head, settings))
+        self.dtype = next(parameter for parameter in self.model.parameters()).dtype
+        self.norm: Any = None
+
+    def step(self, number: int, interval: Interval, *, stop: bool) -> int:
+        """Make step `number` (from 0), add its figures to `interval`, and return the tokens of all processes.
+
+        Raises Interrupted, nothing changed, if any process is to stop.
+        """
+        settings, accelerator = self.settings, self.accelerator
+        torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
+        micros = [
+            self.mixture.batch(
+                number,
+                micro,
+                accelerator.process_index,
+                batch_size=settings.batch_size,
+                num_micro=settings.grad_accum,
+                num_processes=accelerator.num_processes,
+            )
+            for micro in range(settings.grad_accum)
+        ]
+        own = torch.stack([self.head.counts(rows.loss_mask, rows.documents).double() for rows in micros])  # (micro, K)
+        tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
+        counts, tokens, stop = self._total(own.sum(0), tokens, stop)
+        if stop:
+            raise Interrupted
+        set_lr(self.optimizer, settings.lr * lr_factor(number, settings))
+        # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over
+        # both already.
+        scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * settings.grad_accum)
+        distributed = accelerator.num_processes > 1
+        for rows, count in zip(micros, own, strict=True):
+            with accelerator.autocast():
+                batch = make_batch(self.target, rows, self.head.taps, self.dtype)
+            with accelerator.accumulate(self.model):
+                loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    self.norm = accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            interval.add_micro(sums, metrics)
+        interval.add_step(counts, tokens)
+        return tokens
+
+    def grad_norm(self) -> float | None:
+        """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
+        if self.norm is None:
+            return None
+        full = getattr(self.norm, "full_tensor", None)
+        return float(full() if full is not None else self.norm)
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The whole head's weights; on the main process if they are sharded."""
+        if self.accelerator.distributed_type not in SHARDED:
+            return self.module.state_dict()
+        weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
+        return {name.removeprefix("head."): tensor for name, tensor in (weights or {}).items()}
+
+    def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
+        """Sums over all processes, with whether any of them is to stop."""
+        device = self.accelerator.device
+        if self.accelerator.num_processes == 1:
+            return counts.to(device), tokens, stop
+        both = torch.cat([counts, counts.new_tensor([tokens, stop])]).to(device)
+        both = self.accelerator.reduce(both, reduction="sum")
+        return both[:-2], int(both[-2]), bool(both[-1])
