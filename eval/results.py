@@ -20,6 +20,7 @@ from eval.environment import device_facts, versions
 from eval.files import write_text
 from eval.measure import Contender, Race, trace
 from eval.runtime.engine import PHASES, Output
+from eval.wording import Results as Results
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target import FrozenTarget
@@ -32,8 +33,6 @@ RESULT_KEYS = frozenset(
     | {"accepted_histogram", "baseline", "speculative", "speedup", "suites", "measurements", "samples"}
 )
 """What stands at the top level of every results.json, beside schema_version."""
-
-Results = dict[str, Any]
 
 
 def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]], units: Sequence[int]) -> Results:
@@ -150,15 +149,15 @@ def samples(race: Race, contender: Contender, tokenizer: PreTrainedTokenizerBase
     chosen = [i * len(race.prompts) // count for i in range(count)]
     return [
         {
-            "suite": race.prompts[i].suite,
-            "prompt_id": race.prompts[i].id,
-            "prompt": race.prompts[i].text,
-            "output": tokenizer.decode(contender.outputs[0][i].tokens),
-            "rounds": contender.outputs[0][i].rounds,
-            "tau": _number(metrics.tau([trace(contender.outputs[0][i])])),
-            "pieces": pieces(contender.outputs[0][i], tokenizer),
+            "suite": prompt.suite,
+            "prompt_id": prompt.id,
+            "prompt": prompt.text,
+            "output": tokenizer.decode(output.tokens),
+            "rounds": output.rounds,
+            "tau": _number(metrics.tau([trace(output)])),
+            "pieces": pieces(output, tokenizer),
         }
-        for i in chosen
+        for prompt, output in ((race.prompts[i], contender.outputs[0][i]) for i in chosen)
     ]
 
 
@@ -168,13 +167,12 @@ def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
     A token may end inside a character; its text then comes with the token that completes it.
     """
     rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
-    drafted = [False] + [k < count for count in output.accepted for k in range(count + 1)]
     found, shown = [], ""
-    for n in range(1, len(output.tokens) + 1):
-        text = str(tokenizer.decode(output.tokens[:n]))
+    for n, drafted in enumerate(output.drafted()):
+        text = str(tokenizer.decode(output.tokens[: n + 1]))
         new = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(shown) :]
         shown += new
-        found.append({"text": new, "round": rounds[n - 1], "drafted": drafted[n - 1]})
+        found.append({"text": new, "round": rounds[n], "drafted": drafted})
     return found
 
 

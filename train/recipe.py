@@ -16,6 +16,7 @@ from train.strict_yaml import Key, Settings, Source, check, read_settings, sugge
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Weight = Annotated[float, Field(gt=0)] | None
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -35,29 +36,31 @@ class PythonSource(Settings):
     kind: Literal["python"]
     limit: Count | None = None
     """At most so many modules; all of them if null."""
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Weight = None
     """Its share of the training rows and prompts, relative to the other sources. If no source gives one, rows are
     shared in proportion to size, prompts evenly."""
 
 
-class TextSource(Settings):
-    """Plain text: JSON lines or Parquet with a column `text`, a .txt file, or a hub data set."""
+class RecordSource(Settings):
+    """Records of JSON lines, Parquet, or a hub data set."""
 
-    kind: Literal["text"]
     path: Name
     split: str = "train"
+    """Of a hub data set."""
     limit: Count | None = None
-    weight: Annotated[float, Field(gt=0)] | None = None
+    weight: Weight = None
 
 
-class ChatSource(Settings):
+class TextSource(RecordSource):
+    """Plain text: records with `text`, or a .txt file."""
+
+    kind: Literal["text"]
+
+
+class ChatSource(RecordSource):
     """Conversations: `messages`, `conversations` or `instruction` records; the labels are the assistant's answers."""
 
     kind: Literal["chat"]
-    path: Name
-    split: str = "train"
-    limit: Count | None = None
-    weight: Annotated[float, Field(gt=0)] | None = None
     chat_template: str | None = None
     """A file with a Jinja chat template, used in place of the tokenizer's own."""
 
