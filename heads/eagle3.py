@@ -140,13 +140,21 @@ class Eagle3(nn.Module):
         return tuple(self.config.depth_decay**k for k in range(self.config.depth))
 
     @torch.no_grad()
-    def initialise(self, lm_head: Tensor, norm: Tensor) -> None:
-        """Start where the target is: its highest tap, read out by its own final norm (D,) and output head (V, D)."""
+    def initialise(self, lm_head: Tensor, norm: Tensor, tap_scales: Tensor) -> None:
+        """Start where the target is, at unit size.
+
+        Fuse to the target's highest tap over its scale; read out with the target's own final norm (D,) and output head
+        (V, D). tap_scales (L,): the root mean square of each tapped stream.
+        """
         D = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        self.fc.weight[:, -D:] += torch.eye(D)
+        if self.fc_norm is None:
+            self.fc.weight /= tap_scales.to(self.fc.weight).repeat_interleave(D)
+        else:
+            tap_scales = torch.ones_like(tap_scales)
+        self.fc.weight[:, -D:] += torch.eye(D) / tap_scales[-1]
         self.norm.weight.copy_(norm)
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 

@@ -3,6 +3,7 @@
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -57,8 +58,24 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     head_config: Eagle3Config = known(**{**defaults, **given, "taps": taps})
     head = HEADS[kind](head_config, *build_vocab(token_counts, head_config.draft_vocab_size))
     norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-    head.initialise(target.lm_head_weight, norm)
+    head.initialise(target.lm_head_weight, norm, tap_scales(target, taps, token_counts))
     return head
+
+
+@torch.no_grad()
+def tap_scales(target: FrozenTarget, taps: tuple[int, ...], token_counts: Tensor) -> Tensor:
+    """(L,) the root mean square of each tapped stream, over tokens drawn as often as they are labels.
+
+    Residual streams grow with depth, to some twenty times the embeddings here and further in large models; a head that
+    starts at that size learns as if its rate were that much smaller.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
+    tokens = tokens.to(target.device)
+    positions = torch.arange(64, device=target.device).expand(4, -1)
+    streams = target.packed_features(tokens, positions, torch.zeros_like(positions), taps).taps
+    by_tap: Tensor = streams.float().unflatten(-1, (len(taps), -1))  # (4, 64, L, D)
+    return by_tap.square().mean((0, 1, 3)).sqrt().cpu()
 
 
 def rope_theta(config: Any) -> float:

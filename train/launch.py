@@ -97,6 +97,8 @@ def _check_environment(settings: Train, wanted: str) -> None:
             f"launched with --gradient_accumulation_steps {given}, the recipe says train.grad_accum "
             f"{settings.grad_accum}; leave the flag out"
         )
+    if wanted != "ddp" and settings.optimizer == "muon":
+        raise UserError(f"train.optimizer: muon needs whole matrices, {wanted} cuts them up; set train.optimizer=adamw")
     if wanted == "fsdp":
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise UserError("FSDP is supported in its second version; launch with --fsdp_version 2")

@@ -1,6 +1,7 @@
-"""AdamW over two parameter groups, and learning rates as pure functions of the step."""
+"""AdamW, or Muon with it, and learning rates as pure functions of the step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,15 +9,70 @@ from torch import nn
 from train.recipe import Train
 
 
-def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.AdamW:
-    """AdamW; norms and biases, which have one dimension, are not decayed."""
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
+def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.Optimizer:
+    """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
+    """
+    trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
+    inner = [p for name, p in trained if settings.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name]
+    outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in outer if parameter.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [parameter for parameter in outer if parameter.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.lr, betas=(settings.betas[0], settings.betas[1])
+    )
+    if settings.optimizer == "adamw":
+        return adamw
+    muon = torch.optim.Muon(
+        inner, lr=settings.lr, momentum=0.95, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return Paired(muon, adamw)
+
+
+class Paired(torch.optim.Optimizer):
+    """Two optimizers over different parameters, as the one that checkpoints and Accelerate expect."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups  # the parts' own, so that a rate set here is set there
+        self.parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both states under one numbering: the first part's parameters, then the second's."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            own, offset = part.state_dict(), _num_parameters(groups)
+            state |= {offset + index: value for index, value in own["state"].items()}
+            groups += [
+                {**group, "params": [offset + index for index in group["params"]]} for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        at = offset = 0
+        for part in self.parts:
+            groups = state_dict["param_groups"][at : at + len(part.param_groups)]
+            count = _num_parameters(groups)
+            own = {index - offset: value for index, value in state_dict["state"].items() if 0 <= index - offset < count}
+            local = [{**group, "params": [index - offset for index in group["params"]]} for group in groups]
+            part.load_state_dict({"state": own, "param_groups": local})
+            at, offset = at + len(groups), offset + count
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def _num_parameters(groups: list[dict[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)
 
 
 def lr_factor(step: int, settings: Train) -> float:

@@ -99,6 +99,9 @@ class Train(Settings):
     """Rows of one forward pass on one device."""
     grad_accum: Count = 1
     """Forward passes of one optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps lm_head and the norms. Not
+    under DeepSpeed or FSDP, which cut matrices up."""
     lr: Annotated[float, Field(gt=0)] = 1e-4
     betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

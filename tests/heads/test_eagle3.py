@@ -269,11 +269,18 @@ def test_each_option_changes_the_function() -> None:
     assert torch.equal(plain[0], make_head(norm_output=True).unroll(batch)[0])  # the first step recycles nothing yet
 
 
-def test_initialise_starts_from_the_target() -> None:
-    head, lm_head = make_head(), torch.randn(40, 16, dtype=torch.float64)
-    norm = torch.rand(16, dtype=torch.float64)
-    head.initialise(lm_head, norm)
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
+    head, batch, lm_head = make_head(fc_norm=fc_norm), make_batch([[20]]), torch.randn(40, 16, dtype=torch.float64)
+    norm, scales = torch.rand(16, dtype=torch.float64), torch.tensor([3.0, 30.0, 300.0], dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.startswith("fc_norm"):
+                parameter.fill_(1.0)
+    head.initialise(lm_head, norm, scales)
     assert torch.equal(head.lm_head.weight, lm_head[head.kept]) and torch.equal(head.norm.weight, norm)
+    fused = head.fuse(batch.taps * scales.repeat_interleave(16))
+    assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 """Learning rates by step, and which parameters decay."""
 
+import copy
+from collections import OrderedDict
+
 import pytest
+import torch
 from torch import nn
 
-from train.optim import lr_factor, make_optimizer
+from train.optim import lr_factor, make_optimizer, set_lr
 from train.recipe import Train
 
 
@@ -26,3 +30,34 @@ def test_norms_and_biases_do_not_decay() -> None:
     optimizer = make_optimizer(head, Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+
+
+def test_paired_optimizers_resume_as_one() -> None:
+    """Muon for the matrix, AdamW for the rest: a saved state goes on bit for bit, under one learning rate."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = {"fc": nn.Linear(6, 4), "act": nn.Tanh(), "lm_head": nn.Linear(4, 5, bias=False)}
+        module = nn.Sequential(OrderedDict(layers))
+        return module, make_optimizer(module, Train(max_steps=4, optimizer="muon", lr=0.1, weight_decay=0.1))
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        set_lr(optimizer, 0.05)
+        module(torch.randn(3, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, optimizer = build()
+    before = [parameter.detach().clone() for parameter in whole.parameters()]
+    step(whole, optimizer, 1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, whole.parameters(), strict=True))
+    half, again = build()
+    half.load_state_dict(whole.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in (2, 3):
+        step(whole, optimizer, seed)
+        step(half, again, seed)
+    for a, b in zip(whole.parameters(), half.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert {group["lr"] for group in again.param_groups} == {0.05}
