@@ -5,6 +5,7 @@ vLLM counts the layer a stream enters, SGLang the layer it leaves. Everything of
 `draftsmith`, which engines ignore. A save is complete or absent.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -56,12 +57,14 @@ def save_head(
         "provenance": provenance or {},
     }
     dtype = str(head.fc.weight.dtype).removeprefix("torch.")
-    config = {**engine_config(head.config, target, dtype), "draftsmith": ours}
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.state_dict().items()}
         save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner alone
+        ours["sha256"] = file_hash(fresh / WEIGHTS)
+        config = {**engine_config(head.config, target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (fresh / WEIGHTS, fresh / CONFIG):
             with path.open("rb") as file:
@@ -74,6 +77,12 @@ def save_head(
         _restore(folder)
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _beside(folder: Path, what: str) -> Path:
@@ -144,6 +153,10 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
             raise UserError(f"{file}: tensor {name}: by {CONFIG} beside it expected {ours}, found {theirs}")
         if not weights[name].isfinite().all():
             raise UserError(f"{file}: tensor {name} holds values that are not finite; fetch or train it again")
+    if file_hash(file) != record.get("sha256"):
+        raise UserError(
+            f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
+        )
     head.load_state_dict(weights)
     return head.to(device=device, dtype=dtype).eval()
 

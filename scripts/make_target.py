@@ -23,7 +23,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eval.command import exit_status
 from eval.corpus import read_split
+from eval.files import write_text
 from eval.metrics import is_loop
 from eval.runtime.engine import Engine, Request
 from heads.attention import causal_attention
@@ -32,7 +34,7 @@ from heads.target import load_target
 from train.checkpointing import join_optimizer, split_optimizer
 from train.launch import leave, make_accelerator, on_main
 from train.recipe import Train
-from train.run_folder import whole_folder, write_text
+from train.run_folder import whole_folder
 from train.strict_yaml import Settings, check, read_settings
 
 Count = Annotated[int, Field(ge=1)]
@@ -88,7 +90,8 @@ class TargetRecipe(Settings):
     train: TrainSettings
 
 
-def main(arguments: list[str]) -> None:
+def make_target(arguments: list[str]) -> int:
+    """Text, training, and the model folder with what was measured; 0."""
     if not arguments:
         raise UserError("usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]")
     source = read_settings(Path(arguments[0]), arguments[1:])
@@ -102,6 +105,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)
     model = train(recipe, folder, accelerator, tokenizer.eos_token_id)
     on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer))
+    return 0
 
 
 def loop_settings(recipe: TargetRecipe) -> Train:
@@ -394,9 +398,4 @@ Make it again: `{COMMAND}`
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        leave(2)
-    leave(0)
+    leave(exit_status(lambda: make_target(sys.argv[1:])))

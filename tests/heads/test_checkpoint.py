@@ -326,3 +326,10 @@ def test_a_pickle_is_never_read(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     refusal(load_head, folder)
     assert not ran.exists()
+
+
+def test_one_changed_weight_is_noticed(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"][3] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "changed since it was saved" in refusal(load_head, folder)
