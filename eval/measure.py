@@ -22,7 +22,7 @@ from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 WARM_UP_TOKENS = 24
-PROFILED_PROMPTS = 8
+PROFILED_PROMPTS = 4
 
 OnUnit = Callable[[int], None]
 """Called whenever one contender has decoded one unit, with the number of its prompts."""
