@@ -66,8 +66,8 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 def tap_scales(target: FrozenTarget, taps: tuple[int, ...], token_counts: Tensor) -> Tensor:
     """(L,) the root mean square of each tapped stream, over tokens drawn as often as they are labels.
 
-    Residual streams grow with depth, to some twenty times the embeddings here and further in large models; a head that
-    starts at that size learns as if its rate were that much smaller.
+    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest tap.
+    A head that starts at that size learns as if its rate were that much smaller.
     """
     draw = torch.Generator().manual_seed(0)
     tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)

@@ -189,7 +189,7 @@ def build_model(recipe: TargetRecipe, eos_token_id: int) -> LlamaForCausalLM:
 def _blockwise(
     _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention by matrix products: on a CPU half the time of the fused kernel's forward and backward."""
+    """Causal attention by matrix products, which on a CPU are faster in bfloat16 than the fused kernel."""
     documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
     out, _lse = causal_attention(q, k, v.to(q.dtype), documents)
     return out.transpose(1, 2).contiguous(), None
