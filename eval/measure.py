@@ -17,7 +17,7 @@ from eval.metrics import Trace
 from eval.prompts import Prompt
 from eval.runtime.engine import PHASES, Engine, Output, Request
 from eval.runtime.sampling import RowSampling, Sampling, gumbel
-from heads.base import DraftHead
+from heads.base import Drafter
 from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
@@ -84,7 +84,7 @@ class Race:
 
 def race(
     target: FrozenTarget,
-    head: DraftHead,
+    head: Drafter,
     prompts: Sequence[Prompt],
     shapes: Sequence[TreeShape],
     sampling: Sampling,

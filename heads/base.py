@@ -6,12 +6,16 @@ included), M rows of one observation, S cache slots.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
 from heads.errors import UserError as UserError
+from heads.tree import Pick as Pick
 from heads.tree import Proposal, TreeShape
+
+if TYPE_CHECKING:
+    from heads.target import FrozenTarget
 
 
 @dataclass(frozen=True)
@@ -62,47 +66,19 @@ class Observation:
     hidden: Tensor  # (B, M, D), after the final norm
     start: Tensor  # (B,) int64
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
-
-
-class Perturb(Protocol):
-    """How a draft ranks candidates: the runtime's noise under the `match` rule, which the draft may share."""
-
-    def __call__(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Draft logits (B, W, Vx) and the (B, W) positions of the drafted tokens -> scores (B, W, Vx) float32.
-
-        token_ids (Vx,) are the target ids of the columns; None where they are 0 .. Vx - 1. At temperature 0 the scores
-        are the logits themselves, else logits / temperature plus the noise by which the target will choose at that
-        position.
-        """
+    nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None for a prompt
 
 
 class DraftState(Protocol):
     """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime."""
 
 
-class DraftHead(Protocol):
-    """What the training loop and the runtime ask of a head."""
-
-    @property
-    def config(self) -> Any:
-        """The frozen dataclass that the head was made from."""
-
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        """The weight of each depth in the training loss, K of them."""
+class Drafter(Protocol):
+    """What the runtime asks of whatever drafts, trained or not."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The residual streams the head reads, by the number of the layer they enter; empty if none."""
-
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        """(K,) float32: supervised rows at each depth; a function of the mask alone, known before any forward pass."""
-
-    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        """The loss of one micro-batch; `scale` (K,) float32 multiplies each depth's sum: depth_weights / global counts.
-
-        It is given beforehand because the loss computes its gradient while the logits of a chunk exist.
-        """
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
         """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape`."""
@@ -113,5 +89,55 @@ class DraftHead(Protocol):
     def observe(self, state: Any, observation: Observation) -> None:
         """Take in true target features; static shapes, no host synchronisation."""
 
-    def propose(self, state: Any, perturb: Perturb) -> Proposal:
+    def propose(self, state: Any, pick: Pick) -> Proposal:
         """Draft a tree of the state's shape below each root; static shapes, no host synchronisation."""
+
+
+class DraftHead(Drafter, Protocol):
+    """What the training loop and checkpoints ask of a head beside that: a method is a class with these members."""
+
+    Config: ClassVar[type[Any]]
+    """A frozen dataclass: everything that the head's function and its training loss depend on."""
+    FROM_TARGET: ClassVar[frozenset[str]]
+    """Settings of Config that only the target decides; a recipe does not name them."""
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: "FrozenTarget", token_counts: Tensor) -> Self:
+        """A new head. `settings`: the recipe's, none of FROM_TARGET; token_counts (V,): labels in the training data."""
+
+    @classmethod
+    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+        """The module that `weights` will fill, from `asdict(config)` as JSON gives it back. UserError if damaged."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """The tensors of model.safetensors, under the names of the method's own field."""
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Take up what `saved` gave; names and shapes are known to fit."""
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        """config.json as engines read it; `target` is `heads.checkpoint.target_record`."""
+
+    @property
+    def config(self) -> Any:
+        """The frozen dataclass that the head was made from."""
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        """The weight of each depth in the training loss, K of them."""
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        """(K,) float32: supervised rows at each depth; a function of the mask alone, known before any forward pass."""
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        """The loss of one micro-batch; `scale` (K,) float32 multiplies each depth's sum: depth_weights / global counts.
+
+        It is given beforehand because the loss computes its gradient while the logits of a chunk exist.
+        """
+
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        """(depth, B, T) bool: at [k, b, t], whether a greedy chain whose root is x_{t+1} guesses x_{t+2+k} as the
+        target does, given that all before it was right. By the training step; junk where a document ends.
+
+        What the runtime accepts of a chain rooted there follows from it, without running it.
+        """

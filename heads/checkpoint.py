@@ -1,8 +1,7 @@
 """Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
 
-EAGLE-3's keys are those of the EAGLE repository, read by SGLang and vLLM. Both conventions of naming taps are written:
-vLLM counts the layer a stream enters, SGLang the layer it leaves. Everything of ours stands under one key,
-`draftsmith`, which engines ignore. A save is complete or absent.
+Each kind of head says which tensors it saves and what engines want to read in config.json. Everything of ours stands
+there under one key, `draftsmith`, which engines ignore. A save is complete or absent.
 """
 
 import hashlib
@@ -20,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
-from heads.registry import FROM_TARGET, HEADS
+from heads.registry import HEADS
 from heads.target import FrozenTarget, first_line
 
 FORMAT = 1
@@ -36,6 +34,9 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "name": target.name,
         "architecture": type(target.model).__name__,
         "fingerprint": target.fingerprint,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_layers": target.num_layers,
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
@@ -43,7 +44,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
 
 
 def save_head(
-    head: Eagle3, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None
+    head: Any, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to."""
     folder = Path(folder)
@@ -56,15 +57,15 @@ def save_head(
         "target": target,
         "provenance": provenance or {},
     }
-    dtype = str(head.fc.weight.dtype).removeprefix("torch.")
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.state_dict().items()}
+        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.saved().items()}
         save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner alone
         ours["sha256"] = file_hash(fresh / WEIGHTS)
-        config = {**engine_config(head.config, target, dtype), "draftsmith": ours}
+        config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for path in (fresh / WEIGHTS, fresh / CONFIG):
             with path.open("rb") as file:
@@ -96,42 +97,7 @@ def _restore(folder: Path) -> None:
             _beside(folder, "old").rename(folder)
 
 
-def engine_config(config: Eagle3Config, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json as vLLM and SGLang read it."""
-    outputs = [k - 1 for k in config.taps]  # SGLang numbers a stream by the layer it leaves; -1 = the embeddings
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": dtype,
-        "bos_token_id": target.get("bos_token_id"),
-        "eos_token_id": target.get("eos_token_id"),
-        "pad_token_id": target.get("pad_token_id"),
-        "norm_before_residual": False,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "num_aux_hidden_states": len(config.taps),
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
-        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
-    }
-
-
-def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Eagle3:
+def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
     """Load a head from its folder, from the folder of the run that made it, or from the hub; strictly.
 
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
@@ -142,10 +108,8 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    if absent := {"d2t", "t2d"} - weights.keys():
-        raise UserError(f"{file}: lacks {min(absent)}; the draft vocabulary belongs inside the head")
     head = _make_head(folder, record, weights)
-    expected = {name: tuple(value.shape) for name, value in head.state_dict().items()}
+    expected = {name: tuple(value.shape) for name, value in head.saved().items()}
     found = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(expected.keys() | found.keys()):
         ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
@@ -157,19 +121,17 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
         raise UserError(
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
-    head.load_state_dict(weights)
+    head.restore(weights)
     return head.to(device=device, dtype=dtype).eval()
 
 
-def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Eagle3:
+def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     """The empty head that the record describes."""
-    cls = HEADS[record["kind"]]
     try:
-        config = cls.Config(**{**record["config"], "taps": tuple(record["config"]["taps"])})
-        return cls(config, weights["d2t"], weights["t2d"])
+        return HEADS[record["kind"]].from_record(record["config"], weights)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"{folder / CONFIG}: damaged: describes no head ({first_line(error)})") from error
 
 
@@ -201,7 +163,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(f"{file}: format {record.get('format')}, this version reads {FORMAT}")
-    for section, keys in (("config", FROM_TARGET | {"taps"}), ("target", {"name", "fingerprint"})):
+    target_keys = {"name", "fingerprint", "hidden_size", "vocab_size", "num_layers"}
+    for section, keys in (("config", HEADS[record["kind"]].FROM_TARGET), ("target", target_keys)):
         held = record[section].keys() if isinstance(record.get(section), dict) else set()
         if absent := keys - held:
             raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
@@ -210,12 +173,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
     """Refuse a head that was trained for another target: another width, vocabulary, depth or other weights."""
-    record = read_config(find_head(path))
-    config, trained_for = record["config"], record["target"]
+    trained_for = read_config(find_head(path))["target"]
     for name, ours, theirs in (
-        ("hidden size", config["hidden_size"], target.hidden_size),
-        ("vocabulary", config["vocab_size"], target.vocab_size),
-        ("number of layers", config["num_target_layers"], target.num_layers),
+        ("hidden size", trained_for["hidden_size"], target.hidden_size),
+        ("vocabulary", trained_for["vocab_size"], target.vocab_size),
+        ("number of layers", trained_for["num_layers"], target.num_layers),
         ("fingerprint of the weights", trained_for["fingerprint"], target.fingerprint),
     ):
         if ours != theirs:

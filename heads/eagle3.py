@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from heads.attention import causal_attention, merge_steps
-from heads.base import Batch, HeadLoss, Observation, Perturb, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.eagle3_format import eagle3_engine_config
 from heads.errors import UserError
+from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES, draft_loss
+from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
 from heads.tree import Proposal, TreeShape, grow, scratch_slots
-from heads.vocab import check_vocab, kept_ids
+from heads.vocab import build_vocab, check_vocab, kept_ids
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
@@ -113,6 +116,7 @@ class Eagle3(nn.Module):
     """The head. Its state dict is the checkpoint that SGLang, vLLM and the EAGLE repository read."""
 
     Config: ClassVar[type[Eagle3Config]] = Eagle3Config
+    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings"})
     d2t: Tensor
     t2d: Tensor
     kept: Tensor
@@ -130,6 +134,45 @@ class Eagle3(nn.Module):
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
         self.register_buffer("kept", kept_ids(d2t), persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
+        if target.lm_head_weight.shape[1] != target.hidden_size:
+            raise UserError(
+                f"{target.name}: its embeddings are {target.lm_head_weight.shape[1]} wide and its hidden states "
+                f"{target.hidden_size}; eagle3 needs one width, use another target"
+            )
+        taps = (
+            check_taps(settings["taps"], target.num_layers) if "taps" in settings else default_taps(target.num_layers)
+        )
+        defaults = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_target_layers": target.num_layers,
+            "max_position_embeddings": target.context_length,
+            "draft_vocab_size": min(32_000, target.vocab_size),
+            **block_settings(target.config, settings.get("num_attention_heads")),
+        }
+        config = Eagle3Config(**{**defaults, **settings, "taps": taps})
+        head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+        norm = final_norm_scale(target.base, target.layers, target.hidden_size)
+        head.initialise(target.lm_head_weight, norm, tap_scales(target, taps, token_counts))
+        return head
+
+    @classmethod
+    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
+        if absent := {"d2t", "t2d"} - weights.keys():
+            raise UserError(f"lacks {min(absent)}; the draft vocabulary belongs inside the head")
+        return cls(Eagle3Config(**{**config, "taps": tuple(config["taps"])}), weights["d2t"], weights["t2d"])
+
+    def saved(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        self.load_state_dict(weights)
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        return eagle3_engine_config(self.config, target, dtype)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -186,8 +229,8 @@ class Eagle3(nn.Module):
         K = self.config.depth
         return torch.stack([_supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
 
-    def unroll(self, batch: Batch) -> list[Tensor]:
-        """The normed states (B, T, D) of every step of the training-time test."""
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """The normed states (B, T, D) of the first `depth` steps of the training-time test."""
         state = self.fuse(batch.taps)
         base: list[Tensor] = []
         keys: list[Tensor] = []
@@ -203,7 +246,7 @@ class Eagle3(nn.Module):
             return merge_steps(q, out, lse, keys, values)
 
         normed = []
-        for i in range(self.config.depth):
+        for i in range(depth):
             embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
             state, out = self.step(embedding, state, self.turn(batch.positions + i, state.dtype), attend)
             normed.append(out)
@@ -214,7 +257,7 @@ class Eagle3(nn.Module):
         slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
         inside = slots.clamp_min(0)
         valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
-        unrolled = zip(self.unroll(batch), inside, strict=True)
+        unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         loss, sums, correct, overlap = draft_loss(
             states,
@@ -278,19 +321,10 @@ class Eagle3(nn.Module):
         state.length.copy_(torch.where(live, start + count, state.length))
 
     @torch.no_grad()
-    def propose(self, state: Eagle3State, perturb: Perturb) -> Proposal:
+    def propose(self, state: Eagle3State, pick: Pick) -> Proposal:
         junk = state.keys.shape[2] - 1 - scratch_slots(state.shape)
         observed = (torch.arange(junk + 1, device=state.root.device) < state.length[:, None])[:, None]  # (B, 1, S + 1)
         hidden = state.hidden[:, None]  # (B, W, D), what the level's children recycle
-
-        def logits_of(normed: Tensor) -> Tensor:
-            return self.lm_head(normed).to(torch.promote_types(normed.dtype, torch.float32))  # type: ignore[no-any-return]
-
-        def pick(logits: Tensor, level: int, R: int) -> tuple[Tensor, Tensor]:
-            positions = (state.length + level)[:, None].expand(-1, logits.shape[1])
-            logp = perturb(logits, positions, self.kept).log_softmax(-1)
-            best = logp.max(-1, keepdim=True) if R == 1 else logp.topk(R, dim=-1)
-            return self.kept[best[1]], best[0]
 
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             nonlocal hidden
@@ -309,10 +343,15 @@ class Eagle3(nn.Module):
             )
             turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
             hidden, normed = self.step(state.ends.embed(tokens), above, turn, attend)
-            return logits_of(normed)
+            return self.lm_head(normed)  # type: ignore[no-any-return]
 
-        first = logits_of(hidden if self.config.norm_output else self.norm(hidden))
-        return grow(state.shape, state.root, first, pick, expand)
+        first = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        guesses = [self.kept[self.lm_head(normed).argmax(-1)] for normed in self.unroll(batch, depth)]
+        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
 
 def _supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:

@@ -99,9 +99,30 @@ class OutputHead:
         return logits
 
 
+def rope_theta(config: Any) -> float:
+    """The target's rotary base; transformers 5 keeps it in `rope_parameters`, by layer type where there are several."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters:
+        parameters = parameters.get("full_attention", {})
+    return float(parameters.get("rope_theta", 10_000.0))
+
+
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a generation: the generation config's, which chat models extend, else the model config's."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def block_settings(config: Any, num_heads: int | None = None) -> dict[str, Any]:
+    """A decoder block shaped as the target's own, as settings of a head; `num_heads` in place of the target's."""
+    D, heads = config.hidden_size, num_heads or config.num_attention_heads
+    return {
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or D // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": rope_theta(config),
+    }

@@ -177,6 +177,22 @@ def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
+def tap_scales(target: FrozenTarget, taps: tuple[int, ...], token_counts: Tensor) -> Tensor:
+    """(L,) the root mean square of each tapped stream, over tokens drawn as often as they are labels.
+
+    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest tap.
+    A head that starts at that size learns as if its rate were that much smaller.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
+    tokens = tokens.to(target.device)
+    positions = torch.arange(64, device=target.device).expand(4, -1)
+    streams = target.packed_features(tokens, positions, torch.zeros_like(positions), taps).taps
+    by_tap: Tensor = streams.float().unflatten(-1, (len(taps), -1))  # (4, 64, L, D)
+    return by_tap.square().mean((0, 1, 3)).sqrt().cpu()
+
+
+@torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
     bfloat16."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import mul
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ class Proposal:
     parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
     depths: Tensor  # (B, N) int64; 0 for the root
     scores: Tensor  # (B, N) float32, log-probability of the path by the draft's reckoning; 0 for the root
+    expanded: Tensor | None = None
+    """(B, N) int64: the place of each node among those that `grow` expanded, in order; -1 where it was not, and for the
+    root. None for a chain, where node j is the j-th but for the last."""
 
 
 def parse_shape(text: str) -> TreeShape:
@@ -116,35 +120,61 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
     return above
 
 
-Pick = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""(logits (B, W, Vd), level, R) -> the R best children's target ids and log-probabilities, (B, W, R), best first."""
+class Pick(Protocol):
+    """How children are drawn from the draft's law: by the runtime, whose acceptance rule must know how they were."""
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`count` (R) children of each of W nodes, best first.
+
+        logits (B, W, Vx); positions (B, W) of the tokens to be drawn; token_ids (Vx,) the target ids of the columns,
+        None where they are 0 .. Vx - 1. Returns target ids (B, W, R) and log-probabilities by which trees rank them.
+        """
+
+
+Draw = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""(logits (B, W, Vd), level, R) -> R children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, visible (B, W, P) over the P nodes expanded so far, level) ->
 logits (B, W, Vd). The first of the P nodes is the earliest expanded; the last W are the ones being expanded."""
 
 
-def grow(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
-    """Grow a tree below `root` (B,) from `logits` (B, 1, Vd), the draft's law of the root's child.
+def grow(
+    shape: TreeShape,
+    root: Tensor,
+    position: Tensor,
+    logits: Tensor,
+    pick: Pick,
+    expand: Expand,
+    token_ids: Tensor | None,
+) -> Proposal:
+    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's law of the
+    root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
+
+    def draw(logits: Tensor, level: int, count: int) -> tuple[Tensor, Tensor]:
+        return pick(logits, (position + level)[:, None].expand(-1, logits.shape[1]), count, token_ids)
+
     grow_shape = _grow_dynamic if shape.paths is None else _grow_static
-    return grow_shape(shape, root, logits, pick, expand)
+    return grow_shape(shape, root, logits, draw, expand)
 
 
-def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
+def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     B, K = len(root), shape.top_k
     device = root.device
-    picked, logp = pick(logits, 1, K)
+    picked, logp = draw(logits, 1, K)
     tokens, scores = [root[:, None], picked[:, 0]], [logp.new_zeros(B, 1), logp[:, 0]]
     parents = [torch.zeros(B, 1 + K, dtype=torch.int64, device=device)]
     beam_tokens, beam_scores = picked[:, 0], logp[:, 0]  # (B, K) each
     beam_nodes = torch.arange(1, 1 + K, device=device).expand(B, K)
     rows = torch.zeros(B, K, dtype=torch.int64, device=device)
     own = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
-    visible = own
+    visible, expansions = own, [beam_nodes]
     for level in range(2, shape.depth + 1):
-        picked, logp = pick(expand(beam_tokens, rows, visible, level - 1), level, K)  # (B, K, K)
+        picked, logp = draw(expand(beam_tokens, rows, visible, level - 1), level, K)  # (B, K, K)
         candidates, totals = picked.flatten(1), (beam_scores[..., None] + logp).flatten(1)  # (B, K * K)
         base = 1 + K + (level - 2) * K * K
         tokens.append(candidates)
@@ -157,14 +187,19 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, ex
                 beam_scores, best = totals.topk(K, dim=1)
                 beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
             visible = torch.cat([visible.gather(1, rows[..., None].expand(-1, -1, visible.shape[2])), own], dim=2)
+            expansions.append(beam_nodes)
     all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
     widths = [1, K, *[K * K] * (shape.depth - 1)]
     depths = torch.repeat_interleave(
         torch.arange(len(widths), device=device), torch.tensor(widths, device=device), output_size=sum(widths)
     )
     depths = depths.expand(B, -1)
+    places = torch.full_like(all_parents, -1) if K > 1 and shape.depth > 1 else None
+    if places is not None:
+        order = torch.cat(expansions, dim=1)  # (B, nodes expanded)
+        places.scatter_(1, order, torch.arange(order.shape[1], device=device).expand(B, -1))
     if shape.nodes == all_tokens.shape[1]:
-        return Proposal(all_tokens, all_parents, depths, all_scores)
+        return Proposal(all_tokens, all_parents, depths, all_scores, places)
     # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out
     # when its child is kept, because its rank is strictly better.
     rank = all_scores - DEPTH_PENALTY * depths
@@ -176,10 +211,11 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, ex
         place.gather(1, all_parents.gather(1, kept)),
         depths.gather(1, kept),
         all_scores.gather(1, kept),
+        None if places is None else places.gather(1, kept),
     )
 
 
-def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, expand: Expand) -> Proposal:
+def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
     B, device = len(root), root.device
     node_of = {(): 0, **{path: 1 + i for i, path in enumerate(shape.paths)}}
@@ -188,7 +224,7 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, exp
     order: list[tuple[int, ...]] = []  # all nodes given to `expand`, in order
     for level in range(1, shape.depth + 1):
         nodes = [path for path in shape.paths if len(path) == level]
-        picked, logp = pick(logits, level, 1 + max(path[-1] for path in nodes))  # (B, W, R)
+        picked, logp = draw(logits, level, 1 + max(path[-1] for path in nodes))  # (B, W, R)
         row = torch.tensor([expanded.index(path[:-1]) for path in nodes], device=device)
         rank = torch.tensor([path[-1] for path in nodes], device=device)
         above = torch.tensor([node_of[path[:-1]] for path in nodes], device=device)
@@ -207,7 +243,8 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, pick: Pick, exp
         expanded = parents_of_next
     parents = torch.tensor([0, *(node_of[path[:-1]] for path in shape.paths)], device=device).expand(B, -1)
     depths = torch.tensor([0, *map(len, shape.paths)], device=device).expand(B, -1)
-    return Proposal(tokens, parents, depths, scores)
+    places = [-1, *(order.index(path) if path in order else -1 for path in shape.paths)]
+    return Proposal(tokens, parents, depths, scores, torch.tensor(places, device=device).expand(B, -1))
 
 
 def scratch_slots(shape: TreeShape) -> int:

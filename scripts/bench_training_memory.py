@@ -133,7 +133,7 @@ def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
         p = logits[..., kept].softmax(-1)  # (1, T, Vd)
         inside = (kept[p.argmax(-1)] == best).float()
     total = torch.zeros((), device=scale.device)
-    for k, state in enumerate(head.unroll(batch)):
+    for k, state in enumerate(head.unroll(batch, head.config.depth)):
         # Step k at slot t predicts x_{t+2+k}, whose law the target gives at slot t+1+k; the last label is x_{T-1}.
         T = batch.tokens.shape[1]
         law, right = p[:, 1 + k : T - 1], inside[:, 1 + k : T - 1]

@@ -195,7 +195,7 @@ class Training:
             "tau": self.state.best_tau,
             "measured": self.recipe.eval.model_dump(),
         }
-        save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)  # type: ignore[arg-type]
+        save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)
 
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:

@@ -26,7 +26,7 @@ from eval.runtime.round import Decoder, RoundState
 from eval.runtime.sampling import RowSampling
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.stops import StopWatch
-from heads.base import DraftHead
+from heads.base import Drafter
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
@@ -70,7 +70,7 @@ class Engine:
     def __init__(
         self,
         target: FrozenTarget,
-        head: DraftHead | None = None,
+        head: Drafter | None = None,
         *,
         shape: TreeShape = ROOT_ONLY,
         batch_size: int = 1,

@@ -77,4 +77,6 @@ def observe(decoder: Decoder, features: dict[int, Features], spans: dict[int, Te
         tokens[row, : len(span)] = span
         taps[row, :C], hidden[row, :C] = features[row].taps[0], features[row].hidden[0]
         count[row] = len(span) - 1
-    decoder.head.observe(decoder.head_state, Observation(tokens, taps, hidden, torch.full_like(count, start), count))
+    decoder.head.observe(
+        decoder.head_state, Observation(tokens, taps, hidden, torch.full_like(count, start), count, None)
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from eval.runtime.accept import Acceptance, match, match_chain
 from eval.runtime.hf import TargetStep
 from eval.runtime.sampling import RowSampling
-from heads.base import DraftHead, Observation
+from heads.base import Drafter, Observation
 from heads.target import Features
 from heads.tree import Proposal, TreeShape, ancestors
 
@@ -71,7 +71,7 @@ class Decoder:
 
     step: TargetStep
     shape: TreeShape
-    head: DraftHead | None
+    head: Drafter | None
     head_state: Any
     sampling: RowSampling
     eos: Tensor  # (number of them,) int64
@@ -96,7 +96,7 @@ class Decoder:
     def propose(self) -> Proposal:
         """The head's tree below each root; the root alone without a head."""
         if self.head is not None:
-            return self.head.propose(self.head_state, self.sampling.perturb)
+            return self.head.propose(self.head_state, self.sampling.pick)
         root = self.state.root[:, None]
         return Proposal(root, self.zeros, self.zeros, self.zeros)
 
@@ -163,6 +163,7 @@ class Decoder:
             hidden=features.hidden.gather(1, path.expand(-1, -1, features.hidden.shape[-1])),
             start=self.state.length.clone(),
             count=count,
+            nodes=acceptance.path,
         )
         self.head.observe(self.head_state, observation)
 

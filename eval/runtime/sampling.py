@@ -93,6 +93,14 @@ class RowSampling:
         noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
         return noise.add_(self.log_law(logits)).argmax(dim=-1)
 
+    def pick(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Children for the rule `match` (`heads.base.Pick`): the likeliest to be chosen, noise and all."""
+        scores = self.perturb(logits, positions, token_ids).log_softmax(-1)
+        logp, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
+        return columns if token_ids is None else token_ids[columns], logp
+
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.prompts import Prompt
 from eval.runtime.engine import Engine, Request
-from heads.base import Batch, HeadLoss, Observation, Perturb, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import Proposal, TreeShape, grow
 
@@ -64,16 +64,11 @@ class PairHead(nn.Module):
         state.root = torch.where(known, newest, state.root)
         state.position = torch.where(known, observation.start + observation.count, state.position)
 
-    def propose(self, state: PairState, perturb: Perturb) -> Proposal:
-        def pick(logits: Tensor, level: int, R: int) -> tuple[Tensor, Tensor]:
-            positions = (state.position + level)[:, None].expand(-1, logits.shape[1])
-            best = perturb(logits, positions).topk(R, dim=-1).indices
-            return best, logits.log_softmax(dim=-1).gather(-1, best)
-
+    def propose(self, state: PairState, pick: Pick) -> Proposal:
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             return self.table[tokens]
 
-        return grow(state.shape, state.root, self.table[state.root][:, None], pick, expand)
+        return grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
 
 
 @pytest.fixture(scope="session")

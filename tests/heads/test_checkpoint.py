@@ -34,7 +34,15 @@ CONFIG = Eagle3Config(
     rope_theta=5e5,
     max_position_embeddings=64,
 )
-TARGET = {"name": "org/target", "architecture": "LlamaForCausalLM", "fingerprint": "f00d", "eos_token_id": [1, 7]}
+TARGET = {
+    "name": "org/target",
+    "architecture": "LlamaForCausalLM",
+    "fingerprint": "f00d",
+    "hidden_size": 16,
+    "vocab_size": 40,
+    "num_layers": 12,
+    "eos_token_id": [1, 7],
+}
 
 
 def make_head(**changes: Any) -> Eagle3:
@@ -142,11 +150,13 @@ def test_the_config_is_what_engines_read(folder: Path) -> None:
 
 def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> None:
     config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
-    target: Any = SimpleNamespace(name="t", model=object(), config=config, fingerprint="abcd")
+    sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
+    target: Any = SimpleNamespace(name="t", model=object(), config=config, fingerprint="abcd", **sizes)
     assert target_record(target) == {
         "name": "t",
         "architecture": "object",
         "fingerprint": "abcd",
+        **sizes,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": None,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Batch, Observation, TargetEnds
-from heads.eagle3 import Eagle3, Eagle3Config
+from heads.eagle3 import Eagle3, Eagle3Config, Eagle3State
 from heads.errors import UserError
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
@@ -150,16 +150,17 @@ def test_documents_do_not_see_each_other() -> None:
     alone = dataclasses.replace(batch, taps=batch.taps.clone(), embeddings=batch.embeddings.clone())
     alone.taps[0, :11].normal_()
     alone.embeddings[0, :11].normal_()
-    for i, (before, after) in enumerate(zip(head.unroll(batch), head.unroll(alone), strict=True)):
+    for i, (before, after) in enumerate(zip(head.unroll(batch, 4), head.unroll(alone, 4), strict=True)):
         torch.testing.assert_close(before[0, 14 : 20 - i], after[0, 14 : 20 - i])  # later slots have no token to see
         assert not torch.allclose(before[0, :11], after[0, :11])
 
 
-def greedy(logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-    return logits
+def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
+    return columns if token_ids is None else token_ids[columns], logp
 
 
-def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> object:
+def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> Eagle3State:
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
     M = max(lengths)
     state = head.new_state(
@@ -173,6 +174,7 @@ def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> objec
             hidden=batch.hidden[:, :M],
             start=torch.zeros(len(lengths), dtype=torch.int64),
             count=torch.tensor(lengths),
+            nodes=None,
         ),
     )
     return state
@@ -187,12 +189,12 @@ def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
     state = observe(head, batch, "chain:4", lengths)
     seen: list[Tensor] = []
     hook = head.lm_head.register_forward_hook(lambda module, args, out: seen.append(args[0]))
-    proposal = head.propose(state, greedy)  # type: ignore[arg-type]
+    proposal = head.propose(state, greedy)
     hook.remove()
     tokens = batch.tokens.clone()
     for b, n in enumerate(lengths):
         tokens[b, n + 1 : n + 5] = proposal.tokens[b, 1:]
-    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens)))
+    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens)), 4)
     for i, drafted in enumerate(seen):
         for b, n in enumerate(lengths):
             torch.testing.assert_close(drafted[b, 0], trained[i][b, n - 1])
@@ -201,11 +203,11 @@ def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
 def test_a_chain_equals_a_loop_that_recomputes_everything() -> None:
     head, batch = make_head(), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, "chain:4", [n]), greedy)  # type: ignore[arg-type]
+    proposal = head.propose(observe(head, batch, "chain:4", [n]), greedy)
     tokens = batch.tokens.clone()
     for i in range(4):
         cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
-        best = head.lm_head(head.unroll(cut)[i][0, n - 1]).argmax()
+        best = head.lm_head(head.unroll(cut, 4)[i][0, n - 1]).argmax()
         tokens[0, n + 1 + i] = head.kept[best]
     assert proposal.tokens[0].tolist() == tokens[0, n : n + 5].tolist()
     assert proposal.parents.tolist() == [[0, 0, 1, 2, 3]]
@@ -214,14 +216,14 @@ def test_a_chain_equals_a_loop_that_recomputes_everything() -> None:
 def test_observing_in_pieces_equals_observing_at_once() -> None:
     """Rounds observe a ragged handful of positions at a time, with junk behind; nothing of it may be seen later."""
     head, batch = make_head(), make_batch([[20], [20]])
-    whole = head.propose(observe(head, batch, "tree:3x3x9", [12, 12]), greedy)  # type: ignore[arg-type]
+    whole = head.propose(observe(head, batch, "tree:3x3x9", [12, 12]), greedy)
     state = head.new_state(batch.ends, batch_size=2, capacity=28, shape=parse_shape("tree:3x3x9"))
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)
         rows = start[:, None] + torch.arange(6)
         taps, hidden = (x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.taps, batch.hidden))
-        head.observe(state, Observation(batch.tokens.gather(1, rows), taps, hidden, start.clone(), count))
+        head.observe(state, Observation(batch.tokens.gather(1, rows), taps, hidden, start.clone(), count, None))
         head.propose(state, greedy)
         start += count
     pieces = head.propose(state, greedy)
@@ -236,7 +238,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
     branches."""
     head, batch = make_head(), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, shape, [n]), greedy)  # type: ignore[arg-type]
+    proposal = head.propose(observe(head, batch, shape, [n]), greedy)
     for node in range(1, proposal.tokens.shape[1]):
         path, at = [], node
         while at:
@@ -247,7 +249,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
         total = 0.0
         for i, step in enumerate(path):
             cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
-            logq = head.lm_head(head.unroll(cut)[i][0, n - 1]).log_softmax(-1)
+            logq = head.lm_head(head.unroll(cut, 4)[i][0, n - 1]).log_softmax(-1)
             token = int(proposal.tokens[0, step])
             total += float(logq[(head.kept == token).nonzero()[0, 0]].detach())
             tokens[0, n + 1 + i] = token
@@ -262,11 +264,11 @@ def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
 
 def test_each_option_changes_the_function() -> None:
     batch = make_batch([[20]])
-    plain = make_head().unroll(batch)
+    plain = make_head().unroll(batch, 4)
     for option in ("fc_norm", "norm_output"):
-        changed = make_head(**{option: True}).unroll(batch)
+        changed = make_head(**{option: True}).unroll(batch, 4)
         assert not torch.allclose(plain[1], changed[1]), option
-    assert torch.equal(plain[0], make_head(norm_output=True).unroll(batch)[0])  # the first step recycles nothing yet
+    assert torch.equal(plain[0], make_head(norm_output=True).unroll(batch, 4)[0])  # the first step recycles nothing yet
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.families import final_norm_scale
-from heads.registry import FROM_TARGET, HEADS, build_head, recipe_settings, rope_theta
+from heads.families import final_norm_scale, rope_theta
+from heads.registry import HEADS, build_head, recipe_settings
 from heads.target import FrozenTarget, load_target
 from heads.vocab import kept_ids
 
@@ -57,7 +57,7 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
         torch.testing.assert_close(drafted, target.ends.logits(features.hidden)[..., head.kept])
 
 
-@pytest.mark.parametrize("name", sorted(FROM_TARGET))
+@pytest.mark.parametrize("name", sorted(Eagle3.FROM_TARGET))
 def test_what_the_target_decides_is_not_a_setting(name: str, target: FrozenTarget) -> None:
     assert name not in recipe_settings("eagle3")
     with pytest.raises(UserError, match=f"head.{name}: decided by the target"):

@@ -72,8 +72,10 @@ class Law:
             logits.zero_()
         return 2 * logits
 
-    def pick(self, logits: Tensor, level: int, R: int) -> tuple[Tensor, Tensor]:
-        best = logits.log_softmax(-1).topk(R, dim=-1)
+    def pick(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        best = logits.log_softmax(-1).topk(count, dim=-1)
         return best.indices, best.values
 
     def expand(self, tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
@@ -93,7 +95,8 @@ class Law:
 
     def grow(self) -> Proposal:
         first = torch.stack([self.logits(b, ()) for b in range(self.batch)])[:, None]
-        return grow(self.shape, torch.arange(self.batch), first, self.pick, self.expand)
+        root = torch.arange(self.batch)
+        return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None)
 
 
 def naive_dynamic(law: Law, b: int) -> dict[Path, float]:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from heads.base import Batch, HeadLoss, Observation, Perturb, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import Proposal, TreeShape
@@ -91,7 +91,7 @@ class LinearHead(nn.Module):
         state["root"] = torch.where(live, root, state["root"])
         state["hidden"] = torch.where(live[:, None], hidden, state["hidden"])
 
-    def propose(self, state: dict[str, Any], perturb: Perturb) -> Proposal:
+    def propose(self, state: dict[str, Any], pick: Pick) -> Proposal:
         shape, root = state["shape"], state["root"]
         normed = self.norm(state["hidden"])
         tokens = torch.stack([root, *(head(normed).argmax(-1) for head in self.heads[: shape.depth])], dim=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.base import Observation, Perturb, TargetEnds
+from heads.base import Observation, Pick, TargetEnds
 from heads.target import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
@@ -156,7 +156,7 @@ class ScriptedHead:
         torch.testing.assert_close(observation.taps[row, :count], true.taps[0, span], atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(observation.hidden[row, :count], true.hidden[0, span], atol=1e-6, rtol=1e-6)
 
-    def propose(self, state: Story, perturb: Perturb) -> Proposal:
+    def propose(self, state: Story, pick: Pick) -> Proposal:
         trees = [self.draw_tree(state.shape, history) for history in state.histories]
         tokens, parents, depths = (torch.tensor(part) for part in zip(*trees, strict=True))
         return Proposal(tokens, parents, depths, torch.zeros(tokens.shape))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.base import Observation, Perturb, TargetEnds
+from heads.base import Observation, Pick, TargetEnds
 from heads.target import FrozenTarget
 from heads.tree import Proposal, TreeShape, grow, parse_shape
 
@@ -52,18 +52,14 @@ class BigramHead:
             torch.where(observation.count > 0, observation.start + observation.count, state["position"])
         )
 
-    def propose(self, state: dict[str, Any], perturb: Perturb) -> Proposal:
+    def propose(self, state: dict[str, Any], pick: Pick) -> Proposal:
         ends = state["ends"]
-
-        def pick(logits: Tensor, level: int, ranks: int) -> tuple[Tensor, Tensor]:
-            positions = (state["position"][:, None] + level).expand(logits.shape[:2])
-            best = perturb(logits, positions).topk(ranks, dim=-1).indices
-            return best, logits.float().log_softmax(-1).gather(-1, best)
 
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             return ends.logits(ends.embed(tokens))  # type: ignore[no-any-return]
 
-        return grow(state["shape"], state["root"], ends.logits(ends.embed(state["root"][:, None])), pick, expand)
+        first = ends.logits(ends.embed(state["root"][:, None]))
+        return grow(state["shape"], state["root"], state["position"], first, pick, expand, None)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         raise NotImplementedError
