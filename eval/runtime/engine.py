@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.cache import round_up
 from eval.runtime.hf import TargetStep, probe
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Output as Output
@@ -27,6 +26,7 @@ from eval.runtime.sampling import RowSampling
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.stops import StopWatch
 from heads.base import Drafter
+from heads.cache import round_up
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape

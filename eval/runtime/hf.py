@@ -6,7 +6,7 @@ Letters: B rows, N nodes of a step, C tokens of a prefill chunk, E slots shown t
 import torch
 from torch import Tensor
 
-from eval.runtime.cache import RowCache, round_up
+from heads.cache import RowCache, round_up
 from heads.errors import UserError
 from heads.target import Features, FrozenTarget
 from heads.tree import Proposal, ancestors

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eval.runtime.cache import RowCache, round_up
+from heads.cache import RowCache, round_up
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (6, 3)], ids=["equal", "keys wider than values"])
