@@ -181,6 +181,7 @@ class Training:
             {
                 "step": state.step,
                 "tau": found.tau,
+                "tau_by_training_step": found.estimate,
                 "alpha": found.alpha,
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -10,10 +11,13 @@ from eval.measure import trace
 from eval.metrics import acceptance_by_depth, tau
 from eval.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
+from eval.runtime.round import is_chain
 from eval.runtime.sampling import Sampling
+from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
+from train.estimate import estimate_tau
 from train.recipe import Eval
 
 
@@ -23,6 +27,8 @@ class Measured:
 
     tau: float
     alpha: list[float | None]
+    estimate: float | None
+    """tau by the training step, on the same texts; None where drafts are not greedy chains."""
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[Request]:
@@ -62,4 +68,9 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
     engine = Engine(target, head, shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest)  # type: ignore[arg-type]
     outputs = engine.generate(requests)
     traces = [trace(output) for output in outputs]
-    return Measured(tau(traces), acceptance_by_depth(traces, shape.depth))
+    estimate = None
+    if settings.temperature == 0 and is_chain(shape):
+        prompts, texts = [request.prompt for request in requests], [output.tokens for output in outputs]
+        dtype = next(head.parameters()).dtype
+        estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
+    return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)

@@ -81,7 +81,10 @@ class Tracker:
         if metrics["best_step"] != metrics["step"]:
             best = f"best {metrics['best_tau']:.3f} at step {metrics['best_step']}"
         alpha = " ".join("-" if rate is None else f"{rate:.2f}" for rate in metrics["alpha"])
-        self.say(f"step {metrics['step']}  measured tau {metrics['tau']:.3f}  acceptance by depth {alpha}  ({best})")
+        estimate = metrics["tau_by_training_step"]
+        by_training = "" if estimate is None else f" ({estimate:.3f} by the training step)"
+        measured = f"measured tau {metrics['tau']:.3f}{by_training}"
+        self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def finish(self, *, code: int = 0) -> None:
         """Close everything; may be called twice."""

@@ -73,6 +73,10 @@ class LinearHead(nn.Module):
         summed = torch.stack(sums)
         return HeadLoss((scale * summed).sum(), summed.detach(), {"correct": torch.stack(correct)})
 
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        guesses = [head(self.norm(batch.hidden)).argmax(-1) for head in self.heads[:depth]]
+        return torch.stack([guess == batch.tokens.roll(-k - 2, 1) for k, guess in enumerate(guesses)])
+
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
         if shape.top_k != 1 or shape.depth > self.config.depth:
             raise UserError("linear heads draft chains up to their depth")

@@ -1,0 +1,50 @@
+"""tau by the training step is tau by the runtime."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.runtime.engine import Engine, Request
+from heads.registry import HEADS, build_head
+from heads.target import FrozenTarget, load_target
+from heads.tree import parse_shape
+from train.estimate import estimate_tau, foreseen, walk
+
+SETTINGS: dict[str, dict[str, object]] = {"eagle3": {"taps": [1, 4, 7], "norm_output": True}}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarget) -> None:
+    """Round by round, for a head that is right now and then."""
+    torch.manual_seed(0)
+    head = build_head(kind, SETTINGS.get(kind, {}), target, torch.ones(target.vocab_size)).double()
+    prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
+    depth = 4
+    engine = Engine(target, head, shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64)
+    outputs = engine.generate([Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)])
+    texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
+    hits = foreseen(target, head, texts, depth, torch.float64)
+    for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
+        rounds = walk(run.tolist(), root=len(prompt), end=len(text))
+        assert (
+            sum(rounds)
+            == len(output.tokens) - 1
+            == sum(output.accepted) + output.rounds - (output.accepted[-1] == rounds[-1])
+        )
+        assert [emitted - 1 for emitted in rounds[:-1]] == output.accepted[:-1]
+    emitted = sum(len(output.tokens) - 1 for output in outputs)
+    assert sum(sum(output.accepted) for output in outputs) > 0
+    estimate = estimate_tau(target, head, prompts, [o.tokens for o in outputs], depth, dtype=torch.float64, rows=2)
+    assert estimate == emitted / sum(output.rounds for output in outputs)
+
+
+def test_a_walk_goes_from_root_to_root() -> None:
+    accepted = [9, 2, 9, 9, 0, 1, 9, 3, 9]
+    assert walk(accepted, root=1, end=9) == [3, 1, 2, 1]  # roots at 1, 4, 5, 7; the last round is cut by the end
+    assert walk(accepted, root=8, end=9) == []
