@@ -109,8 +109,7 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     head = _make_head(folder, record, weights)
-    expected = {name: tuple(value.shape) for name, value in head.saved().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
+    expected, found = forms(head.saved()), forms(weights)
     for name in sorted(expected.keys() | found.keys()):
         ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
         if ours != theirs:
@@ -123,6 +122,14 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
         )
     head.restore(weights)
     return head.to(device=device, dtype=dtype).eval()
+
+
+def forms(weights: dict[str, Tensor]) -> dict[str, str]:
+    """Shape and kind of number of each tensor; floating-point tensors may come in any width."""
+    return {
+        name: f"{tuple(value.shape)} {'floating-point' if value.is_floating_point() else value.dtype}"
+        for name, value in weights.items()
+    }
 
 
 def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Any:

@@ -68,13 +68,11 @@ class Eagle3Config(BlockConfig):
             raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
         if self.loss not in LOSSES:
             raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"head.num_key_value_heads ({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise UserError(f"head.head_dim: rotary positions need an even number, got {self.head_dim}")
+        if not all(isinstance(tap, int) for tap in self.taps):
+            raise UserError(f"head.taps: expected numbers of layers, got {self.taps}")
+        if not self.rope_theta > 0:
+            raise UserError(f"head.rope_theta: expected a number above 0, got {self.rope_theta}")
+        self.check_block()
 
 
 @dataclass

@@ -4,11 +4,13 @@ Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I interme
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from heads.errors import UserError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
@@ -24,6 +26,22 @@ class BlockConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+
+    def check_block(self) -> None:
+        """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
+        for field in fields(BlockConfig):
+            value = getattr(self, field.name)
+            right = isinstance(value, int | float if field.name == "rms_norm_eps" else int)
+            if not right or isinstance(value, bool) or not value > 0:
+                what = "number" if field.name == "rms_norm_eps" else "whole number"
+                raise UserError(f"head.{field.name}: expected a {what} above 0, got {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"head.num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head.head_dim: rotary positions need an even number, got {self.head_dim}")
 
 
 def remade(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

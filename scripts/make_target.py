@@ -6,7 +6,6 @@ and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a
 `checkpoints/`; a run that was stopped goes on from the newest.
 """
 
-import math
 import os
 import sys
 import time
@@ -26,11 +25,9 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreT
 from eval.command import exit_status
 from eval.corpus import read_split
 from eval.files import write_text
-from eval.metrics import is_loop
-from eval.runtime.engine import Engine, Request
+from eval.target_card import Making, measure_target, target_card
 from heads.attention import causal_attention
 from heads.errors import UserError
-from heads.target import load_target
 from train.checkpointing import join_optimizer, split_optimizer
 from train.launch import leave, make_accelerator, on_main
 from train.recipe import Train
@@ -44,8 +41,6 @@ WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
 """How text is cut before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
 END = "<|endoftext|>"
 COMMAND = "accelerate launch --multi_gpu --num_processes 3 scripts/make_target.py recipes/quickstart/target.yaml"
-EVAL_CONTEXT = 512
-SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
 
 
 class TokenizerSettings(Settings):
@@ -324,77 +319,18 @@ def publish(recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokeniz
     model.save_pretrained(out)
     tokenizer.model_max_length = recipe.model.max_position_embeddings
     tokenizer.save_pretrained(out)
-    write_text(out / "README.md", card(recipe, folder, measure(folder, out, tokenizer)))
-    print((out / "README.md").read_text())
-
-
-def measure(folder: Path, path: Path, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Bits per byte and accuracy over the whole held-out split, and greedy continuations of prompts from it."""
-    target = load_target(str(path), dtype=torch.float32)
-    ids = torch.from_numpy(np.load(folder / "held_out.npy").astype(np.int64))
-    windows = ids[: (len(ids) - 1) // EVAL_CONTEXT * EVAL_CONTEXT].view(-1, EVAL_CONTEXT)
-    # A byte-level token's name has one letter a byte; the token that ends a document stands for none.
-    names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
-    sizes = torch.tensor([0 if name == END else len(name) for name in names])
-    positions = torch.arange(EVAL_CONTEXT - 1)[None]
-    nats, hits, count, size = 0.0, 0, 0, 0
-    for rows in windows.split(4):
-        spot = positions.expand(len(rows), -1)
-        hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
-        logits = target.ends.logits(hidden)
-        nats += nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-        hits += int((logits.argmax(-1) == rows[:, 1:]).sum())
-        count += rows[:, 1:].numel()
-        size += int(sizes[rows[:, 1:]].sum())
-    step = max(1, len(windows) // SAMPLES)
-    prompts = [row[:SAMPLE_PROMPT].tolist() for row in windows[::step][:SAMPLES]]
-    engine = Engine(target, batch_size=8, max_length=EVAL_CONTEXT)
-    outputs = engine.generate([Request(prompt, max_new_tokens=SAMPLE_TOKENS) for prompt in prompts])
-    return {
-        "bits_per_byte": nats / math.log(2) / size,
-        "accuracy": hits / count,
-        "tokens": count,
-        "loops": sum(is_loop(output.tokens) for output in outputs),
-        "prompts": len(prompts),
-        "samples": [
-            (tokenizer.decode(p), tokenizer.decode(o.tokens)) for p, o in zip(prompts[:3], outputs[:3], strict=True)
-        ],
-    }
-
-
-def card(recipe: TargetRecipe, folder: Path, found: dict[str, Any]) -> str:
-    """The README of the made target."""
-    settings = recipe.train
-    seen = sum(stage.steps for stage in settings.stages) * settings.tokens_per_step
-    text = len(np.load(folder / "train.npy", mmap_mode="r"))
-    size, vocab = recipe.model, recipe.tokenizer.vocab_size
-    measured = f"{found['tokens'] / 1e6:.2f} million tokens, context {EVAL_CONTEXT}"
-    loops = f"{found['loops']} of {found['prompts']} ({SAMPLE_TOKENS} tokens each; `eval.metrics.is_loop`)"
-    samples = "\n\n".join(
-        f"Prompt (held out):\n\n```python\n{p}\n```\n\nGreedy continuation:\n\n```python\n{o}\n```"
-        for p, o in found["samples"]
+    size, seen = recipe.model, sum(stage.steps for stage in recipe.train.stages) * recipe.train.tokens_per_step
+    facts = Making(
+        layers=size.num_hidden_layers,
+        hidden_size=size.hidden_size,
+        vocab_size=recipe.tokenizer.vocab_size,
+        tokens=len(np.load(folder / "train.npy", mmap_mode="r")),
+        tokens_seen=seen,
+        command=COMMAND,
     )
-    return f"""# A small real code model
-
-A Llama-architecture model of {size.num_hidden_layers} layers and width {size.hidden_size} with a byte-level BPE of
-{vocab} tokens, trained from scratch by `scripts/make_target.py` so that draft heads can be trained and measured without
-a hub.
-
-| | |
-|---|---|
-| data | Python source of one machine: standard library and installed packages, {text / 1e6:.1f} million tokens |
-| held out | whole modules, by a hash of their path (`eval/corpus.py`); near copies of them are left out of training |
-| tokens seen | {seen / 1e6:.1f} million |
-| held-out bits per byte | {found["bits_per_byte"]:.3f} over {measured} |
-| held-out next-token accuracy | {found["accuracy"]:.3f} |
-| greedy continuations stuck in a loop | {loops} |
-
-Make it again: `{COMMAND}`
-
-## Samples
-
-{samples}
-"""
+    found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, end=END)
+    write_text(out / "README.md", target_card(facts, found))
+    print((out / "README.md").read_text())
 
 
 if __name__ == "__main__":

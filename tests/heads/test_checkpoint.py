@@ -251,7 +251,8 @@ def set_nan(weights: dict[str, Tensor]) -> None:
         (lambda w: w.pop("d2t"), "d2t"),
         (lambda w: w.pop("t2d"), "t2d"),
         (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
-        (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\), found \(16, 32\)"),
+        (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\) .*, found \(16, 32\)"),
+        (lambda w: w.update({"fc.weight": w["fc.weight"].int()}), r"expected .* floating-point, found .* torch.int32"),
         (set_nan, "fc.weight holds values that are not finite"),
         (lambda w: w.update(d2t=w["d2t"][:-1]), "d2t"),
         (lambda w: w.update(d2t=w["d2t"].float()), "d2t"),
@@ -265,6 +266,27 @@ def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: 
     change_weights(folder, change)
     text = refusal(load_head, folder)
     assert re.search(words, text) and str(folder) in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": "a"},
+        {"rms_norm_eps": 0},
+        {"intermediate_size": 0},
+        {"head_dim": 7},
+        {"rope_theta": "b"},
+        {"hidden_size": None},
+        {"num_attention_heads": True},
+        {"depth": []},
+        {"taps": "123"},
+    ],
+)
+def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())["draftsmith"]["config"]
+    set_config(folder, config={**config, **change})
+    text = refusal(load_head, folder)
+    assert str(folder) in text and "\n" not in text
 
 
 def set_config(folder: Path, **changes: Any) -> None:
