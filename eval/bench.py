@@ -30,7 +30,7 @@ from eval.command import (
     trees,
 )
 from eval.files import check_folder
-from eval.measure import find_divergences, race
+from eval.measure import Entry, find_divergences, race
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, follow_up, load_prompts, prompts_hash
 from eval.report import print_report, write_report
 from eval.results import (
@@ -48,10 +48,10 @@ from eval.results import (
 )
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
-from heads.base import DraftHead
+from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
-from heads.registry import HEADS
+from heads.registry import HEADS, UNTRAINED, untrained_kind
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
 
@@ -81,7 +81,7 @@ class BenchSettings:
 
 def run_bench(
     target: FrozenTarget,
-    head: DraftHead,
+    head: Drafter,
     tokenizer: PreTrainedTokenizerBase,
     settings: BenchSettings,
     *,
@@ -100,9 +100,8 @@ def run_bench(
             sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
             result = race(
                 target,
-                head,
+                [Entry(head, shape) for shape in shapes],
                 prompts,
-                shapes,
                 sampling,
                 max_new_tokens=settings.max_new_tokens,
                 batch_size=settings.batch_size,
@@ -174,9 +173,9 @@ def choose_prompts(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, set
     return prompts
 
 
-def kind_of(head: DraftHead) -> str:
+def kind_of(head: Drafter) -> str:
     """The head's name in the registry."""
-    return next(kind for kind, cls in HEADS.items() if isinstance(head, cls))
+    return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
 
 
 def progress_bar() -> Progress:
@@ -195,7 +194,8 @@ def progress_bar() -> Progress:
 def bench_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = to_settings(options)
-    out = options.out or default_out(find_head(options.head))
+    untrained = untrained_kind(options.head)
+    out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
     check_folder(out, "--out")
     opened = open_head(options)
     results = run_bench(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)

@@ -7,8 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
-from heads.base import DraftHead
+from heads.base import Drafter
 from heads.checkpoint import check_fits, find_head, load_head, read_config
 from heads.errors import UserError
+from heads.registry import build_untrained, untrained_kind
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import TreeShape, parse_shape
 
@@ -105,8 +105,7 @@ def _told() -> Iterator[None]:
 class Opened:
     """A head with the target it was trained for."""
 
-    folder: Path
-    head: DraftHead
+    head: Drafter
     target: FrozenTarget
     tokenizer: PreTrainedTokenizerBase
 
@@ -120,22 +119,40 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
 
 
+HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
+
+
 def add_head_options(parser: argparse.ArgumentParser) -> None:
     """The head, and options that say how its target is loaded."""
-    parser.add_argument("head", help="a run directory, a head's directory or a hub id")
+    parser.add_argument("head", help=HEAD_HELP)
     parser.add_argument("--target", help="the target's path; by default the one the head was trained for")
     add_target_options(parser)
 
 
 def open_head(options: argparse.Namespace) -> Opened:
     """Load the head that the command line names, and its target."""
-    folder = find_head(options.head)
-    path = options.target or read_config(folder)["target"]["name"]
+    target, tokenizer = open_target(options.target or target_path(options.head), options)
+    return Opened(fitting_head(options.head, target), target, tokenizer)
+
+
+def target_path(head: str) -> str:
+    """The target that a head was trained for. UserError where it does not say."""
+    if untrained_kind(head):
+        raise UserError(f"{head}: drafts for any target; give --target")
+    folder = find_head(head)
+    path = read_config(folder)["target"]["name"]
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
-    target, tokenizer = open_target(path, options)
+    return path
+
+
+def fitting_head(head: str, target: FrozenTarget) -> Drafter:
+    """The head that a text names, trained or not. UserError if it was trained for another target."""
+    if untrained_kind(head):
+        return cast(Drafter, build_untrained(head, target))
+    folder = find_head(head)
     check_fits(folder, target)
-    return Opened(folder, load_head(folder, dtype=target.dtype, device=target.device), target, tokenizer)
+    return cast(Drafter, load_head(folder, dtype=target.dtype, device=target.device))
 
 
 def open_target(path: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:

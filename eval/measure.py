@@ -1,8 +1,8 @@
 """Decode the same prompts plainly and with drafts, timed in turns, and compare every token.
 
-Prompts that are decoded together form a unit. For each unit every contender (plain decoding, and each draft tree)
-decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill is timed
-apart.
+Prompts that are decoded together form a unit. For each unit every contender (plain decoding, and each head with each
+draft tree) decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill
+is timed apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,14 @@ PROFILED_PROMPTS = 4
 
 OnUnit = Callable[[int], None]
 """Called whenever one contender has decoded one unit, with the number of its prompts."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A head and the tree it drafts: what enters a race beside plain decoding."""
+
+    head: Drafter
+    shape: TreeShape
 
 
 @dataclass
@@ -84,9 +92,8 @@ class Race:
 
 def race(
     target: FrozenTarget,
-    head: Drafter,
+    entries: Sequence[Entry],
     prompts: Sequence[Prompt],
-    shapes: Sequence[TreeShape],
     sampling: Sampling,
     *,
     max_new_tokens: int,
@@ -94,29 +101,44 @@ def race(
     repeats: int,
     on_unit: OnUnit = lambda count: None,
 ) -> Race:
-    """Decode `prompts` with every contender, `repeats` times in turns. Prompt i samples with seed `sampling.seed` +
-    i."""
+    """Decode `prompts` plainly and with every entry, `repeats` times in turns. Prompt i samples with seed
+    `sampling.seed` + i."""
+    result = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    contenders = [result.plain, *result.drafting]
+    for repeat in range(repeats):
+        for unit, indices in enumerate(result.units):
+            first = (repeat + unit) % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                contender.run(unit, indices, result.requests, repeat)
+                on_unit(len(indices))
+    result.breakdowns = profile(result)
+    return result
+
+
+def line_up(
+    target: FrozenTarget,
+    entries: Sequence[Entry],
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+) -> Race:
+    """A race about to begin: every contender warm."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = longest + max_new_tokens + max(shape.nodes for shape in shapes)
+    room = longest + max_new_tokens + max(entry.shape.nodes for entry in entries)
     requests = [
         Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i))
         for i, prompt in enumerate(prompts)
     ]
     plain = Contender(ROOT_ONLY, Engine(target, batch_size=batch_size, max_length=room))
     drafting = [
-        Contender(shape, Engine(target, head, shape=shape, batch_size=batch_size, max_length=room)) for shape in shapes
+        Contender(entry.shape, Engine(target, entry.head, shape=entry.shape, batch_size=batch_size, max_length=room))
+        for entry in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
-    contenders = [plain, *drafting]
-    for contender in contenders:
+    for contender in (plain, *drafting):
         contender.engine.generate([replace(requests[i], max_new_tokens=_warm(max_new_tokens)) for i in result.units[0]])
-    for repeat in range(repeats):
-        for unit, indices in enumerate(result.units):
-            first = (repeat + unit) % len(contenders)
-            for contender in contenders[first:] + contenders[:first]:
-                contender.run(unit, indices, requests, repeat)
-                on_unit(len(indices))
-    result.breakdowns = profile(result)
     return result
 
 

@@ -21,7 +21,7 @@ from eval.files import write_text
 from eval.measure import Contender, Race, trace
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
-from heads.base import DraftHead
+from heads.base import Drafter
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -127,11 +127,16 @@ def target_facts(target: FrozenTarget) -> Results:
     }
 
 
-def head_facts(head: DraftHead, kind: str, path: str) -> Results:
-    """What identifies the head, and its size."""
-    assert isinstance(head, nn.Module)
-    config = asdict(head.config) if is_dataclass(head.config) and not isinstance(head.config, type) else {}
-    return {"kind": kind, "path": path, "parameters": num_parameters(head), "taps": list(head.taps), "config": config}
+def head_facts(head: Drafter, kind: str, path: str) -> Results:
+    """What identifies the head, and its size: weights of its own, none where the target's serve."""
+    config: Any = getattr(head, "config", None)
+    return {
+        "kind": kind,
+        "path": path,
+        "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
+        "taps": list(head.taps),
+        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+    }
 
 
 def environment(target: FrozenTarget) -> Results:

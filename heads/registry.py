@@ -7,10 +7,14 @@ from torch import Tensor
 
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
+from heads.lookup import Lookup
 from heads.target import FrozenTarget
 
 HEADS: dict[str, type[Any]] = {"eagle3": Eagle3}
 """kind -> a class that fulfils `heads.base.DraftHead`."""
+
+UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup}
+"""kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
 
 
 def recipe_settings(kind: str) -> list[str]:
@@ -27,3 +31,17 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     if forbidden := HEADS[kind].FROM_TARGET & given.keys():
         raise UserError(f"head.{min(forbidden)}: decided by the target; take it out of the recipe")
     return HEADS[kind].for_target(given, target, token_counts)
+
+
+def untrained_kind(text: str) -> str | None:
+    """The kind that a text such as `lookup:3` names; None where it is of no such form."""
+    kind, colon, _ = text.partition(":")
+    return kind if colon and kind in UNTRAINED else None
+
+
+def build_untrained(text: str, target: FrozenTarget) -> Any:
+    """The drafter that `KIND:NUMBER` names."""
+    kind, _, number = text.partition(":")
+    if not number.isdecimal():
+        raise UserError(f"{text}: expected {kind} with a number, such as {kind}:3")
+    return UNTRAINED[kind].for_target(int(number), target)

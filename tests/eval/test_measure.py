@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure import (
+    Entry,
     Race,
     find_divergences,
     first_difference,
@@ -27,7 +28,8 @@ SHAPES = [parse_shape("chain:3"), parse_shape("tree:3x2x6")]
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
 def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> Race:
     sampling = Sampling(temperature=request.param, seed=5)
-    return race(tiny_target, pair_head, tiny_prompts, SHAPES, sampling, max_new_tokens=24, batch_size=2, repeats=2)
+    entries = [Entry(pair_head, shape) for shape in SHAPES]
+    return race(tiny_target, entries, tiny_prompts, sampling, max_new_tokens=24, batch_size=2, repeats=2)
 
 
 def test_every_contender_decodes_every_prompt_in_every_repeat(run: Race) -> None:

@@ -1,0 +1,104 @@
+"""Prompt lookup (Saxena, 2023): the draft is what followed the last time the text ended as it does now. No training.
+
+Of the n newest tokens, n as large as the text allows up to `ngram`, the latest earlier occurrence is looked up in
+prompt and output; the tokens after it are proposed. A draft that runs past the newest token goes on with itself, so a
+loop is drafted to any depth. Where nothing matches, the newest token is proposed again and again: no worse a guess than
+any other, and one that the target refuses at no cost but the verification's.
+
+Letters: B batch, S slots, N drafted nodes and the root.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.base import Observation, Pick, TargetEnds
+from heads.errors import UserError
+from heads.target import FrozenTarget
+from heads.tree import Proposal, TreeShape
+
+NOTHING = -1
+"""Stands where there is no token; equal to none."""
+
+
+@dataclass(frozen=True)
+class LookupConfig:
+    """All that it depends on."""
+
+    ngram: int = 3
+    """The longest match looked for; a longer one says no more."""
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise UserError(f"lookup: expected a longest match of at least 1 token, got {self.ngram}")
+
+
+@dataclass
+class LookupState:
+    """The text of each row; slot t holds x_t, the last slot takes junk."""
+
+    shape: TreeShape
+    tokens: Tensor  # (B, S + 1) int64
+    length: Tensor  # (B,) int64, the root's position: tokens up to it are known
+
+
+class Lookup:
+    """Drafts chains by n-gram matches in the text so far."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: LookupConfig, device: torch.device | str = "cpu") -> None:
+        self.config, self.device = config, device
+
+    @classmethod
+    def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
+        """`number`: the longest match, in tokens. Any target will do."""
+        return cls(LookupConfig(number), target.device)
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
+        if shape.nodes != shape.depth + 1 or shape.top_k > 1:
+            raise UserError(
+                f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
+            )
+        tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
+        return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))
+
+    def reset_rows(self, state: LookupState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    def observe(self, state: LookupState, observation: Observation) -> None:
+        tokens, count = observation.tokens, observation.count
+        offset = torch.arange(tokens.shape[1], device=tokens.device)
+        junk = state.tokens.shape[1] - 1
+        known = (offset <= count[:, None]) & (count > 0)[:, None]  # the rows observed, and the root
+        state.tokens.scatter_(1, torch.where(known, observation.start[:, None] + offset, junk), tokens)
+        state.length.copy_(torch.where(count > 0, observation.start + count, state.length))
+
+    def propose(self, state: LookupState, pick: Pick) -> Proposal:
+        drafted = look_up(state.tokens[:, :-1], state.length, state.shape.depth, self.config.ngram)
+        root = state.tokens.gather(1, state.length[:, None])  # a row without a request has none
+        tokens = torch.cat([root, drafted], dim=1).clamp_min(0)
+        depths = torch.arange(state.shape.nodes, device=tokens.device).expand_as(tokens)
+        return Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(tokens.shape, device=tokens.device))
+
+
+def look_up(tokens: Tensor, length: Tensor, depth: int, ngram: int) -> Tensor:
+    """(B, depth) the tokens that followed the longest, then latest, earlier match of the text's end.
+
+    tokens (B, S): row b's text is its first length[b] + 1. A match ends at slot e < length[b] and is as long as the
+    tokens up to e equal those up to length[b], at most `ngram`.
+    """
+    B, S = tokens.shape
+    slot = torch.arange(S, device=tokens.device)
+    back = torch.arange(ngram, device=tokens.device)
+    end = (length[:, None] - back).clamp_min(0)  # (B, n)
+    newest = tokens.gather(1, end).masked_fill(length[:, None] < back, NOTHING - 1)
+    padded = torch.cat([tokens.new_full((B, ngram - 1), NOTHING), tokens], dim=1)
+    before = torch.stack([padded[:, ngram - 1 - j : ngram - 1 - j + S] for j in range(ngram)], dim=1)  # x_{e-j} at e
+    matched = (before == newest[..., None]).cumprod(dim=1).sum(dim=1)  # (B, S)
+    # Without a match the slot before the root wins: what followed it is the root.
+    score = torch.where(slot < length[:, None], matched * S + slot, -1)
+    found = score.argmax(dim=1, keepdim=True)  # (B, 1)
+    period = (length[:, None] - found).clamp_min(1)
+    return tokens.gather(1, found + 1 + torch.arange(depth, device=tokens.device) % period)
