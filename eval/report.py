@@ -88,8 +88,10 @@ def settings_table(results: Results) -> Table:
 
 
 def heading(results: Results) -> str:
-    """What was measured."""
-    return f"{results['head']['kind']} on {short_name(results['target']['name'])}"
+    """What was measured; a grown target is called so wherever its figures stand."""
+    grown = results["target"].get("grown_from")
+    origin = f" (grown from {short_name(grown)})" if grown else ""
+    return f"{results['head']['kind']} on {short_name(results['target']['name'])}{origin}"
 
 
 def setting_line(results: Results) -> str:

@@ -124,6 +124,7 @@ def target_facts(target: FrozenTarget) -> Results:
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
+        "grown_from": getattr(target.config, "grown_from", None),
     }
 
 

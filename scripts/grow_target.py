@@ -1,0 +1,107 @@
+"""Grow a small target, and its head, into the shape of a big model: the same function at the big model's cost.
+
+    python scripts/grow_target.py recipes/quickstart/target runs/grown-0.4b --shape 0.4b --head runs/quickstart
+    python eval/bench.py runs/grown-0.4b/head
+
+New width, heads and layers are zeros (`eval/grown.py`). The grown model's logits are checked against the small one's
+before anything is kept; every report calls such a target grown.
+"""
+
+import argparse
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.command import Parser, count, exit_status, open_target
+from eval.files import check_folder
+from eval.grown import SHAPES, Growth, ModelShape, grow_eagle3, grow_llama, shape_of
+from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
+from heads.eagle3 import Eagle3
+from heads.errors import UserError
+from heads.target import FrozenTarget
+from train.run_folder import whole_folder
+
+CHECKED_TOKENS = 64
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def grow(options: argparse.Namespace) -> int:
+    """Grow, check, save; 0."""
+    check_folder(options.out.parent, "OUT")
+    options.device = torch.device("cpu")
+    target, tokenizer = open_target(options.target, options)
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(ModelShape)
+        if getattr(options, field.name) is not None
+    }
+    small = shape_of(target.config)
+    shape = replace(SHAPES[options.shape] if options.shape else small, **given)
+    folder = find_head(options.head) if options.head else None
+    if folder is not None:
+        check_fits(folder, target)
+    growth = Growth(small, shape, target.config.rms_norm_eps)
+    model = grow_llama(target.model, shape)
+    model.config.grown_from = target.name
+    grown = FrozenTarget(model, str(options.out))
+    error, agreement = difference(target, grown)
+    limit = TOLERANCE.get(target.dtype, 0.1)
+    print(f"logits differ by {error:.1e} (relative), greedy choices agree {agreement:.1%}, {CHECKED_TOKENS} tokens")
+    if not error < limit:
+        raise UserError(f"the grown model is not the small one: logits differ by {error:.1e}, at most {limit} expected")
+    with whole_folder(options.out) as path:
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    if folder is not None:
+        head = load_head(folder, dtype=target.dtype)
+        if not isinstance(head, Eagle3):
+            raise UserError(f"{options.head}: only eagle3 heads can be grown")
+        large = grow_eagle3(
+            head,
+            growth,
+            intermediate_size=options.head_intermediate_size or shape.intermediate_size,
+            draft_vocab_size=options.draft_vocab_size or head.config.draft_vocab_size,
+            num_layers=shape.num_hidden_layers,
+        )
+        save_head(large, options.out / "head", target=target_record(grown), provenance={"grown_from": str(folder)})
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{options.out}: {parameters / 1e9:.2f}B parameters" + (", head in head/" if folder else ""))
+    return 0
+
+
+@torch.no_grad()
+def difference(small: FrozenTarget, large: FrozenTarget) -> tuple[float, float]:
+    """The relative distance of the two models' logits on some tokens, and how often their greedy choices agree."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(small.vocab_size, (1, CHECKED_TOKENS), generator=draw)
+    positions = torch.arange(CHECKED_TOKENS)[None]
+    both = []
+    for target in (small, large):
+        hidden = target.packed_features(tokens, positions, torch.zeros_like(positions), ()).hidden
+        both.append(target.ends.logits(hidden))
+    agreement = (both[0].argmax(-1) == both[1].argmax(-1)).double().mean()  # over the grown vocabulary
+    ours = both[1][..., : small.vocab_size]
+    return float((ours - both[0]).norm() / both[0].norm()), float(agreement)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description="Grow a small target, and its head, into the shape of a big model.")
+    add: Any = parser.add_argument
+    add("target", help="a folder or hub id of a Llama-architecture model")
+    add("out", type=Path, help="the folder to make")
+    add("--head", help="an EAGLE-3 head of it, to be grown too: a run directory, a head's directory or a hub id")
+    add("--shape", choices=sorted(SHAPES), help="whose shape; single sizes can be named beside it or without it")
+    for field in fields(ModelShape):
+        add(f"--{field.name.replace('_', '-')}", type=count, help=argparse.SUPPRESS)
+    add("--head-intermediate-size", type=count, help="the head's, by default the grown target's")
+    add("--draft-vocab-size", type=count, help="the grown head's, by default the head's own")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="to store and check it in")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: grow(parse_arguments())))
