@@ -53,7 +53,6 @@ from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.registry import HEADS, UNTRAINED, untrained_kind
 from heads.target import FrozenTarget
-from heads.tree import parse_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,8 @@ def run_bench(
     console: Console | None = None,
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds."""
-    shapes = draft_shapes(settings.trees)
-    prompts = choose_prompts(target, tokenizer, settings)
+    shapes = draft_shapes(settings.trees, head)
+    prompts = choose_prompts(target, tokenizer, settings, max(shape.nodes for shape in shapes))
     measurements, suites, shown, unrepeatable = [], [], [], []
     steps = len(settings.temperatures) * settings.repeats * (1 + len(shapes)) * len(prompts)
     with progress_bar() as bar:
@@ -143,10 +142,11 @@ def withhold_speed(measurements: Sequence[Results]) -> None:
         measurement["speedup"] = None
 
 
-def choose_prompts(target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings) -> list[Prompt]:
-    """The prompts of every suite, later turns of conversations included: those follow the target's own greedy
-    answers."""
-    most_nodes = max(parse_shape(tree).nodes for tree in settings.trees)
+def choose_prompts(
+    target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, most_nodes: int
+) -> list[Prompt]:
+    """The prompts of every suite, each with room for a tree of `most_nodes`, later turns of conversations included:
+    those follow the target's own greedy answers."""
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
@@ -241,7 +241,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         dest="trees",
         type=trees,
         default=",".join(known.trees),
-        help="drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1",
+        help="drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; head is the head's own static tree",
     )
     add(
         "--temperature",

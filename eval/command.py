@@ -18,9 +18,10 @@ from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.checkpoint import check_fits, find_head, load_head, read_config
 from heads.errors import UserError
+from heads.own_tree import HEAD_TREE, shape_for
 from heads.registry import build_untrained, untrained_kind
 from heads.target import FrozenTarget, load_target, load_tokenizer
-from heads.tree import TreeShape, parse_shape
+from heads.tree import TreeShape
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,12 +72,14 @@ def temperatures(text: str) -> tuple[float, ...]:
 def trees(text: str) -> tuple[str, ...]:
     """Trees that draft something, commas between."""
     with _told():
-        return tuple(str(shape) for shape in draft_shapes([part.strip() for part in text.split(",")]))
+        named = [part.strip() for part in text.split(",")]
+        draft_shapes([part for part in named if part != HEAD_TREE])
+        return tuple(named)
 
 
-def draft_shapes(texts: Sequence[str]) -> list[TreeShape]:
-    """The shapes that texts name. UserError for one that drafts nothing."""
-    shapes = [parse_shape(text) for text in texts]
+def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
+    """The shapes that texts name for a head. UserError for one that drafts nothing."""
+    shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
         raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
     return shapes

@@ -4,9 +4,9 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, 
 included), M rows of one observation, S cache slots.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class DraftHead(Drafter, Protocol):
     Config: ClassVar[type[Any]]
     """A frozen dataclass: everything that the head's function and its training loss depend on."""
     FROM_TARGET: ClassVar[frozenset[str]]
-    """Settings of Config that only the target decides; a recipe does not name them."""
+    """Settings of Config that only the target decides, or a measurement; a recipe does not name them."""
 
     @classmethod
     def for_target(cls, settings: dict[str, Any], target: "FrozenTarget", token_counts: Tensor) -> Self:
@@ -141,3 +141,19 @@ class DraftHead(Drafter, Protocol):
 
         What the runtime accepts of a chain rooted there follows from it, without running it.
         """
+
+
+@runtime_checkable
+class TreeHead(Protocol):
+    """A head that carries a static tree of its own, which is what the tree named `head` means."""
+
+    @property
+    def tree(self) -> tuple[tuple[int, ...], ...] | None:
+        """Each node but the root as the ranks of the children on its path; None before there is one."""
+
+    @property
+    def tree_nodes(self) -> int:
+        """The most nodes it has or will have, root included; 0 if it is never to have a tree."""
+
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the tree by the labels of held-out text."""

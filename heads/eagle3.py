@@ -24,6 +24,7 @@ from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.eagle3_format import eagle3_engine_config
 from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
+from heads.labels import chain_metrics, label_slots, supervised
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES, draft_loss
 from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
@@ -225,7 +226,7 @@ class Eagle3(nn.Module):
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         K = self.config.depth
-        return torch.stack([_supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """The normed states (B, T, D) of the first `depth` steps of the training-time test."""
@@ -251,10 +252,7 @@ class Eagle3(nn.Module):
         return normed
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        row, label = _supervised(batch.loss_mask, batch.documents, AHEAD, pad=True).nonzero(as_tuple=True)  # (R,) each
-        slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
-        inside = slots.clamp_min(0)
-        valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+        row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
         unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         loss, sums, correct, overlap = draft_loss(
@@ -267,14 +265,7 @@ class Eagle3(nn.Module):
             scale,
             loss=self.config.loss,
         )
-        hits, live = (_by_slot(x, row, inside, batch.tokens.shape) for x in (correct & valid, valid))
-        metrics = {
-            "correct": hits.sum((1, 2)),
-            "accepted": hits.cumprod(0).sum((1, 2)),
-            "chains": live.cumprod(0).sum((1, 2)),
-            "overlap": overlap,
-        }
-        return HeadLoss(loss, sums, {name: value.float() for name, value in metrics.items()})
+        return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Eagle3State:
         config, weight = self.config, self.fc.weight
@@ -350,22 +341,6 @@ class Eagle3(nn.Module):
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         guesses = [self.kept[self.lm_head(normed).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
-
-
-def _supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
-    """(B, T - ahead) bool: labels whose slot, `ahead` tokens before, lies in the same document; (B, T) with `pad`."""
-    T = loss_mask.shape[1]
-    document = documents[:, ahead:]
-    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
-    return nn.functional.pad(mask, (min(ahead, T), 0)) if pad else mask
-
-
-def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
-    """(K, R) bool by label -> (K, B, T) int64 by the slot that predicts it."""
-    K = len(values)
-    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
-    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
-    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

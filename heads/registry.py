@@ -8,9 +8,10 @@ from torch import Tensor
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.lookup import Lookup
+from heads.medusa import Medusa
 from heads.target import FrozenTarget
 
-HEADS: dict[str, type[Any]] = {"eagle3": Eagle3}
+HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "medusa": Medusa}
 """kind -> a class that fulfils `heads.base.DraftHead`."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup}
@@ -29,7 +30,7 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
     """
     given = {name: value for name, value in settings.items() if value is not None}
     if forbidden := HEADS[kind].FROM_TARGET & given.keys():
-        raise UserError(f"head.{min(forbidden)}: decided by the target; take it out of the recipe")
+        raise UserError(f"head.{min(forbidden)}: decided by the target or measured; take it out of the recipe")
     return HEADS[kind].for_target(given, target, token_counts)
 
 

@@ -47,10 +47,10 @@ Row = dict[str, Any]
 
 def audit(options: argparse.Namespace) -> int:
     """Run every setting; 1 if a token differs anywhere."""
-    shapes = draft_shapes(options.trees)
     if options.out:
         check_folder(options.out.parent, "--out")
     opened = open_head(options)
+    shapes = draft_shapes(options.trees, opened.head)
     room = prompt_room(opened.target, options.max_new_tokens, max(shape.nodes for shape in shapes))
     prompts = load_prompts(
         options.prompts,

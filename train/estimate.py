@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.target import FrozenTarget
 from train.features import make_batch
-from train.packing import empty_rows
+from train.packing import Rows, empty_rows
 
 
 @torch.no_grad()
@@ -47,13 +47,18 @@ def foreseen(
     target: FrozenTarget, head: DraftHead, texts: Sequence[Sequence[int]], depth: int, dtype: torch.dtype
 ) -> Tensor:
     """(B, T) int64: for a root at each position, how many guesses of a chain below it are the text's own tokens."""
+    hits = head.foresees(make_batch(target, text_rows(texts), head.taps, dtype), depth)  # (depth, B, T), by slot
+    return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
+
+
+def text_rows(texts: Sequence[Sequence[int]]) -> Rows:
+    """One text a row, padded, without labels."""
     rows = empty_rows(len(texts), max(map(len, texts)))
     for n, text in enumerate(texts):
         T = len(text)
         rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)
         rows.documents[n, :T] = 0
-    hits = head.foresees(make_batch(target, rows, head.taps, dtype), depth)  # (depth, B, T), by slot
-    return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
+    return rows
 
 
 def walk(accepted: Sequence[int], *, root: int, end: int) -> list[int]:

@@ -23,7 +23,7 @@ from train.checkpointing import (
 from train.interrupts import Interrupted, Interrupts
 from train.interval import Interval, check_finite
 from train.launch import die_with_launcher, make_accelerator, on_main
-from train.measuring import Measured, load_requests, measure
+from train.measuring import Measured, load_requests, measure, nodes_needed
 from train.optim import lr_factor
 from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, make_head
 from train.provenance import make_provenance
@@ -85,8 +85,10 @@ class Training:
         self.recipe, self.interrupts = recipe, interrupts
         self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
         self.target = run.ground.target
-        self.requests: Sequence[Request] = load_requests(recipe.eval, run.ground.tokenizer, self.target.context_length)
-        check_head(recipe, run.ground)
+        nodes = nodes_needed(recipe.eval, check_head(recipe, run.ground))
+        self.requests: Sequence[Request] = load_requests(
+            recipe.eval, run.ground.tokenizer, self.target.context_length, nodes
+        )
         mixture = load_data(run.accelerator, recipe, run.ground, run.folder, run.tracker)
         head = make_head(recipe, run.ground, mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.

@@ -1,6 +1,6 @@
 """tau during training: the runtime drafts with the head as it stands, on held-out prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,11 +13,12 @@ from eval.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.round import is_chain
 from eval.runtime.sampling import Sampling
-from heads.base import DraftHead
+from heads.base import Batch, DraftHead, TreeHead
 from heads.errors import UserError
+from heads.own_tree import most_nodes, shape_for
 from heads.target import FrozenTarget
-from heads.tree import parse_shape
-from train.estimate import estimate_tau
+from train.estimate import estimate_tau, text_rows
+from train.features import make_batch
 from train.recipe import Eval
 
 
@@ -31,8 +32,14 @@ class Measured:
     """tau by the training step, on the same texts; None where drafts are not greedy chains."""
 
 
-def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[Request]:
-    """The held-out prompts as requests. UserError now, not after hours of training, if they do not fit the context."""
+def nodes_needed(settings: Eval, head: DraftHead) -> int:
+    """The nodes of the largest tree that will be measured. UserError for one that the head cannot have."""
+    return max(most_nodes(tree, head) for tree in [settings.tree, *(settings.report.trees or [])])
+
+
+def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
+    """The held-out prompts as requests. UserError now, not after hours of training, if they and a tree of `nodes` do
+    not fit the context."""
     prompts = load_prompts(
         settings.prompts,
         tokenizer,
@@ -48,7 +55,6 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
         seed=settings.seed,
     )
     longest = max(len(prompt.ids) for prompt in prompts)
-    nodes = max(parse_shape(tree).nodes for tree in [settings.tree, *(settings.report.trees or [])])
     needed = longest + max(settings.max_new_tokens, settings.report.max_new_tokens or 0) + nodes
     if needed > context_length:
         raise UserError(
@@ -63,7 +69,9 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
 
 def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], settings: Eval) -> Measured:
     """tau and acceptance by depth over all requests."""
-    shape = parse_shape(settings.tree)
+    if isinstance(head, TreeHead):
+        grow_own_tree(target, head, requests, settings)
+    shape = shape_for(settings.tree, head)
     longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
     engine = Engine(target, head, shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest)  # type: ignore[arg-type]
     outputs = engine.generate(requests)
@@ -74,3 +82,23 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
         dtype = next(head.parameters()).dtype
         estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
     return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
+
+
+def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Request], settings: Eval) -> None:
+    """Let the head choose its tree by the target's own greedy answers to the requests, prompts not counted."""
+    longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
+    engine = Engine(target, batch_size=min(settings.batch_size, len(requests)), max_length=longest)
+    outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
+
+    def batches() -> Iterator[Batch]:
+        dtype = next(cast(nn.Module, head).parameters()).dtype
+        for start in range(0, len(requests), settings.batch_size):
+            part = slice(start, start + settings.batch_size)
+            prompts = [request.prompt for request in requests[part]]
+            texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs[part], strict=True)]
+            rows = text_rows(texts)
+            for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+                rows.loss_mask[n, len(prompt) + 1 : len(text)] = True  # the first answer token is never drafted
+            yield make_batch(target, rows, cast(DraftHead, head).taps, dtype)
+
+    head.grow_tree(batches())

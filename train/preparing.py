@@ -49,9 +49,12 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
     return Ground(target, tokenizer)
 
 
-def check_head(recipe: Recipe, ground: Ground) -> None:
-    """Refuse settings of the head that the target cannot bear, before time is spent on data."""
-    build_head(*_head_settings(recipe), ground.target, torch.zeros(ground.target.vocab_size, dtype=torch.int64))
+def check_head(recipe: Recipe, ground: Ground) -> DraftHead:
+    """Refuse settings of the head that the target cannot bear, before time is spent on data; else such a head."""
+    head: DraftHead = build_head(
+        *_head_settings(recipe), ground.target, torch.zeros(ground.target.vocab_size, dtype=torch.int64)
+    )
+    return head
 
 
 def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: RunFolder, tracker: Tracker) -> Mixture:

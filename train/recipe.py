@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, create_model
 
 from heads.errors import UserError
+from heads.own_tree import HEAD_TREE
 from heads.registry import HEADS, recipe_settings
 from heads.tree import parse_shape
 from train.strict_yaml import Key, Settings, Source, check, read_settings, suggest
@@ -234,7 +235,7 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
     trees += [(("eval", "report", "trees", n), tree) for n, tree in enumerate(recipe.eval.report.trees or ())]
     for key, tree in trees:
         try:
-            if parse_shape(tree).nodes == 1:
+            if tree != HEAD_TREE and parse_shape(tree).nodes == 1:
                 yield key, f"expected a tree that drafts something, such as chain:5, got '{tree}'"
         except UserError as error:
             yield key, str(error)

@@ -1,0 +1,297 @@
+"""Medusa (Cai et al., arXiv 2401.10774): K heads on the target's last hidden state, each blind to the others.
+
+    head k = 1..K:  q_k = softmax(W2_k z_k),  z_k = h_t, then num_layers times  z_k <- z_k + SiLU(W1 z_k + b1)
+
+h_t is the hidden state after the final norm and head k predicts x_{t+1+k}. W1 and b1 begin at zero and W2_k as the
+target's own output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a
+divergence from the target's law of that token: in text that the target sampled the same on average, and less noisy.
+
+A tree's level k holds head k's likeliest tokens, the same below every node. The runtime's newest observed state is h_t
+where the root is x_{t+1}, so head k stands k tokens below the root in drafting as in training.
+
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.errors import UserError
+from heads.labels import chain_metrics, label_slots, supervised
+from heads.losses import LOSSES, draft_loss
+from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
+from heads.target import FrozenTarget
+from heads.tree import MOST_NODES, Proposal, TreeShape, grow
+from heads.vocab import build_vocab, kept_ids
+
+AHEAD = 2
+"""Depth 0, the paper's head 1, predicts the token at t + AHEAD."""
+LABELS = "labels"
+"""The loss of the paper: cross-entropy of the tokens in the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Everything that the head's function and its training loss depend on, and the tree that fits it."""
+
+    hidden_size: int
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    draft_vocab_size: int
+    """Tokens the head can draft; all of the target's by default, as in the paper."""
+    depth: int = 5
+    """Heads, K."""
+    num_layers: int = 1
+    """Residual blocks of each head, every one with weights of its own."""
+    depth_decay: float = 0.8
+    """Weight of depth k in the loss is depth_decay^k."""
+    loss: str = LABELS
+    """`labels`, or one of heads.losses.LOSSES, which compare with the target's law."""
+    tree_nodes: int = 64
+    """Nodes of the static tree grown from measured accuracies, root included; 0 grows none."""
+    tree: tuple[Path, ...] | None = None
+    """That tree, each node but the root as the ranks on its path; None before anything is measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "num_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"head.{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 < self.depth_decay <= 1:
+            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
+        if self.loss not in (LABELS, *LOSSES):
+            raise UserError(f"head.loss: expected one of {', '.join((LABELS, *LOSSES))}, got {self.loss!r}")
+        if self.tree_nodes != 0 and not 2 <= self.tree_nodes <= MOST_NODES:
+            raise UserError(f"head.tree_nodes: expected 2 to {MOST_NODES}, or 0 for no tree, got {self.tree_nodes}")
+
+
+@dataclass
+class MedusaState:
+    """What one batch of sequences drafts with."""
+
+    shape: TreeShape
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position
+    hidden: Tensor  # (B, D), the target's state before the root
+
+
+class ResidualBlocks(nn.Module):
+    """The blocks of one head."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+
+    def forward(self, z: Tensor) -> Tensor:
+        for layer in self.layers:
+            update = silu(layer(z))
+            z = z.to(update.dtype) + update  # the dtype of autocast, where there is one
+        return z
+
+
+class Medusa(nn.Module):
+    """The head. Its state dict is the checkpoint that vLLM reads."""
+
+    Config: ClassVar[type[MedusaConfig]] = MedusaConfig
+    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "tree"})
+    taps: tuple[int, ...] = ()
+    token_map: Tensor | None
+    kept: Tensor
+
+    def __init__(self, config: MedusaConfig, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
+        super().__init__()
+        D, V = config.hidden_size, config.vocab_size
+        if kept.shape != (config.draft_vocab_size,) or kept.dtype != torch.int64:
+            raise UserError(
+                f"token_map: expected ({config.draft_vocab_size},) int64, got {tuple(kept.shape)} {kept.dtype}"
+            )
+        if not (kept.diff() > 0).all() or kept[0] < 0 or kept[-1] >= V:
+            raise UserError(f"token_map: expected ascending target ids below {V}, got {kept.tolist()[:8]}...")
+        self.config = config
+        self.blocks = nn.ModuleList(ResidualBlocks(D, config.num_layers) for _ in range(config.depth))
+        self.lm_heads = nn.ModuleList(nn.Linear(D, config.draft_vocab_size, bias=False) for _ in range(config.depth))
+        self.register_buffer("token_map", kept if len(kept) < V else None)  # engines want none where it says nothing
+        self.register_buffer("kept", kept, persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Medusa":
+        D, width = target.hidden_size, target.lm_head_weight.shape[1]
+        if width != D:
+            raise UserError(
+                f"{target.name}: its embeddings are {width} wide and its hidden states {D}; medusa needs one width, "
+                "use another target"
+            )
+        defaults = {"hidden_size": D, "vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
+        config = MedusaConfig(**{**defaults, **settings})
+        head = cls(config, kept_ids(build_vocab(token_counts, config.draft_vocab_size)[0]))
+        head.initialise(target.lm_head_weight)
+        return head
+
+    @classmethod
+    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
+        tree = config["tree"] and tuple(tuple(int(rank) for rank in path) for path in config["tree"])
+        made = MedusaConfig(**{**config, "tree": tree})
+        if made.draft_vocab_size < made.vocab_size and "token_map" not in weights:
+            raise UserError("lacks token_map; the draft vocabulary belongs inside the head")
+        return cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
+
+    def saved(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        self.load_state_dict(weights)
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        """As vLLM read it up to 0.32, the last version with Medusa."""
+        config = self.config
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "truncated_vocab_size": config.draft_vocab_size,
+            "num_heads": config.depth,
+            "num_hidden_layers": config.num_layers,
+            "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
+            "original_lm_head": False,
+            "torch_dtype": dtype,
+        }
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        return tuple(self.config.depth_decay**k for k in range(self.config.depth))
+
+    @property
+    def tree(self) -> tuple[Path, ...] | None:
+        return self.config.tree
+
+    @property
+    def tree_nodes(self) -> int:
+        return self.config.tree_nodes
+
+    @torch.no_grad()
+    def initialise(self, lm_head: Tensor) -> None:
+        """Every head begins as the target's own output head, lm_head (V, D), on the state as it is."""
+        for block in self.blocks.modules():
+            if isinstance(block, nn.Linear):
+                nn.init.zeros_(block.weight)
+                nn.init.zeros_(block.bias)
+        for out in self.lm_heads:
+            out.weight.copy_(lm_head[self.kept.to(lm_head.device)])  # type: ignore[operator]
+
+    def step(self, hidden: Tensor, k: int) -> Tensor:
+        """(..., D) hidden states -> (..., D), what depth k's output head reads; the same in training and drafting."""
+        return self.blocks[k](hidden)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor, k: int) -> Tensor:
+        """(..., D) hidden states -> (..., Vd) logits of depth k."""
+        return self.lm_heads[k](self.step(hidden.to(self.lm_heads[k].weight.dtype), k))  # type: ignore
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        K = self.config.depth
+        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        K, V = self.config.depth, self.config.vocab_size
+        row, label, slots, valid = label_slots(batch, AHEAD, K)
+        teacher, law, loss = batch.hidden[row, label - 1], batch.ends.logits, self.config.loss
+        if loss == LABELS:
+            teacher, loss = batch.tokens[row, label], "cross_entropy"
+
+            def law(ids: Tensor) -> Tensor:  # as the logits of a target that is certain of the label
+                return torch.zeros(len(ids), V, device=ids.device).scatter_(1, ids[:, None], 1e4)
+
+        parts = [
+            draft_loss(
+                self.step(batch.hidden[row, slots[k]], k)[None],
+                self.lm_heads[k].weight,  # type: ignore[arg-type]
+                valid[k : k + 1],
+                teacher,
+                law,
+                self.kept,
+                scale[k : k + 1],
+                loss=loss,
+            )
+            for k in range(K)
+        ]
+        total, sums, correct, overlap = zip(*parts, strict=True)
+        metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
+        return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
+        config, weight = self.config, self.lm_heads[0].weight
+        if shape.depth > config.depth:
+            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
+        if shape.top_k > config.draft_vocab_size:
+            raise UserError(
+                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
+            )
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
+        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
+        return MedusaState(shape, ids[0], ids[1], hidden)
+
+    def reset_rows(self, state: MedusaState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    @torch.no_grad()
+    def observe(self, state: MedusaState, observation: Observation) -> None:
+        count, tokens = observation.count, observation.tokens
+        live, last = count > 0, (count - 1).clamp_min(0)
+        D = observation.hidden.shape[2]
+        newest = observation.hidden.gather(1, last[:, None, None].expand(-1, 1, D))[:, 0]
+        state.hidden.copy_(torch.where(live[:, None], newest, state.hidden))
+        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
+        state.length.copy_(torch.where(live, observation.start + count, state.length))
+
+    @torch.no_grad()
+    def propose(self, state: MedusaState, pick: Pick) -> Proposal:
+        levels = [self.logits(state.hidden[:, None], k) for k in range(state.shape.depth)]  # (B, 1, Vd) each
+
+        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+            return levels[level].expand(-1, tokens.shape[1], -1)
+
+        ids = None if self.token_map is None else self.kept
+        return grow(state.shape, state.root, state.length, levels[0], pick, expand, ids)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        if depth > self.config.depth:
+            raise UserError(f"depth {depth}: the head has {self.config.depth} heads")
+        guesses = [self.kept[self.logits(batch.hidden, k).argmax(-1)] for k in range(depth)]
+        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
+
+    @torch.no_grad()
+    def ranks(self, batch: Batch) -> Tensor:
+        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd where
+        the head cannot draft it. Junk where a document ends."""
+        column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
+        column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
+        found = []
+        for k in range(self.config.depth):
+            logits = self.logits(batch.hidden, k)  # (B, T, Vd)
+            place = column[batch.tokens.roll(-AHEAD - k, dims=1)][..., None]  # (B, T, 1)
+            own = logits.gather(-1, place.clamp_max(logits.shape[-1] - 1))
+            tied_before = (logits == own) & (torch.arange(logits.shape[-1], device=place.device) < place)
+            rank = ((logits > own) | tied_before).sum(-1)
+            found.append(torch.where(place[..., 0] < logits.shape[-1], rank, logits.shape[-1]))
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the static tree by how often each head's i-th candidate is the label, over held-out text."""
+        if self.config.tree_nodes == 0:
+            return
+        ranks, valid = [], []
+        for batch in batches:
+            T = batch.tokens.shape[1]
+            slots = [supervised(batch.loss_mask, batch.documents, AHEAD + k) for k in range(self.config.depth)]
+            valid.append(torch.stack([nn.functional.pad(mask, (0, T - mask.shape[1])) for mask in slots]).flatten(1))
+            ranks.append(self.ranks(batch).flatten(1))
+        most = min(MOST_RANKS, self.config.draft_vocab_size)
+        accuracies = rank_accuracies(torch.cat(ranks, 1), torch.cat(valid, 1), most)
+        self.config = replace(self.config, tree=grow_tree(accuracies.tolist(), self.config.tree_nodes))

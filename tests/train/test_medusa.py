@@ -1,0 +1,97 @@
+"""Medusa trained on a tiny target: what is saved drafts, and every output is the target's own."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eval.runtime.engine import Engine, Request, Sampling
+from heads.checkpoint import load_head
+from heads.errors import UserError
+from heads.own_tree import shape_for
+from heads.target import load_target
+from heads.tree import ROOT_ONLY
+from train.entry import attempt
+from train.loop import fit
+from train.recipe import load_recipe
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    """A run of Medusa heads that takes a second."""
+    settings["head"] = {"kind": "medusa", "depth": 3, "tree_nodes": 8, "draft_vocab_size": 64}
+    settings["train"] |= {"max_steps": 4, "log_every": 1, "checkpoint_every": 10}
+    settings["eval"] |= {"tree": "head", "report": {"repeats": 1, "trees": ["head", "chain:3"]}}
+    return settings
+
+
+def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
+    assert attempt("medusa", ["medusa"], [str(write_recipe(settings))]) == 0
+    return Path(settings["output_dir"])
+
+
+def test_a_run_leaves_heads_that_engines_read_and_their_tree(small: Settings, write_recipe: WriteRecipe) -> None:
+    folder = train(small, write_recipe)
+    config = json.loads((folder / "head/config.json").read_text())
+    assert (config["num_heads"], config["num_hidden_layers"], config["truncated_vocab_size"]) == (3, 1, 64)
+    assert config["medusa_fc_bias"] is True and config["architectures"] == ["MedusaModel"]
+    weights = load_file(folder / "head/model.safetensors")
+    names = {f"blocks.{i}.layers.0.{part}" for i in range(3) for part in ("weight", "bias")}
+    assert weights.keys() == names | {f"lm_heads.{i}.weight" for i in range(3)} | {"token_map"}
+    assert weights["token_map"].shape == (64,) and weights["lm_heads.2.weight"].shape == (64, 32)
+    head = load_head(folder)
+    assert head.tree == tuple(map(tuple, config["draftsmith"]["config"]["tree"])) and len(head.tree) == 7
+    results = json.loads((folder / "results.json").read_text())
+    assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
+    assert [m["tree"] for m in results["measurements"]] == ["head", "chain:3"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_every_output_is_the_targets_own(
+    temperature: float, batch_size: int, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+) -> None:
+    small["head"]["num_layers"] = 2
+    small["train"] |= {"lr": 0.02, "max_steps": 20, "log_every": 20}
+    folder = train(small, write_recipe)
+    target = load_target(str(tiny_target_dir))
+    head = load_head(folder)
+    requests = [
+        Request([5 + n, 40, 41 + n % 3], 24, Sampling(temperature, seed=n))
+        for n in range(batch_size if batch_size > 1 else 2)
+    ]
+    plain = Engine(target, shape=ROOT_ONLY, batch_size=batch_size, max_length=64).generate(requests)
+    drafted = 0
+    for tree in ("chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"):
+        engine = Engine(target, head, shape=shape_for(tree, head), batch_size=batch_size, max_length=64)
+        outputs = engine.generate(requests)
+        assert [output.tokens for output in outputs] == [output.tokens for output in plain], tree
+        drafted += sum(sum(output.accepted) for output in outputs)
+    assert drafted > 0  # or nothing was put to the test
+
+
+def test_a_tree_of_its_own_is_asked_of_heads_that_grow_one(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["head"]["tree_nodes"] = 0
+    small["eval"]["tree"] = "chain:3"
+    with pytest.raises(UserError, match="grow no static tree"):
+        fit(load_recipe(write_recipe(small)))
+
+
+def test_the_same_weights_give_the_same_head(small: Settings, write_recipe: WriteRecipe) -> None:
+    folder = train(small, write_recipe)
+    one, other = load_head(folder), load_head(folder / "head", dtype=torch.float32)
+    hidden = torch.randn(5, 32)
+    for k in range(3):
+        assert torch.equal(one.logits(hidden, k), other.logits(hidden, k))
+    (folder / "head/config.json").write_text(
+        (folder / "head/config.json").read_text().replace('"draft_vocab_size": 64', '"draft_vocab_size": 63')
+    )
+    with pytest.raises(UserError, match="token_map"):
+        load_head(folder)

@@ -1,0 +1,6 @@
+"""Train Medusa heads: accelerate launch train/medusa.py recipes/quickstart-medusa.yaml [key.sub=value ...]."""
+
+from train.entry import run_entry
+
+if __name__ == "__main__":
+    run_entry("medusa", kinds=("medusa",))
