@@ -26,6 +26,8 @@ class TargetEnds:
     """(...) int64 token ids -> (..., D) rows of the embedding table; heads norm them: a family's scaling drops out."""
     logits: Callable[[Tensor], Tensor]
     """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
+    weight: Tensor | None = None
+    """(V, D) the output head's matrix, for heads that read out with it or with some of its rows."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ Training-time test: all K steps run in training, gradients through all of them. 
 keys of the slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position
 is t + i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's law over the draft vocabulary.
 
-Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, L taps, K depth, W nodes of one level, S
-cache slots, P scratch slots, d head dimension.
+Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L taps, K depth, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -17,22 +16,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from heads.attention import causal_attention, merge_steps
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.base import TargetEnds
 from heads.eagle3_format import eagle3_engine_config
 from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
-from heads.labels import chain_metrics, label_slots, supervised
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
-from heads.losses import LOSSES, draft_loss
+from heads.losses import LOSSES
+from heads.recurrent import Recurrent, Turn
 from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
-from heads.tree import Proposal, TreeShape, grow, scratch_slots
 from heads.vocab import build_vocab, check_vocab, kept_ids
-
-AHEAD = 2
-"""Step i of slot t predicts the token at t + AHEAD + i."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +69,6 @@ class Eagle3Config(BlockConfig):
         self.check_block()
 
 
-@dataclass
-class Eagle3State:
-    """What one batch of sequences drafts with.
-
-    Slot t of the cache holds the step-0 key of position t; slot S takes junk; then comes scratch.
-    """
-
-    ends: TargetEnds
-    shape: TreeShape
-    keys: Tensor  # (B, Hkv, S + 1 + P, d)
-    values: Tensor
-    root: Tensor  # (B,) int64
-    length: Tensor  # (B,) int64, the root's position: slots before it are observed
-    hidden: Tensor  # (B, D), the recycled state of the last observed slot
-    turns: tuple[Tensor, Tensor]  # (positions, d) each, cosines and sines of every position
-
-
 class Eagle3Layer(nn.Module):
     """The decoder layer: attention reads [normed embedding ; normed state], the residual is the raw state."""
 
@@ -111,14 +87,14 @@ class Eagle3Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
 
 
-class Eagle3(nn.Module):
+class Eagle3(Recurrent):
     """The head. Its state dict is the checkpoint that SGLang, vLLM and the EAGLE repository read."""
 
     Config: ClassVar[type[Eagle3Config]] = Eagle3Config
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings"})
+    config: Eagle3Config
     d2t: Tensor
     t2d: Tensor
-    kept: Tensor
 
     def __init__(self, config: Eagle3Config, d2t: Tensor, t2d: Tensor) -> None:
         super().__init__()
@@ -208,147 +184,21 @@ class Eagle3(nn.Module):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(taps)  # type: ignore[no-any-return]
 
-    def step(
-        self, embedding: Tensor, state: Tensor, turn: tuple[Tensor, Tensor], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """One step, the same in training and in drafting.
+    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+        return self.fuse(taps)
 
-        (B, T, D) embeddings and states, `rotation` of their positions -> the state to recycle, and the normed state
-        that lm_head reads.
-        """
+    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
         state = self.midlayer(embedding.to(state.dtype), state, turn, attend)
-        normed = self.norm(state)
-        return normed if self.config.norm_output else state, normed
+        return self.norm(state) if self.config.norm_output else state
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, 1, T, d) of rotary positions (B, T)."""
+    def normed(self, recycled: Tensor) -> Tensor:
+        return recycled if self.config.norm_output else self.norm(recycled)
+
+    def readout(self, ends: TargetEnds) -> Tensor:
+        return self.lm_head.weight
+
+    def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
+        return self.lm_head(normed)  # type: ignore[no-any-return]
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
-
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        K = self.config.depth
-        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
-
-    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
-        """The normed states (B, T, D) of the first `depth` steps of the training-time test."""
-        state = self.fuse(batch.taps)
-        base: list[Tensor] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if base:
-                keys.append(k)
-                values.append(v)
-            else:
-                base.extend((k, v))
-            out, lse = causal_attention(q, base[0], base[1], batch.documents)
-            return merge_steps(q, out, lse, keys, values)
-
-        normed = []
-        for i in range(depth):
-            embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
-            state, out = self.step(embedding, state, self.turn(batch.positions + i, state.dtype), attend)
-            normed.append(out)
-        return normed
-
-    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
-        unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
-        states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
-        loss, sums, correct, overlap = draft_loss(
-            states,
-            self.lm_head.weight,
-            valid,
-            batch.hidden[row, label - 1],
-            batch.ends.logits,
-            self.kept,
-            scale,
-            loss=self.config.loss,
-        )
-        return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
-
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Eagle3State:
-        config, weight = self.config, self.fc.weight
-        if shape.top_k > config.draft_vocab_size:
-            raise UserError(
-                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
-            )
-        slots = capacity + 1 + scratch_slots(shape)
-        cache = weight.new_zeros(2, batch_size, config.num_key_value_heads, slots, config.head_dim)
-        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        hidden = weight.new_zeros(batch_size, config.hidden_size)
-        cos, sin = self.turn(torch.arange(capacity + shape.depth + 1, device=weight.device)[None], weight.dtype)
-        return Eagle3State(ends, shape, cache[0], cache[1], ids[0], ids[1], hidden, (cos[0, 0], sin[0, 0]))
-
-    def reset_rows(self, state: Eagle3State, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
-    @torch.no_grad()
-    def observe(self, state: Eagle3State, observation: Observation) -> None:
-        tokens, start, count = observation.tokens, observation.start, observation.count
-        B, M = observation.taps.shape[:2]
-        junk = state.keys.shape[2] - 1 - scratch_slots(state.shape)
-        offset = torch.arange(M, device=tokens.device)
-        positions = start[:, None] + offset  # (B, M)
-        slots = torch.where(offset < count[:, None], positions, junk)
-        row = torch.arange(B, device=tokens.device)[:, None]
-        visible = torch.arange(junk, device=tokens.device) <= positions[:, :, None]  # (B, M, S)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            state.keys[row, :, slots] = k.transpose(1, 2)
-            state.values[row, :, slots] = v.transpose(1, 2)
-            return _attend(q, state.keys[:, :, :junk], state.values[:, :, :junk], visible)
-
-        recycled, _ = self.step(
-            state.ends.embed(tokens[:, 1:]), self.fuse(observation.taps), _look_up(state.turns, positions), attend
-        )
-        live = count > 0
-        last = (count - 1).clamp_min(0)
-        hidden = recycled.gather(1, last[:, None, None].expand(-1, 1, recycled.shape[2]))[:, 0]
-        state.hidden.copy_(torch.where(live[:, None], hidden, state.hidden))
-        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
-        state.length.copy_(torch.where(live, start + count, state.length))
-
-    @torch.no_grad()
-    def propose(self, state: Eagle3State, pick: Pick) -> Proposal:
-        junk = state.keys.shape[2] - 1 - scratch_slots(state.shape)
-        observed = (torch.arange(junk + 1, device=state.root.device) < state.length[:, None])[:, None]  # (B, 1, S + 1)
-        hidden = state.hidden[:, None]  # (B, W, D), what the level's children recycle
-
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
-            nonlocal hidden
-            W, P = visible.shape[1:]
-            fresh = slice(junk + 1 + P - W, junk + 1 + P)
-            seen = torch.cat([observed.expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                state.keys[:, :, fresh] = k
-                state.values[:, :, fresh] = v
-                return _attend(q, state.keys[:, :, : fresh.stop], state.values[:, :, : fresh.stop], seen)
-
-            # A chain has one row and no choice of it.
-            above = (
-                hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[2])) if state.shape.top_k > 1 else hidden
-            )
-            turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
-            hidden, normed = self.step(state.ends.embed(tokens), above, turn, attend)
-            return self.lm_head(normed)  # type: ignore[no-any-return]
-
-        first = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
-
-    @torch.no_grad()
-    def foresees(self, batch: Batch, depth: int) -> Tensor:
-        guesses = [self.kept[self.lm_head(normed).argmax(-1)] for normed in self.unroll(batch, depth)]
-        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attention over a cache: visible (B, W, slots) bool."""
-    return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
-
-
-def _look_up(turns: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, 1, T, d) twice, for positions (B, T); junk rows may lie past the end."""
-    inside = positions.clamp_max(len(turns[0]) - 1)
-    return turns[0][inside][:, None], turns[1][inside][:, None]

@@ -118,7 +118,9 @@ class _DraftLoss(torch.autograd.Function):
         K, R, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
         matrix = weight.to(states.dtype)
-        grad_states, grad_weight = torch.empty_like(states), torch.zeros_like(weight, dtype=wide)
+        grad_states = torch.empty_like(states)
+        # An output head that is the frozen target's own has no gradient, and gets none computed.
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         start = 0
@@ -146,14 +148,16 @@ class _DraftLoss(torch.autograd.Function):
                     counted = live & inside
                     grad = (grad.mul_((counted * scale[k])[:, None])).to(states.dtype)
                     grad_states[k, part] = grad @ matrix
-                    if grad.dtype == wide:
+                    if grad_weight is None:
+                        pass
+                    elif grad.dtype == wide:
                         grad_weight.addmm_(grad.T, state)  # in place: the matrix is large and the chunks are many
                     else:
                         grad_weight += grad.T @ state
                     sums[k] += (value * counted).sum()
                     correct[k, part] = (kept[logq.argmax(-1)] == best) & live
                     overlap[k] += (torch.minimum(logq.exp_(), whole).sum(-1) * live).sum()
-        ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
+        ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap
 
@@ -161,4 +165,5 @@ class _DraftLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, grad_weight = ctx.saved_tensors
-        return grad_states * grads[0], grad_weight * grads[0], *[None] * 7
+        by_weight = None if grad_weight is None else grad_weight * grads[0]
+        return grad_states * grads[0], by_weight, *[None] * 7

@@ -52,7 +52,9 @@ class FrozenTarget:
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
         self.layers = find_layers(self.base, self.num_layers, name)
-        self.ends = TargetEnds(embed=model.get_input_embeddings(), logits=OutputHead(self.head, config))
+        self.ends = TargetEnds(
+            embed=model.get_input_embeddings(), logits=OutputHead(self.head, config), weight=self.head.weight
+        )
         self.eos_token_ids = eos_ids(model)
         self.fingerprint = fingerprint(model)
 

@@ -30,7 +30,7 @@ def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: tor
         embeddings=embeddings.to(dtype),
         taps=features.taps.to(dtype),
         hidden=features.hidden.to(dtype),
-        ends=TargetEnds(embed=target.ends.embed, logits=_Logits(target)),
+        ends=TargetEnds(embed=target.ends.embed, logits=_Logits(target), weight=target.lm_head_weight),
     )
 
 

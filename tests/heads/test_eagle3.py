@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Batch, Observation, TargetEnds
-from heads.eagle3 import Eagle3, Eagle3Config, Eagle3State
+from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
+from heads.recurrent import RecurrentState
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 
@@ -160,7 +161,7 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
     return columns if token_ids is None else token_ids[columns], logp
 
 
-def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> Eagle3State:
+def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
     M = max(lengths)
     state = head.new_state(

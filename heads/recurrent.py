@@ -1,0 +1,305 @@
+"""What heads share that draft by recycling their own state: training through all steps, drafting over a cache.
+
+A step reads the embedding of one token and a state, and gives the state to recycle. EAGLE-3 (arXiv 2503.01840) applies
+one module at every step; DeepSeek's multi-token prediction (arXiv 2412.19437, section 2.2) has one for each of J steps,
+and the last of them may be applied on and on (FastMTP, arXiv 2509.18362, has no other):
+
+    a^i_t = module_j(e(x_{t+1+i}), a^{i-1}_t),  j = min(i, J - 1)      step i of slot t; a^{-1}_t: the target's features
+    q_i   = softmax(head(normed(a^i_t)))                               predicts x_{t+2+i}
+
+Drafting goes token by token. When x_{p+1} is decided, or drafted on a path, module j reads it beside what module j - 1
+made of the token before, which is step j of slot p - j; all modules keep what they make of x_{p+1} in slot p of their
+own caches, at rotary position p. So a module sees its own keys of the tokens before, and training lets it see the same:
+at step j < J module j attends causally to its keys of the slots up to t; the last one, applied again, attends to its
+first keys of the slots up to t and to its own later keys of slot t (the training-time test of EAGLE-3).
+
+Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level, S
+cache slots, P scratch slots, d head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from heads.attention import causal_attention, merge_steps
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.errors import UserError
+from heads.layers import Attend
+from heads.losses import draft_loss
+from heads.tree import Proposal, TreeShape, grow, scratch_slots
+
+AHEAD = 2
+"""Step i of slot t predicts the token at t + AHEAD + i."""
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
+
+
+@dataclass
+class RecurrentState:
+    """What one batch of sequences drafts with.
+
+    Slot p of a module's cache holds its key of token x_{p+1}; slot S takes junk; then comes scratch.
+    """
+
+    ends: TargetEnds
+    shape: TreeShape
+    readout: Tensor  # (Vd, D)
+    keys: list[Tensor]  # by module, (B, Hkv, S + 1 + P, d)
+    values: list[Tensor]
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position: slots before it are observed
+    recycled: list[Tensor]  # by module, (B, D): what it made of the root
+    turns: tuple[Tensor, Tensor]  # (positions, d) each, cosines and sines of every position
+
+
+class Recurrent(nn.Module):
+    """A head that recycles its state: the part that is the same whatever a step computes."""
+
+    config: Any
+    """Its `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss` are read here."""
+    kept: Tensor
+    """(Vd,) int64, the target id of each draft id."""
+    num_modules: int = 1
+
+    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+        """The target's features, (..., L * D) and (..., D) -> the state that the first step recycles (..., D)."""
+        raise NotImplementedError
+
+    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        """One step, the same in training and in drafting: (B, T, D) embeddings and states -> the state to recycle."""
+        raise NotImplementedError
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """What the output head reads of a recycled state."""
+        return recycled
+
+    def readout(self, ends: TargetEnds) -> Tensor:
+        """(Vd, D) the output head."""
+        raise NotImplementedError
+
+    def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
+        """(..., D) -> (..., Vd)."""
+        return nn.functional.linear(normed, readout)
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        """Cosines and sines of rotary positions (B, T)."""
+        raise NotImplementedError
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        K = self.config.depth
+        return torch.stack([_supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+
+    def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
+        """The normed states (B, T, D) of the first `depth` steps."""
+        state = self.start(batch.taps, batch.hidden)
+        normed = []
+        for i in range(depth):
+            if i < self.num_modules:
+                attend = _attend_by_steps(batch.documents)
+            embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+            turn = self.turn(batch.positions + i, state.dtype)
+            state = self.step(min(i, self.num_modules - 1), embedding, state, turn, attend)
+            normed.append(self.normed(state))
+        return normed
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label = _supervised(batch.loss_mask, batch.documents, AHEAD, pad=True).nonzero(as_tuple=True)  # (R,) each
+        slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
+        inside = slots.clamp_min(0)
+        valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+        unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
+        states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            self.readout(batch.ends),
+            valid,
+            batch.hidden[row, label - 1],
+            batch.ends.logits,
+            self.kept,
+            scale,
+            loss=self.config.loss,
+        )
+        hits, live = (_by_slot(x, row, inside, batch.tokens.shape) for x in (correct & valid, valid))
+        metrics = {
+            "correct": hits.sum((1, 2)),
+            "accepted": hits.cumprod(0).sum((1, 2)),
+            "chains": live.cumprod(0).sum((1, 2)),
+            "overlap": overlap,
+        }
+        return HeadLoss(loss, sums, {name: value.float() for name, value in metrics.items()})
+
+    @torch.no_grad()
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
+        config, weight = self.config, next(self.parameters())
+        if shape.top_k > config.draft_vocab_size:
+            raise UserError(
+                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
+            )
+        B, slots = batch_size, capacity + 1 + scratch_slots(shape)
+        ids = torch.zeros(2, B, dtype=torch.int64, device=weight.device)
+        cos, sin = self.turn(torch.arange(capacity + shape.depth + 1, device=weight.device)[None], weight.dtype)
+        forms = [self._cache_form(module, (cos[:, :, :1], sin[:, :, :1])) for module in range(self.num_modules)]
+        return RecurrentState(
+            ends=ends,
+            shape=shape,
+            readout=self.readout(ends).to(weight.dtype),
+            keys=[weight.new_zeros(B, heads, slots, width) for (heads, width), _ in forms],
+            values=[weight.new_zeros(B, heads, slots, width) for _, (heads, width) in forms],
+            root=ids[0],
+            length=ids[1],
+            recycled=[weight.new_zeros(B, config.hidden_size) for _ in forms],
+            turns=(cos[0, 0], sin[0, 0]),
+        )
+
+    def _cache_form(self, module: int, turn: Turn) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and width of a module's keys, and of its values: whatever its block hands to attention."""
+        forms: list[tuple[int, int]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
+        self.step(module, nothing, nothing, turn, attend)
+        return forms[0], forms[1]
+
+    def reset_rows(self, state: RecurrentState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    @torch.no_grad()
+    def observe(self, state: RecurrentState, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        B, M = observation.hidden.shape[:2]
+        junk = _junk_slot(state)
+        offset = torch.arange(M, device=tokens.device)
+        positions = start[:, None] + offset  # (B, M)
+        slots = torch.where(offset < count[:, None], positions, junk)
+        row = torch.arange(B, device=tokens.device)[:, None]
+        slot = torch.arange(junk, device=tokens.device)
+        before = slot <= positions[:, :, None]  # (B, M, S)
+        live, last = count > 0, (count - 1).clamp_min(0)
+        embedding, turn = state.ends.embed(tokens[:, 1:]), _look_up(state.turns, positions)
+        above = self.start(observation.taps, observation.hidden)
+        for module in range(self.num_modules):
+            keys, values, visible = state.keys[module], state.values[module], before
+            if module > 0:  # the first tokens of a document lie before its first slot: each sees itself alone, as junk
+                visible = before & (slot >= positions.clamp_max(module)[:, :, None])
+
+            def attend(
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                keys: Tensor = keys,
+                values: Tensor = values,
+                visible: Tensor = visible,
+            ) -> Tensor:
+                keys[row, :, slots] = k.transpose(1, 2)
+                values[row, :, slots] = v.transpose(1, 2)
+                return _attend(q, keys[:, :, :junk], values[:, :, :junk], visible)
+
+            made, newest = self.step(module, embedding, above, turn, attend), state.recycled[module]
+            if module + 1 < self.num_modules:
+                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
+            final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
+            newest.copy_(torch.where(live[:, None], final, newest))
+        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
+        state.length.copy_(torch.where(live, start + count, state.length))
+
+    @torch.no_grad()
+    def propose(self, state: RecurrentState, pick: Pick) -> Proposal:
+        junk, J = _junk_slot(state), self.num_modules
+        slot = torch.arange(junk + 1, device=state.root.device)
+        observed = slot < state.length[:, None]  # (B, S + 1)
+        recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
+
+        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+            nonlocal recycled
+            W, P = visible.shape[1:]
+            fresh = slice(junk + 1 + P - W, junk + 1 + P)
+            embedding = state.ends.embed(tokens)
+            turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
+            made = list(recycled)
+            for module in range(min(level, J - 1), J):
+                above = recycled[module - 1 if level <= module else module]
+                if state.shape.top_k > 1:  # a chain has one row and no choice of it
+                    above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
+                known = observed & (slot >= module) if module > 0 else observed
+                seen = torch.cat([known[:, None].expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
+
+                def attend(
+                    q: Tensor,
+                    k: Tensor,
+                    v: Tensor,
+                    keys: Tensor = state.keys[module],
+                    values: Tensor = state.values[module],
+                    seen: Tensor = seen,
+                ) -> Tensor:
+                    keys[:, :, fresh] = k
+                    values[:, :, fresh] = v
+                    return _attend(q, keys[:, :, : fresh.stop], values[:, :, : fresh.stop], seen)
+
+                made[module] = self.step(module, embedding, above, turn, attend)
+            recycled = made
+            return self.logits(self.normed(made[min(level, J - 1)]), state.readout)
+
+        first = self.logits(self.normed(recycled[0]), state.readout)
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        readout = self.readout(batch.ends)
+        guesses = [self.kept[self.logits(normed, readout).argmax(-1)] for normed in self.unroll(batch, depth)]
+        return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
+
+
+def _attend_by_steps(documents: Tensor) -> Attend:
+    """Training's attention of one module: causal at its first use; later uses see their slot's own keys too."""
+    base: list[Tensor] = []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if base:
+            keys.append(k)
+            values.append(v)
+        else:
+            base.extend((k, v))
+        out, lse = causal_attention(q, base[0], base[1], documents)
+        return merge_steps(q, out, lse, keys, values)
+
+    return attend
+
+
+def _junk_slot(state: RecurrentState) -> int:
+    return state.keys[0].shape[2] - 1 - scratch_slots(state.shape)
+
+
+def _supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
+    """(B, T - ahead) bool: labels whose slot, `ahead` tokens before, lies in the same document; (B, T) with `pad`."""
+    T = loss_mask.shape[1]
+    document = documents[:, ahead:]
+    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
+    return nn.functional.pad(mask, (min(ahead, T), 0)) if pad else mask
+
+
+def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
+    """(K, R) bool by label -> (K, B, T) int64 by the slot that predicts it."""
+    K = len(values)
+    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
+    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
+    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Attention over a cache: visible (B, W, slots) bool."""
+    return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
+
+
+def _look_up(turns: tuple[Tensor, Tensor], positions: Tensor) -> Turn:
+    """(B, 1, T, d) twice, for positions (B, T); junk rows may lie past the end."""
+    inside = positions.clamp_max(len(turns[0]) - 1)
+    return turns[0][inside][:, None], turns[1][inside][:, None]
