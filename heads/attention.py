@@ -70,15 +70,16 @@ def merge_steps(q: Tensor, out: Tensor, lse: Tensor, keys: list[Tensor], values:
     """
     if not keys:
         return out
-    B, H, T, d = q.shape
+    B, _, T, d = q.shape
     shape, scale = (B, keys[0].shape[1], -1, T), 1 / math.sqrt(d)
-    by_key, merged = q.reshape(*shape, d), out.reshape(*shape, d)  # (B, H / G, G, T, d): keys broadcast, never copied
+    # (B, H / G, G, T, width): keys broadcast, never copied
+    by_key, merged = q.reshape(*shape, d), out.reshape(*shape, out.shape[3])
     own = [(by_key * k[:, :, None]).sum(-1, dtype=lse.dtype) * scale for k in keys]  # (B, H / G, G, T) each
     weights = torch.stack([lse.reshape(shape), *own], dim=-1).softmax(-1).to(out.dtype)  # (B, H / G, G, T, 1 + steps)
     merged = weights[..., :1] * merged
     for j, v in enumerate(values):
         merged = merged + weights[..., j + 1, None] * v[:, :, None]
-    return merged.reshape(B, H, T, d)
+    return merged.reshape(out.shape)
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from heads.attention import causal_attention, merge_steps
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
+from heads.labels import chain_metrics, label_slots, supervised
 from heads.layers import Attend
 from heads.losses import draft_loss
 from heads.tree import Proposal, TreeShape, grow, scratch_slots
@@ -91,7 +92,7 @@ class Recurrent(nn.Module):
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         K = self.config.depth
-        return torch.stack([_supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """The normed states (B, T, D) of the first `depth` steps."""
@@ -107,10 +108,7 @@ class Recurrent(nn.Module):
         return normed
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        row, label = _supervised(batch.loss_mask, batch.documents, AHEAD, pad=True).nonzero(as_tuple=True)  # (R,) each
-        slots = label - AHEAD - torch.arange(self.config.depth, device=label.device)[:, None]  # (K, R)
-        inside = slots.clamp_min(0)
-        valid = (slots >= 0) & (batch.documents[row, inside] == batch.documents[row, label])
+        row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
         unrolled = zip(self.unroll(batch, self.config.depth), inside, strict=True)
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         loss, sums, correct, overlap = draft_loss(
@@ -123,14 +121,7 @@ class Recurrent(nn.Module):
             scale,
             loss=self.config.loss,
         )
-        hits, live = (_by_slot(x, row, inside, batch.tokens.shape) for x in (correct & valid, valid))
-        metrics = {
-            "correct": hits.sum((1, 2)),
-            "accepted": hits.cumprod(0).sum((1, 2)),
-            "chains": live.cumprod(0).sum((1, 2)),
-            "overlap": overlap,
-        }
-        return HeadLoss(loss, sums, {name: value.float() for name, value in metrics.items()})
+        return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
     @torch.no_grad()
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
@@ -186,8 +177,8 @@ class Recurrent(nn.Module):
         above = self.start(observation.taps, observation.hidden)
         for module in range(self.num_modules):
             keys, values, visible = state.keys[module], state.values[module], before
-            if module > 0:  # the first tokens of a document lie before its first slot: each sees itself alone, as junk
-                visible = before & (slot >= positions.clamp_max(module)[:, :, None])
+            if module > 0:
+                visible = before & _from_first_slot(slot, positions[:, :, None], module)
 
             def attend(
                 q: Tensor,
@@ -215,6 +206,7 @@ class Recurrent(nn.Module):
         slot = torch.arange(junk + 1, device=state.root.device)
         observed = slot < state.length[:, None]  # (B, S + 1)
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
+        drafted: list[Tensor] = []  # by level, (B, W): the places of its tokens, were they in the cache
 
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             nonlocal recycled
@@ -222,13 +214,17 @@ class Recurrent(nn.Module):
             fresh = slice(junk + 1 + P - W, junk + 1 + P)
             embedding = state.ends.embed(tokens)
             turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
+            seen = torch.cat([observed[:, None].expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
+            if J > 1:
+                drafted.append((state.length - 1 + level)[:, None].expand(-1, W))
+                places = torch.cat([slot.expand(len(tokens), -1), *drafted], dim=1)  # (B, S + 1 + P)
             made = list(recycled)
             for module in range(min(level, J - 1), J):
                 above = recycled[module - 1 if level <= module else module]
                 if state.shape.top_k > 1:  # a chain has one row and no choice of it
                     above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
-                known = observed & (slot >= module) if module > 0 else observed
-                seen = torch.cat([known[:, None].expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
+                if module > 0:
+                    seen = seen & _from_first_slot(places, drafted[-1][:, :1], module)[:, None]
 
                 def attend(
                     q: Tensor,
@@ -274,24 +270,14 @@ def _attend_by_steps(documents: Tensor) -> Attend:
     return attend
 
 
+def _from_first_slot(places: Tensor, own: Tensor, module: int) -> Tensor:
+    """Which keys a module may see: at the first `module` tokens of a text its slot would lie before the text, and what
+    it makes of them is junk. Such a token (its place is `own`) sees itself, so that the junk is finite."""
+    return places >= own.clamp_max(module)
+
+
 def _junk_slot(state: RecurrentState) -> int:
     return state.keys[0].shape[2] - 1 - scratch_slots(state.shape)
-
-
-def _supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:
-    """(B, T - ahead) bool: labels whose slot, `ahead` tokens before, lies in the same document; (B, T) with `pad`."""
-    T = loss_mask.shape[1]
-    document = documents[:, ahead:]
-    mask = loss_mask[:, ahead:] & (document == documents[:, : max(T - ahead, 0)]) & (document >= 0)
-    return nn.functional.pad(mask, (min(ahead, T), 0)) if pad else mask
-
-
-def _by_slot(values: Tensor, row: Tensor, slots: Tensor, shape: Any) -> Tensor:
-    """(K, R) bool by label -> (K, B, T) int64 by the slot that predicts it."""
-    K = len(values)
-    grid = torch.zeros(K, *shape, dtype=torch.int64, device=values.device)
-    depth = torch.arange(K, device=values.device)[:, None].expand_as(values)
-    return grid.index_put_((depth, row.expand_as(values), slots), values.long(), accumulate=True)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.lookup import Lookup
 from heads.medusa import Medusa
+from heads.mtp import Mtp
 from heads.target import FrozenTarget
 
-HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "medusa": Medusa}
+HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "medusa": Medusa, "mtp": Mtp}
 """kind -> a class that fulfils `heads.base.DraftHead`."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup}

@@ -12,6 +12,7 @@ from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.families import final_norm_scale, rope_theta
 from heads.medusa import Medusa
+from heads.mtp import Mtp
 from heads.registry import HEADS, build_head, recipe_settings
 from heads.target import FrozenTarget, load_target
 from heads.vocab import kept_ids
@@ -133,5 +134,5 @@ def test_rope_theta_is_found_wherever_it_is_kept() -> None:
 
 
 def test_the_kinds_are_the_classes_that_checkpoints_name() -> None:
-    assert {"eagle3": Eagle3, "medusa": Medusa} == HEADS
+    assert {"eagle3": Eagle3, "medusa": Medusa, "mtp": Mtp} == HEADS
     assert "taps" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")

@@ -1,0 +1,264 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules that go on where the target stopped.
+
+    u^k_t = M_k [norm(h^{k-1}_t) ; norm(e(x_{t+k}))]    h^0_t: the target's last hidden state, after its final norm
+    h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
+
+Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
+2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see,
+as `heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored.
+Loss = sum over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP, equation 3, with the target's law p in
+the place of its token), over a draft vocabulary if there is one.
+
+Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import TargetEnds
+from heads.errors import UserError
+from heads.families import block_settings, final_norm_scale
+from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
+from heads.losses import LOSSES
+from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
+from heads.recurrent import Recurrent, Turn
+from heads.target import FrozenTarget
+from heads.target_block import BlockMaker, block_record
+from heads.vocab import build_vocab, check_vocab, kept_ids
+
+OF_THE_BLOCK = {"intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"}
+OF_THE_CHECKPOINT = OF_THE_BLOCK | {"rope_theta", "num_modules", "layout"}
+"""Settings that native modules bring with them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(BlockConfig):
+    """Everything that the head's function and its training loss depend on."""
+
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    num_target_layers: int
+    """Decoder layers of the target; the families that number modules go on from there."""
+    draft_vocab_size: int
+    """Tokens the head can draft: rows of the target's output head that it uses."""
+    rope_theta: float
+    """Base of the rotary positions."""
+    max_position_embeddings: int
+    """Context length, for engines; the head itself has no limit."""
+    native: bool = False
+    """Start from the modules that the target's checkpoint holds."""
+    decoder: dict[str, Any] | None = None
+    """Native: what the modules' blocks are made from, `heads.target_block.block_record`."""
+    layout: str = "mimo"
+    """Names of the tensors and order of the projection, one of heads.mtp_formats.LAYOUTS."""
+    num_modules: int = 1
+    """Modules; the last one is applied at all steps that are left."""
+    depth: int = 3
+    """Steps trained."""
+    depth_decay: float = 0.6
+    """beta: step k weighs beta^{k-1}, in parts of their sum."""
+    loss: str = "kl"
+    """One of heads.losses.LOSSES."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise UserError(f"head.depth: expected at least 1, got {self.depth}")
+        if not 1 <= self.num_modules <= self.depth:
+            raise UserError(
+                f"head.num_modules: expected 1 to head.depth ({self.depth}), each step trains one; "
+                f"got {self.num_modules}"
+            )
+        if not 0 < self.depth_decay <= 1:
+            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
+        if self.loss not in LOSSES:
+            raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.layout not in LAYOUTS:
+            raise UserError(f"head.layout: expected one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        if self.layout == "qwen" and self.num_modules > 1:
+            raise UserError(f"head.num_modules: the layout qwen names one module, got {self.num_modules}")
+        if self.native != (self.decoder is not None):
+            raise UserError("native modules and the record of their decoder go together")
+        if not self.rope_theta > 0:
+            raise UserError(f"head.rope_theta: expected a number above 0, got {self.rope_theta}")
+        self.check_block()
+
+
+class Block(nn.Module):
+    """A decoder block of the Llama form."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+class MtpModule(nn.Module):
+    """Two norms, the projection of their concatenation, one decoder block, a final norm."""
+
+    def __init__(self, size: int, norm: Callable[[], nn.Module], block: nn.Module, *, hidden_first: bool) -> None:
+        super().__init__()
+        self.hidden_first = hidden_first
+        self.token_layernorm, self.hidden_layernorm = norm(), norm()
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.block = block
+        self.final_layernorm = norm()
+
+    def forward(self, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
+        x = self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # (B, T, D)
+        return self.final_layernorm(self.block(x, turn, attend))  # type: ignore[no-any-return]
+
+
+class Mtp(Recurrent):
+    """The head. It is saved under the names of the family that its layout names."""
+
+    Config: ClassVar[type[MtpConfig]] = MtpConfig
+    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings", "decoder"})
+    config: MtpConfig
+    taps: tuple[int, ...] = ()
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: MtpConfig, d2t: Tensor, t2d: Tensor) -> None:
+        super().__init__()
+        check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
+        self.config, self.num_modules = config, config.num_modules
+        D, hidden_first = config.hidden_size, self.layout.hidden_first
+        self.rotary: tuple[nn.Module, ...] = ()  # in a tuple: no module of ours, whose frequencies `to` would round
+        if config.decoder is None:
+            modules = [
+                MtpModule(D, lambda: RMSNorm(D, config.rms_norm_eps), Block(config), hidden_first=hidden_first)
+                for _ in range(config.num_modules)
+            ]
+        else:
+            maker = BlockMaker(config.decoder)
+            self.rotary = (maker.rotary,)
+            modules = [MtpModule(D, maker.norm, block, hidden_first=hidden_first) for block in maker.layers]
+        self.mtp_layers = nn.ModuleList(modules)
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+        self.register_buffer("kept", kept_ids(d2t), persistent=False)
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Mtp":
+        if target.lm_head_weight.shape[1] != target.hidden_size:
+            raise UserError(
+                f"{target.name}: its embeddings are {target.lm_head_weight.shape[1]} wide and its hidden states "
+                f"{target.hidden_size}; mtp needs one width, use another target"
+            )
+        native = None
+        defaults = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "num_target_layers": target.num_layers,
+            "max_position_embeddings": target.context_length,
+            "draft_vocab_size": target.vocab_size,
+            **block_settings(target.config, settings.get("num_attention_heads")),
+        }
+        if settings.get("native"):
+            if useless := OF_THE_CHECKPOINT & settings.keys():
+                raise UserError(f"head.{min(useless)}: has no effect with head.native; leave it out")
+            embed: Any = target.ends.embed
+            ends = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
+            native = read_native(target.name, target.config, ends)
+            defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
+            defaults["decoder"] = block_record(target.config, native.count)
+        config = MtpConfig(**{**defaults, **settings})
+        head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+        if native is None:
+            scale = final_norm_scale(target.base, target.layers, target.hidden_size)
+            head.initialise(float(scale.square().mean().sqrt()))
+        else:
+            head.restore_modules(native.weights, target.name)
+        return head
+
+    @classmethod
+    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
+        made = MtpConfig(**config)
+        if made.draft_vocab_size == made.vocab_size:
+            return cls(made, *build_vocab(torch.zeros(made.vocab_size), made.vocab_size))
+        if absent := {"d2t", "t2d"} - weights.keys():
+            raise UserError(f"lacks {min(absent)}; the draft vocabulary belongs inside the head")
+        return cls(made, weights["d2t"], weights["t2d"])
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.config.layout]
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        powers = [self.config.depth_decay**k for k in range(self.config.depth)]
+        return tuple(power / sum(powers) for power in powers)
+
+    def own(self) -> dict[str, Tensor]:
+        """The modules' tensors under our own names."""
+        return {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
+
+    def saved(self) -> dict[str, Tensor]:
+        whole = self.config.draft_vocab_size == self.config.vocab_size
+        tables = {} if whole else {"d2t": self.d2t, "t2d": self.t2d}
+        return to_field(self.own(), self.layout, self.config.num_target_layers) | tables
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        own = from_field(weights, self.own(), self.layout, self.config.num_target_layers)
+        self.load_state_dict(own | {"d2t": self.d2t, "t2d": self.t2d})
+
+    def restore_modules(self, weights: dict[str, Tensor], name: str) -> None:
+        """Take up a checkpoint's own modules; UserError where a tensor is missing, unknown or of another shape."""
+        tables = {"d2t", "t2d"}
+        expected = {key: tuple(value.shape) for key, value in self.saved().items() if key not in tables}
+        found = {key: tuple(value.shape) for key, value in weights.items()}
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key):
+                raise UserError(
+                    f"{name}: {key}: by config.json expected {expected.get(key, 'no such tensor')}, "
+                    f"found {found.get(key, 'none')}; the modules of its checkpoint cannot be used"
+                )
+        self.restore(weights)
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        return mtp_engine_config(self.config, target, dtype)
+
+    @torch.no_grad()
+    def initialise(self, scale: float) -> None:
+        """Start where the target is: each module hands on the hidden state, at the size `scale` that it has."""
+        D = self.config.hidden_size
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
+        for module in self.mtp_layers:
+            assert isinstance(module, MtpModule)
+            module.input_proj.weight[:, half] += torch.eye(D)
+            nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
+
+    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+        """h^0, in the type that the projection computes in."""
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            return hidden.to(torch.get_autocast_dtype(device))
+        return hidden.to(self.mtp_layers[0].input_proj.weight.dtype)  # type: ignore[union-attr, arg-type]
+
+    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
+        return self.mtp_layers[module](embedding.to(state.dtype), state, turn, attend)  # type: ignore[no-any-return]
+
+    def readout(self, ends: TargetEnds) -> Tensor:
+        assert ends.weight is not None
+        return ends.weight if len(self.kept) == len(ends.weight) else ends.weight[self.kept]
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        if not self.rotary:
+            return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        like = torch.empty((), dtype=dtype, device=positions.device)
+        cos, sin = self.rotary[0].to(positions.device)(like, positions)  # (B, T, d)
+        return cos[:, None], sin[:, None]

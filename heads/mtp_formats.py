@@ -1,0 +1,224 @@
+"""The tensors of multi-token prediction under the names of the families that have them, and back; read from a target.
+
+    mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block beside them
+    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block beside them; n: the target's layers
+    qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
+
+A model class of transformers drops these tensors when it loads, so they are read from the target's files.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from heads.errors import UserError
+from heads.target import first_line
+
+INDEX = "model.safetensors.index.json"
+PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""What DeepSeek's modules store again although it is the target's own: its two ends."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one family names a module's tensors."""
+
+    prefix: str
+    """Of module i; n is the number of the target's decoder layers."""
+    parts: tuple[str, str, str, str]
+    """The names of PARTS."""
+    block: str
+    """Between the prefix and the names of the decoder block."""
+    hidden_first: bool
+    """Which half of the projection reads the hidden state."""
+
+    def of_module(self, i: int, layers: int) -> str:
+        return self.prefix.format(i=i, n=layers + i)
+
+
+LAYOUTS = {
+    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True),
+    "deepseek": Layout("model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", hidden_first=False),
+    "qwen": Layout(
+        "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0.", hidden_first=False
+    ),
+}
+
+
+def field_name(own: str, layout: Layout, layers: int) -> str:
+    """`mtp_layers.I.PART.weight` or `mtp_layers.I.block.NAME` as the family calls it."""
+    match = re.fullmatch(r"mtp_layers\.(\d+)\.(\w+)\.(.+)", own)
+    assert match, own
+    prefix, part, rest = layout.of_module(int(match[1]), layers), match[2], match[3]
+    if part == "block":
+        return prefix + layout.block + rest.removeprefix("layer.")
+    return f"{prefix}{layout.parts[PARTS.index(part)]}.{rest}"
+
+
+def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int) -> dict[str, Tensor]:
+    """A head's tensors under the family's names: one matrix for each expert, where the head holds them as one."""
+    out = {}
+    for name, value in own.items():
+        name = field_name(name, layout, layers)
+        if name.endswith(".experts.gate_up_proj"):
+            for e, both in enumerate(value):
+                for projection, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    out[name.replace("gate_up_proj", f"{e}.{projection}.weight")] = matrix
+        elif name.endswith(".experts.down_proj"):
+            out |= {name.replace("down_proj", f"{e}.down_proj.weight"): matrix for e, matrix in enumerate(value)}
+        else:
+            out[name] = value
+    return out
+
+
+def from_field(
+    field: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: Layout, layers: int
+) -> dict[str, Tensor]:
+    """The inverse of `to_field`, for a head with the tensors `own`; names and shapes are known to fit."""
+    out = {}
+    for name, value in own.items():
+        theirs = field_name(name, layout, layers)
+        if theirs.endswith(".experts.gate_up_proj"):
+            base = theirs.removesuffix("gate_up_proj")
+            pairs = [
+                torch.cat([field[f"{base}{e}.gate_proj.weight"], field[f"{base}{e}.up_proj.weight"]])
+                for e in range(len(value))
+            ]
+            out[name] = torch.stack(pairs)
+        elif theirs.endswith(".experts.down_proj"):
+            base = theirs.removesuffix("down_proj")
+            out[name] = torch.stack([field[f"{base}{e}.down_proj.weight"] for e in range(len(value))])
+        else:
+            out[name] = field[theirs]
+    return out
+
+
+@dataclass(frozen=True)
+class NativeModules:
+    """The modules that a target's checkpoint holds."""
+
+    layout: str
+    count: int
+    weights: dict[str, Tensor]
+    """Under the family's names, without what `SHARED` repeats of the target."""
+
+
+def read_native(path: str, config: Any, ends: Mapping[str, Tensor]) -> NativeModules:
+    """The MTP modules in the folder or hub id `path` of a target with the Hugging Face `config`.
+
+    ends: the target's embedding table and output head, which a module that stores either again must share. UserError
+    where there is no module, where there are fewer than the config says, and where one is quantised.
+    """
+    files = tensor_files(path)
+    layers: int = config.num_hidden_layers
+    found = {name: _count(layout, files, layers) for name, layout in LAYOUTS.items()}
+    name = max(found, key=lambda name: found[name])
+    count, layout = found[name], LAYOUTS[name]
+    if count == 0:
+        looked = ", ".join(f"{layout.of_module(0, layers)}{layout.parts[2]}" for layout in LAYOUTS.values())
+        raise UserError(
+            f"{path}: holds no module of multi-token prediction (looked for {looked}); "
+            "leave head.native out to train one from scratch"
+        )
+    promised = next(
+        (n for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if (n := getattr(config, key, None))), count
+    )
+    if promised > count:
+        raise UserError(
+            f"{path}: its config.json promises {promised} modules of multi-token prediction, its files hold {count}; "
+            "fetch the whole checkpoint"
+        )
+    prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
+    weights = _read({key: file for key, file in files.items() if key.startswith(prefixes)})
+    for key in [key for key in weights if key.endswith(SHARED)]:
+        _check_shared(path, key, weights.pop(key), ends)
+    for key, value in weights.items():
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{path}: {key} is {value.dtype}; expected a checkpoint whose modules are not quantised")
+    return NativeModules(name, count, weights)
+
+
+def tensor_files(path: str) -> dict[str, Path]:
+    """Each tensor of the checkpoint at `path`, a folder or a hub id, and the safetensors file that holds it."""
+    try:
+        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
+        names = ["model.safetensors"]
+        if index is not None:
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        out: dict[str, Path] = {}
+        for file in [Path(str(cached_file(path, name))) for name in names]:
+            with safe_open(file, framework="pt") as opened:
+                out |= dict.fromkeys(opened.keys(), file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise UserError(
+            f"{path}: its safetensors files cannot be read ({first_line(error)}); fetch them again"
+        ) from error
+    return out
+
+
+def _count(layout: Layout, names: Iterable[str], layers: int) -> int:
+    """How many modules of this layout are among the tensors, from the first on; one where all share a prefix."""
+    held, count = set(names), 0
+    while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
+        count += 1
+        if layout.of_module(count, layers) == layout.of_module(0, layers):
+            break
+    return count
+
+
+def _read(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            out |= {key: opened.get_tensor(key) for key, at in files.items() if at == file}
+    return out
+
+
+def _check_shared(path: str, key: str, value: Tensor, ends: Mapping[str, Tensor]) -> None:
+    """Refuse a module with an embedding table or an output head of its own: heads use the target's."""
+    ours = ends["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
+    if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
+        raise UserError(f"{path}: {key} is not the target's own; only modules that share the target's ends are read")
+
+
+def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """An `MtpConfig` and the record of its target as config.json.
+
+    No engine loads modules of multi-token prediction by themselves: they belong in their target's checkpoint, under the
+    names they are saved with. So the architecture is ours, and says nothing that an engine would take for its own.
+    """
+    return {
+        "architectures": ["DraftsmithMtp"],
+        "model_type": "draftsmith_mtp",
+        "mtp_layout": config.layout,
+        "num_nextn_predict_layers": config.num_modules,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        **(
+            {"decoder": config.decoder}
+            if config.native
+            else {
+                "intermediate_size": config.intermediate_size,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": config.num_key_value_heads,
+                "head_dim": config.head_dim,
+                "hidden_act": "silu",
+                "rms_norm_eps": config.rms_norm_eps,
+                "rope_theta": config.rope_theta,
+            }
+        ),
+        "max_position_embeddings": config.max_position_embeddings,
+        "torch_dtype": dtype,
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+    }
