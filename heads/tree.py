@@ -109,6 +109,12 @@ def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
     return TreeShape(depth=len(ordered[-1]), top_k=top_k, nodes=1 + len(ordered), paths=ordered, text=text)
 
 
+def is_chain(shape: TreeShape) -> bool:
+    """Whether each node is the only child of the one before it: no masks of ancestors, and accepted keys already in
+    place."""
+    return shape.nodes == shape.depth + 1 and shape.top_k <= 1
+
+
 def ancestors(parents: Tensor, depth: int) -> Tensor:
     """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it; trees of at most `depth` levels."""
     B, N = parents.shape

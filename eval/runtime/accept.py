@@ -34,16 +34,23 @@ def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acce
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
     follows = (proposal.tokens == choice.gather(1, proposal.parents)) & (proposal.depths == parent_depths + 1)
-    follows = follows | (node == 0)
+    accepted, path = deepest_path(proposal, follows | (node == 0), above, depth)
+    # The choice at a node of the path is the token of the next node on it; at the last it is the bonus.
+    return Acceptance(accepted, path, choice.gather(1, path))
+
+
+def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The deepest path of nodes that follow (B, N), the lowest node where several are as deep: its length (B,), and its
+    nodes (B, K + 1), the root first."""
+    B, N = follows.shape
+    node = torch.arange(N, device=follows.device).expand(B, N)
     alive = (follows[:, None, :] | ~above).all(dim=2)  # every node above it follows, and so does it
     best = torch.where(alive, proposal.depths * N + (N - 1 - node), -1).argmax(dim=1, keepdim=True)  # (B, 1)
-    accepted = proposal.depths.gather(1, best)  # (B, 1)
     on_path = above.gather(1, best[..., None].expand(B, 1, N))[:, 0]  # (B, N)
     # Each node on the path goes to the place of its depth, all others to a place that is cut off.
-    path = torch.zeros(B, depth + 2, dtype=torch.int64, device=choice.device)
+    path = torch.zeros(B, depth + 2, dtype=torch.int64, device=follows.device)
     path = path.scatter_(1, torch.where(on_path, proposal.depths, depth + 1), node)[:, : depth + 1]
-    # The choice at a node of the path is the token of the next node on it; at the last it is the bonus.
-    return Acceptance(accepted[:, 0], path, choice.gather(1, path))
+    return proposal.depths.gather(1, best)[:, 0], path
 
 
 def match_chain(tokens: Tensor, choice: Tensor) -> Acceptance:

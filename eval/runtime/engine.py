@@ -4,8 +4,8 @@
     outputs = engine.generate([Request(prompt, max_new_tokens=128, sampling=Sampling(temperature=1.0, seed=3)), ...])
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
-request gives depends on the request alone, not on the head, the tree, its row, its neighbours or how often the host
-looks.
+request gives depends on the request alone, not on its row, its neighbours or how often the host looks, and under the
+rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same law.
 """
 
 import time
@@ -22,6 +22,7 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, RoundState
+from eval.runtime.rules import check_rule, make_rule
 from eval.runtime.sampling import RowSampling
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.stops import StopWatch
@@ -77,10 +78,11 @@ class Engine:
         max_length: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         poll_interval: int | None = None,
+        rule: str = "match",
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
         `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, by default 1 on a
-        CPU, where looking is free, else 4."""
+        CPU, where looking is free, else 4. `rule`: one of `eval.runtime.rules.RULES`, by which drafts are accepted."""
         if batch_size < 1:
             raise UserError(f"batch size: expected at least 1, got {batch_size}")
         if not 1 <= max_length <= target.context_length:
@@ -91,7 +93,10 @@ class Engine:
             raise UserError(
                 f"a head and a tree go together: got {'no ' if head is None else 'a '}head and tree '{shape}'"
             )
-        self.target, self.head, self.shape = target, head, shape
+        if head is None and rule != "match":
+            raise UserError(f"rule {rule} judges drafts, and plain decoding has none; leave it out")
+        check_rule(rule, shape)
+        self.target, self.head, self.shape, self.rule = target, head, shape, rule
         self.batch_size, self.max_length = batch_size, max_length
         self.tokenizer = tokenizer
         self.poll_interval = poll_interval or (1 if target.device.type == "cpu" else 4)
@@ -110,12 +115,14 @@ class Engine:
             head_state = head.new_state(
                 target.ends, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
             )
+        sampling = RowSampling(self.batch_size, device)
         return Decoder(
             step=step,
             shape=self.shape,
             head=head,
             head_state=head_state,
-            sampling=RowSampling(self.batch_size, device),
+            sampling=sampling,
+            rule=make_rule(self.rule, self.shape, sampling, device),
             eos=torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device),
             state=RoundState.new(
                 batch_size=self.batch_size, capacity=self.max_length, depth=self.shape.depth, device=device

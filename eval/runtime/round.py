@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance, match, match_chain
+from eval.runtime.accept import Acceptance
 from eval.runtime.hf import TargetStep
+from eval.runtime.rules import Rule
 from eval.runtime.sampling import RowSampling
 from heads.base import Drafter, Observation
 from heads.target import Features
 from heads.tree import Proposal, TreeShape, ancestors
+from heads.tree import is_chain as is_chain
 
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""
@@ -74,6 +76,7 @@ class Decoder:
     head: Drafter | None
     head_state: Any
     sampling: RowSampling
+    rule: Rule
     eos: Tensor  # (number of them,) int64
     state: RoundState
     zeros: Tensor  # (B, 1) int64
@@ -86,9 +89,10 @@ class Decoder:
         mark("draft")
         above = None if is_chain(shape) else ancestors(proposal.parents, shape.depth)
         features, logits = self.step.verify(proposal, above, state.length, extent)
-        choice = self.sampling.choose(logits, state.length[:, None] + 1 + proposal.depths)  # (B, N)
+        positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
+        consulted = self.rule.consult(logits, positions)
         mark("verify")
-        acceptance = self.accept(proposal, choice, above)
+        acceptance = self.rule.accept(proposal, consulted, positions, above)
         mark("accept")
         self.commit(proposal, acceptance, features)
         mark("commit")
@@ -96,17 +100,9 @@ class Decoder:
     def propose(self) -> Proposal:
         """The head's tree below each root; the root alone without a head."""
         if self.head is not None:
-            return self.head.propose(self.head_state, self.sampling.pick)
+            return self.head.propose(self.head_state, self.rule.begin())
         root = self.state.root[:, None]
         return Proposal(root, self.zeros, self.zeros, self.zeros)
-
-    def accept(self, proposal: Proposal, choice: Tensor, above: Tensor | None) -> Acceptance:
-        """The rule `match` in the form that fits the tree. A root alone emits the target's choice."""
-        if self.shape.nodes == 1:
-            return Acceptance(self.zeros[:, 0], self.zeros, choice)
-        if above is None:
-            return match_chain(proposal.tokens, choice)
-        return match(proposal, choice, above, self.shape.depth)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
@@ -166,9 +162,3 @@ class Decoder:
             nodes=acceptance.path,
         )
         self.head.observe(self.head_state, observation)
-
-
-def is_chain(shape: TreeShape) -> bool:
-    """Whether each node is the only child of the one before it: no masks of ancestors, and accepted keys already in
-    place."""
-    return shape.nodes == shape.depth + 1 and shape.top_k <= 1

@@ -156,15 +156,27 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
 
-    splitmix64 over the three integers gives 52 bits k, and w = (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
-    Since G = -log(-log(1 - w)), large noise comes from small w, where w is finest: values up to 36 are drawn by their
-    true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some hundred
-    millions).
+    Since G = -log(-log(1 - w)) for a uniform w, large noise comes from small w, where w is finest: values up to 36 are
+    drawn by their true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some
+    hundred millions).
     """
-    keys = _mix(_mix(seeds)[:, None] + positions * GAMMA)  # (B, W)
-    bits = _mix_(keys[..., None] + token_ids * GAMMA)
-    w = bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
-    return w.neg_().log1p_().neg_().log_().neg_().float()
+    return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
+
+
+def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
+    """Uniform noise as a pure function: seeds (B,), counters (B, W), ids (X,) -> (B, W, X) float64.
+
+    splitmix64 over the three integers gives 52 bits k, and (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
+    """
+    keys = _mix(_mix(seeds)[:, None] + counters * GAMMA)  # (B, W)
+    bits = _mix_(keys[..., None] + ids * GAMMA)
+    return bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
+
+
+def stream(seeds: Tensor, purpose: int) -> Tensor:
+    """Seeds (B,) of another noise, independent of the one that `seeds` themselves give; `purpose`: any 64-bit
+    number."""
+    return _mix_(seeds ^ purpose)
 
 
 def _mix(x: Tensor) -> Tensor:

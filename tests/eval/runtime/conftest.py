@@ -1,8 +1,9 @@
-"""Tiny random targets of many families, and draft heads that follow a script."""
+"""Tiny random targets of many families, draft heads that follow a script, and laws small enough to sum over."""
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Observation, Pick, TargetEnds
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape
+from heads.tree import Proposal, TreeShape, grow
 
 VOCAB, EOS = 61, 2
 BASE = dict(
@@ -200,3 +201,113 @@ def prompts() -> list[list[int]]:
     """Eleven prompts of different lengths, one of them longer than a prefill chunk of 16."""
     chooser = random.Random(5)
     return [[chooser.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 5, 9, 16, 17, 21, 3, 7, 12, 30)]
+
+
+class Toy:
+    """Laws over a few tokens, p and q, a random one after every prefix: small enough to sum over all that can happen.
+
+    `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
+    """
+
+    def __init__(self, vocab: int, depth: int, seed: int, support: int | None = None) -> None:
+        self.vocab = vocab
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [vocab**d for d in range(depth + 1)]
+        self.p, self.q = [
+            [-torch.rand(size, vocab, generator=generator, dtype=torch.float64).log() for size in sizes] for _ in "pq"
+        ]  # by depth d: (V^d, V), exponential variables; normalised they are uniform over the simplex
+        if support is not None:
+            for table in self.q:
+                table.scatter_(1, torch.rand(table.shape, generator=generator).argsort(1)[:, support:], 0.0)
+        for table in (*self.p, *self.q):
+            table /= table.sum(1, keepdim=True)
+
+    def flat(self, which: str) -> tuple[Tensor, list[int]]:
+        """All logits in one table, and where each depth's begin."""
+        tables = self.p if which == "p" else self.q
+        return torch.cat(tables).log(), [sum(map(len, tables[:d])) for d in range(len(tables))]
+
+    def law(self, length: int) -> Tensor:
+        """(V^length,) the target's law of its first tokens."""
+        return self.complete(torch.ones(1, dtype=torch.float64), length)
+
+    def complete(self, law: Tensor, length: int) -> Tensor:
+        """A law of the first few tokens, (V^d,), continued by the target to `length` of them."""
+        depth = next(d for d in range(length + 1) if self.vocab**d == len(law))
+        for d in range(depth, length):
+            law = (law[:, None] * self.p[d]).flatten()
+        return law
+
+    def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
+        """`rows` trees as `heads.tree.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
+        V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
+
+        def expand(tokens: Tensor, above: Tensor, visible: Tensor, level: int) -> Tensor:
+            nonlocal codes
+            codes = codes.gather(1, above) * V + tokens
+            return self.q[level][codes].log()
+
+        root = torch.zeros(rows, dtype=torch.int64)
+        first = self.q[0][codes].log()
+        proposal = grow(shape, root, root, first, pick, expand, None)
+        prefixes = torch.zeros_like(proposal.tokens)
+        for j in range(1, proposal.tokens.shape[1]):
+            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
+            prefixes[:, j] = above * V + proposal.tokens[:, j]
+        return proposal, prefixes
+
+    def at(self, prefixes: Tensor, depths: Tensor) -> Tensor:
+        """p after each node: (rows, N, V)."""
+        table, starts = torch.cat(self.p), torch.tensor([sum(map(len, self.p[:d])) for d in range(len(self.p))])
+        return table[starts[depths] + prefixes]
+
+
+class EveryDraw:
+    """A pick that draws everything that can be drawn, each row of the batch its own way; `weight` says how likely."""
+
+    def __init__(self, counts: Sequence[int], vocab: int, *, replace: bool) -> None:
+        """`counts`: children of each node that is drawn for, in order."""
+        ways = [list(product(range(vocab), repeat=n) if replace else permutations(range(vocab), n)) for n in counts]
+        self.ways = list(product(*ways))
+        self.replace, self.done = replace, 0
+        self.weight = torch.ones(len(self.ways), dtype=torch.float64)
+        self.laws: list[Tensor] = []
+        self.token_ids = None
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        W = logits.shape[1]
+        picked = torch.tensor([way[self.done : self.done + W] for way in self.ways])  # (rows, W, R)
+        self.done += W
+        self.laws.append(logits)
+        left = logits.exp()
+        for r in range(count):
+            x = picked[..., r, None]
+            mass = left.sum(-1, keepdim=True)
+            # Where nothing is left to draw, any token will do, and a real pick takes some one: say, the lowest.
+            lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
+            chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
+            self.weight *= chance[..., 0].prod(1)
+            if not self.replace:
+                left = left.scatter(-1, x, 0.0)
+        return picked, logits.gather(-1, picked)
+
+    def law(self, vocab: int) -> Tensor:
+        return torch.cat(self.laws, dim=1).exp()
+
+
+def min_unused(used: Tensor, vocab: int) -> Tensor:
+    """The lowest token that is not among the last dimension's."""
+    taken = (used[..., None] == torch.arange(vocab)).any(-2)
+    return (~taken).long().argmax(-1)
+
+
+@pytest.fixture(scope="session")
+def toy() -> type[Toy]:
+    return Toy
+
+
+@pytest.fixture(scope="session")
+def every_draw() -> type[EveryDraw]:
+    return EveryDraw

@@ -71,11 +71,24 @@ class BigramHead:
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)]
 
 
-@pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: TargetOf) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape", "rule"),
+    [
+        ("llama", "none", "match"),
+        ("llama", "chain:3", "match"),
+        ("llama", "tree:3x3x10", "match"),
+        ("gemma3_text", "none", "match"),
+        ("gemma3_text", "chain:3", "match"),
+        ("gemma3_text", "tree:3x3x10", "match"),
+        ("llama", "chain:3", "ratio"),
+        ("llama", "static:3.2", "ratio"),
+        ("llama", "static:3.2", "ratio-wr"),
+        ("llama", "chain:3", "block"),
+    ],
+)
+def test_a_round_never_waits_for_the_host(family: str, shape: str, rule: str, target_of: TargetOf) -> None:
     head = BigramHead() if shape != "none" else None
-    engine = Engine(target_of(family), head, shape=parse_shape(shape), batch_size=2, max_length=128)
+    engine = Engine(target_of(family), head, shape=parse_shape(shape), batch_size=2, max_length=128, rule=rule)
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))

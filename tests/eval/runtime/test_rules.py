@@ -1,0 +1,287 @@
+"""The rules as they run: drawn by their own noise they give the target's law, and at temperature 0 its very tokens."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.prompts import Prompt
+from eval.runtime.engine import Engine, Request
+from eval.runtime.rules import RULES, Draws, Rule, check_rule, draw_counters, make_rule
+from eval.runtime.sampling import RowSampling, Sampling
+from heads.base import Observation, Pick
+from heads.errors import UserError
+from heads.target import FrozenTarget
+from heads.tree import Proposal, ancestors, grow, parse_shape, static_shape
+
+CPU = torch.device("cpu")
+DECODED = 4
+"""Tokens whose joint law is looked at."""
+
+
+def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
+    """Rows of one sampling, each with a seed of its own."""
+    batch = RowSampling(rows)
+    batch.set_row(0, sampling)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        getattr(batch, name).fill_(getattr(sampling, name))
+    batch.seed.copy_(torch.arange(rows) + sampling.seed)
+    return batch
+
+
+def chi_square_limit(cells: int) -> float:
+    """What a chi-square statistic exceeds by chance once in a million times (Wilson and Hilferty's approximation)."""
+    free = cells - 1
+    return float(free * (1 - 2 / (9 * free) + 4.75 * (2 / (9 * free)) ** 0.5) ** 3)
+
+
+def chi_square(codes: Tensor, law: Tensor) -> tuple[float, float]:
+    """The statistic of `codes` against `law`, and its limit; cells that expect fewer than ten are taken together."""
+    expected = law * len(codes)
+    counts = torch.bincount(codes, minlength=len(law)).double()
+    rare = expected < 10
+    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    due = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    kept = due > 1e-9
+    assert not seen[~kept].any(), "something came out that the law excludes"
+    return float(((seen - due) ** 2 / due)[kept].sum()), chi_square_limit(int(kept.sum()))
+
+
+class Decoding:
+    """Rounds of a rule over a toy's laws, for many rows at once: what the runtime does, without a model."""
+
+    def __init__(self, toy: Any, rule: str, text: str, sampling: RowSampling) -> None:
+        self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
+        self.rule: Rule = make_rule(rule, self.shape, sampling, CPU)
+        self.p, starts = toy.flat("p")
+        self.q, _ = toy.flat("q")
+        self.starts = torch.tensor(starts)
+        rows = len(sampling.seed)
+        self.length = torch.zeros(rows, dtype=torch.int64)
+        self.codes = torch.zeros(rows, dtype=torch.int64)  # what was decoded, a number in base V
+        self.rounds = torch.zeros(rows, dtype=torch.int64)
+
+    def logits(self, table: Tensor, depths: Tensor, codes: Tensor) -> Tensor:
+        return table[self.starts[depths] + codes].float()
+
+    def round(self) -> None:
+        """One round of every row that has not decoded enough."""
+        V, shape = self.toy.vocab, self.shape
+        going = self.length < DECODED
+        codes = self.codes[:, None]
+        depths = self.length[:, None]
+
+        def expand(tokens: Tensor, above: Tensor, visible: Tensor, level: int) -> Tensor:
+            nonlocal codes
+            codes = codes.gather(1, above) * V + tokens
+            return self.logits(self.q, depths + level, codes)
+
+        root = torch.zeros_like(self.length)
+        first = self.logits(self.q, depths, codes)
+        proposal = grow(shape, root, self.length, first, self.rule.begin(), expand, None)
+        prefixes = self.codes[:, None].repeat(1, shape.nodes)
+        for j in range(1, shape.nodes):
+            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
+            prefixes[:, j] = above * V + proposal.tokens[:, j]
+        logits = self.logits(self.p, depths + proposal.depths, prefixes)
+        positions = self.length[:, None] + 1 + proposal.depths
+        consulted = self.rule.consult(logits, positions)
+        tree = None if shape.top_k == 1 else ancestors(proposal.parents, shape.depth)
+        found = self.rule.accept(proposal, consulted, positions, tree)
+        for k in range(shape.depth + 1):
+            takes = going & (k <= found.accepted) & (self.length < DECODED)
+            self.codes = torch.where(takes, self.codes * V + found.emitted[:, k], self.codes)
+            self.length = self.length + takes
+        self.rounds += going
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, seed=1), Sampling(0.6, top_p=0.9, seed=50)], ids=["plain", "processed"]
+)
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("match", "chain:2"),
+        ("match", "tree:2x2x4"),
+        ("ratio", "chain:2"),
+        ("ratio", "static:2.2"),
+        ("ratio-wr", "static:2.2"),
+        ("block", "chain:2"),
+        ("block", "chain:3"),
+    ],
+)
+def test_several_rounds_by_real_noise_have_the_targets_law(rule: str, text: str, sampling: Sampling, toy: Any) -> None:
+    rows = 30_000
+    shape = parse_shape(text)
+    laws = toy(3, DECODED + shape.depth, 21)
+    batch = sampled_rows(rows, sampling)
+    decoding = Decoding(laws, rule, text, batch)
+    while (decoding.length < DECODED).any():
+        decoding.round()
+    processed = [row.log_law(table.log()[None]).exp()[0].double() for row in [batch.row(0)] for table in laws.p]
+    laws.p = [table / table.sum(-1, keepdim=True) for table in processed]
+    statistic, limit = chi_square(decoding.codes, laws.law(DECODED))
+    assert statistic < limit
+    assert decoding.rounds.double().mean() < 0.85 * DECODED
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_children_are_drawn_from_the_drafts_law_in_order(replace: bool, toy: Any) -> None:
+    q, V, rows = torch.tensor([0.55, 0.25, 0.15, 0.05]), 4, 60_000
+    draws = Draws(sampled_rows(rows, Sampling(1.0)), replace=replace)
+    children, logp = draws(q.log().expand(rows, 2, V), torch.full((rows, 2), 9), 2)
+    torch.testing.assert_close(logp, q.log()[children])
+    first, second = children.unbind(-1)  # (rows, 2 nodes)
+    pairs = q.outer(q) if replace else (q.outer(q) / (1 - q)[:, None]).fill_diagonal_(0.0)
+    for node in range(2):
+        statistic, limit = chi_square(first[:, node] * V + second[:, node], pairs.double().flatten())
+        assert statistic < limit
+    statistic, limit = chi_square(first[:, 0] * V + first[:, 1], q.outer(q).double().flatten())
+    assert statistic < limit, "the draws of two nodes know nothing of each other"
+
+
+def test_no_two_draws_of_a_request_have_one_counter() -> None:
+    seen = set()
+    for root in range(40):
+        for level in range(1, 6):
+            positions = torch.full((1, 7), root + level)
+            seen.update(draw_counters(positions, level, 5).flatten().tolist())
+    assert len(seen) == 40 * 5 * 7 * 5
+
+
+def requests_of(prompts: list[Prompt], samplings: list[Sampling], new: int = 24) -> list[Request]:
+    chosen = [samplings[i % len(samplings)] for i in range(len(prompts))]
+    return [Request(list(p.ids), new, s, ignore_eos=True) for p, s in zip(prompts, chosen, strict=True)]
+
+
+JUDGED = (
+    [(rule, "chain:4") for rule in RULES] + [(rule, "static:3.2") for rule in RULES[:3]] + [("ratio", "static:1.1")]
+)
+
+
+@pytest.mark.parametrize(("rule", "text"), JUDGED)
+def test_at_temperature_zero_every_rule_gives_the_targets_own_tokens(
+    rule: str, text: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
+) -> None:
+    """Beside sampled rows too, where a greedy row goes through the arithmetic of the sampled ones."""
+    for samplings in ([Sampling()], [Sampling(), Sampling(1.0, seed=3)]):
+        requests = requests_of(tiny_prompts[:4], samplings, new=12)
+        plain = Engine(tiny_target, max_length=96).generate(requests)
+        engine = Engine(tiny_target, pair_head, shape=parse_shape(text), batch_size=4, max_length=96, rule=rule)
+        outputs = engine.generate(requests)
+        greedy = [i for i, request in enumerate(requests) if request.sampling.temperature == 0]
+        assert [outputs[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
+        assert sum(sum(outputs[i].accepted) for i in greedy) > 0
+
+
+def test_greedy_rows_use_every_sibling(tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> None:
+    requests = requests_of(tiny_prompts[:4], [Sampling(), Sampling(1.0)], new=12)
+    rounds = {}
+    for rule in RULES[:3]:
+        engine = Engine(tiny_target, pair_head, shape=parse_shape("static:3.2"), batch_size=2, max_length=96, rule=rule)
+        rounds[rule] = [output.rounds for output in engine.generate(requests)][::2]
+    assert rounds["ratio"] == rounds["ratio-wr"] == rounds["match"]
+
+
+@pytest.mark.parametrize(("rule", "text"), [(rule, text) for rule, text in JUDGED if rule != "match"])
+def test_what_a_request_gives_depends_on_it_alone(
+    rule: str, text: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
+) -> None:
+    samplings = [Sampling(1.0, seed=3), Sampling(0.7, top_k=9, top_p=0.9, seed=4), Sampling()]
+    requests = requests_of(tiny_prompts, samplings, new=10)
+    seen = []
+    for batch_size, poll in ((1, 1), (4, 3)):
+        torch.manual_seed(batch_size)  # no noise of the library's is used
+        engine = Engine(
+            tiny_target,
+            pair_head,
+            shape=parse_shape(text),
+            batch_size=batch_size,
+            max_length=96,
+            poll_interval=poll,
+            rule=rule,
+        )
+        seen.append([output.tokens for output in engine.generate(requests)])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_the_first_tokens_of_requests_have_the_targets_law(
+    rule: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
+) -> None:
+    """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
+    prompt, count = list(tiny_prompts[0].ids), 250
+    requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(count)]
+    engine = Engine(tiny_target, pair_head, shape=parse_shape("chain:2"), batch_size=50, max_length=64, rule=rule)
+    outputs = [tuple(output.tokens) for output in engine.generate(requests)]
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for tokens, mass in law.items():
+            logits = tiny_target.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
+            values, ids = logits.topk(2)
+            longer.update({(*tokens, int(i)): mass * float(p) for i, p in zip(ids, values.softmax(-1), strict=True)})
+        law = longer
+    ways = list(law)
+    codes = torch.tensor([ways.index(tokens) for tokens in outputs])
+    statistic, limit = chi_square(codes, torch.tensor([law[way] for way in ways], dtype=torch.float64))
+    assert statistic < limit
+
+
+GAPPED = static_shape([(0,), (2,), (0, 0)], "gapped")
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: check_rule("typical", parse_shape("chain:2")), "expected one of match, ratio, ratio-wr, block"),
+        (lambda: check_rule("ratio", parse_shape("tree:3x2x5")), "the law of what survives"),
+        (lambda: check_rule("ratio-wr", parse_shape("tree:3x2x5")), "the law of what survives"),
+        (lambda: check_rule("block", parse_shape("tree:3x2x5")), "judges chains"),
+        (lambda: check_rule("block", parse_shape("static:2.2")), "judges chains, not the tree static:2.2"),
+        (lambda: check_rule("ratio", GAPPED), re.escape("node (2,) without its elder sibling, rank 1")),
+    ],
+)
+def test_a_rule_that_cannot_judge_a_tree_says_why(act: Callable[[], None], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tree_that_ends_unevenly_is_judged() -> None:
+    for rule in RULES[:3]:
+        check_rule(rule, static_shape([(0,), (1,), (1, 0)], "uneven"))
+
+
+class Copying:
+    """A draft that asks for no draw: it has no law."""
+
+    taps: tuple[int, ...] = ()
+
+    def new_state(self, ends: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
+        return batch_size
+
+    def reset_rows(self, state: int, rows: Tensor) -> None: ...
+
+    def observe(self, state: int, observation: Observation) -> None: ...
+
+    def propose(self, state: int, pick: Pick) -> Proposal:
+        chain = torch.arange(3).expand(state, -1)
+        return Proposal(chain, (chain - 1).clamp_min(0), chain, chain.float())
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_a_draft_without_a_law_is_refused_by_rules_that_need_one(rule: str, tiny_target: FrozenTarget) -> None:
+    request = Request([5, 6], 8, Sampling(1.0))
+    engine = Engine(tiny_target, Copying(), shape=parse_shape("chain:2"), max_length=32, rule=rule)
+    with pytest.raises(UserError, match=f"rule {rule} needs the law that the draft was drawn from"):
+        engine.generate([request])
+    assert Engine(tiny_target, Copying(), shape=parse_shape("chain:2"), max_length=32).generate([request])
+
+
+def test_plain_decoding_has_no_rule(tiny_target: FrozenTarget) -> None:
+    with pytest.raises(UserError, match="plain decoding has none"):
+        Engine(tiny_target, max_length=32, rule="ratio")
