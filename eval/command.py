@@ -19,6 +19,7 @@ from heads.base import Drafter
 from heads.checkpoint import check_fits, find_head, load_head, read_config
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE, shape_for
+from heads.quantization import SCHEMES
 from heads.registry import build_untrained, untrained_kind
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import TreeShape
@@ -120,6 +121,9 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", type=device, help="cuda where there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
+    parser.add_argument(
+        "--quantize", choices=["none", *SCHEMES], help="the target's layers; by default as the head was trained"
+    )
 
 
 HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
@@ -134,6 +138,8 @@ def add_head_options(parser: argparse.ArgumentParser) -> None:
 
 def open_head(options: argparse.Namespace) -> Opened:
     """Load the head that the command line names, and its target."""
+    if options.quantize is None and not untrained_kind(options.head):
+        options.quantize = read_config(find_head(options.head))["target"].get("quantize")
     target, tokenizer = open_target(options.target or target_path(options.head), options)
     return Opened(fitting_head(options.head, target), target, tokenizer)
 
@@ -161,11 +167,17 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
 def open_target(path: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load a target as the command line says."""
     place = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load_pair(path, dtype=options.dtype, device=place, trust_remote_code=options.trust_remote_code)
+    return load_pair(
+        path,
+        dtype=options.dtype,
+        device=place,
+        trust_remote_code=options.trust_remote_code,
+        quantize=None if options.quantize == "none" else options.quantize,
+    )
 
 
 def load_pair(
-    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool
+    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool, quantize: str | None = None
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
     is slower."""
@@ -173,7 +185,7 @@ def load_pair(
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
     try:
-        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code)
+        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
         return target, load_tokenizer(path, trust_remote_code=trust_remote_code)
     finally:
         transformers_logging.set_verbosity(level)

@@ -186,6 +186,7 @@ def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
                     f"{count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}",
                 ),
                 ("vocabulary", f"{target['vocab_size']:,}"),
+                ("weights", f"{target['weight_bytes'] / 1e6:,.1f} MB"),
                 ("fingerprint", target["fingerprint"]),
             ],
         ),

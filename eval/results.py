@@ -23,6 +23,7 @@ from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
 from heads.errors import UserError
+from heads.quantization import weight_bytes
 from heads.target import FrozenTarget
 
 SCHEMA_VERSION = 1
@@ -120,6 +121,8 @@ def target_facts(target: FrozenTarget) -> Results:
         "name": target.name,
         "architecture": type(target.model).__name__,
         "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
+        "weight_bytes": weight_bytes(target.model),
         "parameters": num_parameters(target.model),
         "layers": target.num_layers,
         "hidden_size": target.hidden_size,

@@ -34,6 +34,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "name": target.name,
         "architecture": type(target.model).__name__,
         "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
@@ -179,16 +180,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Refuse a head that was trained for another target: another width, vocabulary, depth or other weights."""
+    """Refuse a head that was trained for another target: another width, vocabulary, depth or other weights.
+
+    A target's quantised forms count as that target: which of them a head is run on is its user's choice.
+    """
     trained_for = read_config(find_head(path))["target"]
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
         ("number of layers", trained_for["num_layers"], target.num_layers),
-        ("fingerprint of the weights", trained_for["fingerprint"], target.fingerprint),
+        ("fingerprint of the weights", _weights(trained_for["fingerprint"]), _weights(target.fingerprint)),
     ):
         if ours != theirs:
             raise UserError(
                 f"{path}: trained for target {trained_for['name']} with {name} {ours}, but {target.name} has {theirs}; "
                 "measure it on its own target"
             )
+
+
+def _weights(fingerprint: str) -> str:
+    """The fingerprint less the mark of a quantised form."""
+    return fingerprint.partition("-")[0]

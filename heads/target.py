@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from heads.base import TargetEnds
 from heads.errors import UserError
 from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
+from heads.quantization import quantize_layers
 
 FINGERPRINT_SAMPLES = 512
 """Weights read of each parameter: enough to tell two fine-tunes apart, little enough for a 70B model."""
@@ -36,7 +37,7 @@ class Features:
 class FrozenTarget:
     """A causal LM that is never trained, seen as features in the middle and two ends."""
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
         untyped: Any = model
         untyped.eval()
         self.model = model.requires_grad_(False)
@@ -56,7 +57,10 @@ class FrozenTarget:
             embed=model.get_input_embeddings(), logits=OutputHead(self.head, config), weight=self.head.weight
         )
         self.eos_token_ids = eos_ids(model)
-        self.fingerprint = fingerprint(model)
+        self.quantize = quantize
+        self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        if quantize:
+            quantize_layers(self.layers, quantize, name)
 
     @property
     def device(self) -> torch.device:
@@ -208,9 +212,15 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def load_target(
-    path: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
 ) -> FrozenTarget:
-    """Load a target from a folder or the hub, in its stored dtype unless another is named.
+    """Load a target from a folder or the hub, in its stored dtype unless another is named. `quantize`: one of
+    `heads.quantization.SCHEMES`.
 
     Raises UserError where there is nothing at `path`, where it is damaged, and where it is not a causal LM that can be
     tapped and masked.
@@ -235,7 +245,8 @@ def load_target(
             f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
             "expected a whole causal language model"
         )
-    target = FrozenTarget(model.to(device), path)
+    target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
+    model.to(device)
     target.check()
     return target
 

@@ -40,6 +40,7 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
             dtype=settings.dtype,
             device=accelerator.device,
             trust_remote_code=settings.trust_remote_code,
+            quantize=settings.quantize,
         )
     if recipe.data.context_length > target.context_length:
         raise UserError(

@@ -29,6 +29,8 @@ class Target(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` keeps what the target was saved in, except float32 on a CPU, where bfloat16 is slow."""
     trust_remote_code: bool = False
+    quantize: Literal["int8"] | None = None
+    """int8: the matrices of the decoder layers, through torchao; a quarter of float32's memory."""
 
 
 class PythonSource(Settings):

@@ -151,11 +151,13 @@ def test_the_config_is_what_engines_read(folder: Path) -> None:
 def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> None:
     config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
-    target: Any = SimpleNamespace(name="t", model=object(), config=config, fingerprint="abcd", **sizes)
+    loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
+    target: Any = SimpleNamespace(name="t", model=object(), **loaded, **sizes)
     assert target_record(target) == {
         "name": "t",
         "architecture": "object",
-        "fingerprint": "abcd",
+        "fingerprint": "abcd-int8",
+        "quantize": "int8",
         **sizes,
         "bos_token_id": 0,
         "eos_token_id": 1,

@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.bench import parse_arguments
+from eval.command import open_head
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
+from heads.quantization import weight_bytes
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import Proposal, parse_shape
 from train.loop import fit
@@ -81,6 +84,7 @@ QUICK = {
     "latent: deepseek_v3",
     "sliding window in some layers: gemma3",
 }
+INT8 = "grouped-query: llama"
 WITH_EXPERTS = ["experts: mixtral", "experts: qwen3_moe", "latent: deepseek_v2", "latent: deepseek_v3"]
 TEXTS = (
     "the sea is near the",
@@ -155,7 +159,24 @@ def encode(target_folder: str, texts: tuple[str, ...] = TEXTS) -> list[list[int]
 def test_a_head_trains_and_its_output_is_the_targets_own(
     form: str, form_settings: Callable[[str], Settings], write_recipe: WriteRecipe
 ) -> None:
-    settings = form_settings(form)
+    train_and_audit(form_settings(form), write_recipe)
+
+
+def test_a_head_trains_on_a_quantised_target(
+    form_settings: Callable[[str], Settings], write_recipe: WriteRecipe
+) -> None:
+    """Its output is the quantised target's own, and whoever opens the head gets that target unless asked otherwise."""
+    pytest.importorskip("torchao")
+    settings = form_settings(INT8)
+    settings["target"]["quantize"] = "int8"
+    folder = train_and_audit(settings, write_recipe)
+    opened = [open_head(parse_arguments([str(folder), *asked])).target for asked in ([], ["--quantize", "none"])]
+    assert [target.quantize for target in opened] == ["int8", None]
+    assert weight_bytes(opened[0].layers) < 0.5 * weight_bytes(opened[1].layers)
+
+
+def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
+    """The folder of a run whose head learnt and whose drafts changed nothing."""
     outcome = fit(load_recipe(write_recipe(settings)))
     outcome.folder.unlock()
     records = [json.loads(line) for line in (outcome.folder.path / "metrics.jsonl").read_text().splitlines()]
@@ -165,6 +186,7 @@ def test_a_head_trains_and_its_output_is_the_targets_own(
     check_fits(outcome.folder.path, target)
     drafted = audit(target, load_head(outcome.folder.path), encode(settings["target"]["path"]))
     assert drafted > 0, "an audit in which nothing drafted came out proves little"
+    return outcome.folder.path
 
 
 @pytest.mark.parametrize("form", WITH_EXPERTS)

@@ -1,0 +1,51 @@
+"""A target whose decoder layers keep their matrices in int8: a quarter of float32's memory, half of bfloat16's.
+
+    w_ij ~ s_i * round(w_ij / s_i)        each row i of a matrix has a scale s_i of its own
+
+Weights only: what a layer is given is not rounded, so that no row of a batch depends on another and drafts are
+verified as exactly as on any target. Embeddings, norms and the output head, which draft heads start from, stay as they
+are. torchao does it; it is an optional package.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from heads.errors import UserError
+
+SCHEMES = ("int8",)
+LEAST_SHARE = 0.5
+"""Of the layers' weights: where less can be quantised, little is saved, and the name would mislead."""
+
+
+def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
+    """Quantise the linear layers inside `layers`, in place. UserError where there are too few, or no torchao."""
+    if scheme not in SCHEMES:
+        raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise UserError(
+            f"target.quantize: {scheme} needs the package torchao, which is not installed; pip install -e '.[quant]'"
+        ) from error
+    linear = sum(module.weight.numel() for module in layers.modules() if isinstance(module, nn.Linear))
+    share = linear / sum(parameter.numel() for parameter in layers.parameters())
+    if share < LEAST_SHARE:
+        raise UserError(
+            f"{name}: target.quantize reaches linear layers only, which hold {share:.0%} of its layers' weights "
+            "(experts kept in one tensor, and GPT-2's layers, are none); leave it out"
+        )
+    quantize_(layers, Int8WeightOnlyConfig(set_inductor_config=False))
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """What a module's weights take in memory, tied ones once."""
+    return sum(_bytes(parameter) for parameter in module.parameters())
+
+
+def _bytes(tensor: Any) -> int:
+    if not is_traceable_wrapper_subclass(tensor):
+        return int(tensor.numel() * tensor.element_size())
+    names, _ = tensor.__tensor_flatten__()  # the tensors that a quantised one is made of
+    return sum(_bytes(getattr(tensor, name)) for name in names)
