@@ -10,28 +10,18 @@ target's own (then no speedup is printed); 2 with one line for what the caller c
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import (
-    Parser,
-    add_head_options,
-    count,
-    draft_shapes,
-    exit_status,
-    open_head,
-    prompt_room,
-    seed,
-    temperatures,
-    trees,
-)
+from eval.auto import start_search
+from eval.command import Parser, add_head_options, exit_status, open_head, prompt_room
 from eval.files import check_folder
-from eval.measure import Entry, find_divergences, race
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, follow_up, load_prompts, prompts_hash
+from eval.measure import Entry, OnUnit, find_divergences, race
+from eval.prompts import Prompt, follow_up, load_prompts, prompts_hash
 from eval.report import print_report, write_report
 from eval.results import (
     SCHEMA_VERSION,
@@ -47,35 +37,11 @@ from eval.results import (
     write_results,
 )
 from eval.runtime.engine import Engine, Request
-from eval.runtime.sampling import Sampling
+from eval.settings import BenchSettings, add_measure_options, to_settings
 from heads.base import Drafter
 from heads.checkpoint import find_head
-from heads.errors import UserError
 from heads.registry import HEADS, UNTRAINED, untrained_kind
 from heads.target import FrozenTarget
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """What is measured; all of it goes into results.json."""
-
-    prompts: str = HELD_OUT_SUITE
-    """Suites or files, commas between."""
-    num_prompts: int | None = None
-    """Of each suite; all of a suite if None, 64 held-out modules."""
-    max_prompt_tokens: int | None = None
-    """As many as the target's context leaves room for if None."""
-    skip_long: bool = False
-    trees: tuple[str, ...] = ("chain:5",)
-    temperatures: tuple[float, ...] = (0.0,)
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    batch_size: int = 1
-    repeats: int = 2
-    """How often each contender decodes each prompt."""
-    seed: int = 0
 
 
 def run_bench(
@@ -89,30 +55,48 @@ def run_bench(
     console: Console | None = None,
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds."""
-    shapes = draft_shapes(settings.trees, head)
-    prompts = choose_prompts(target, tokenizer, settings, max(shape.nodes for shape in shapes))
-    measurements, suites, shown, unrepeatable = [], [], [], []
-    steps = len(settings.temperatures) * settings.repeats * (1 + len(shapes)) * len(prompts)
+    named = settings.shapes(head)
+    prompts = choose_prompts(target, tokenizer, settings, settings.most_nodes(head))
+    measurements, suites, shown, unrepeatable, searches = [], [], [], [], []
     with progress_bar() as bar:
-        task = bar.add_task("measuring", total=steps)
         for temperature in settings.temperatures:
-            sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.min_p, settings.seed)
-            result = race(
-                target,
-                [Entry(head, shape) for shape in shapes],
-                prompts,
-                sampling,
-                max_new_tokens=settings.max_new_tokens,
-                batch_size=settings.batch_size,
-                repeats=settings.repeats,
-                on_unit=lambda count: bar.advance(task, count),
-            )
-            unrepeatable += find_divergences(result, result.plain, target, tokenizer)
-            for contender in result.drafting:
-                divergences = find_divergences(result, contender, target, tokenizer)
-                measurements.append(figures(result, contender, divergences, range(len(result.units))))
-                suites.append(by_suite(result, contender, divergences))
-                shown.append(samples(result, contender, tokenizer))
+            sampling, shapes = settings.sampling(temperature), named
+            search = None
+            if settings.is_auto:
+                bar.add_task("looking for drafts", total=None)
+                search = start_search(
+                    target,
+                    head,
+                    prompts,
+                    sampling,
+                    max_new_tokens=settings.max_new_tokens,
+                    batch_size=settings.batch_size,
+                    fixed=named,
+                )
+                shapes = search.next_shapes()
+            while shapes:
+                result = race(
+                    target,
+                    [Entry(head, shape) for shape in shapes],
+                    prompts,
+                    sampling,
+                    max_new_tokens=settings.max_new_tokens,
+                    batch_size=settings.batch_size,
+                    repeats=settings.repeats,
+                    on_unit=race_bar(bar, settings.repeats * (1 + len(shapes)) * len(prompts)),
+                )
+                unrepeatable += find_divergences(result, result.plain, target, tokenizer)
+                for contender in result.drafting:
+                    divergences = find_divergences(result, contender, target, tokenizer)
+                    measurements.append(figures(result, contender, divergences, range(len(result.units))))
+                    suites.append(by_suite(result, contender, divergences))
+                    shown.append(samples(result, contender, tokenizer))
+                shapes = []
+                if search is not None:
+                    search.take(measurements[-len(result.drafting) :])
+                    shapes = search.next_shapes()
+            if search is not None:
+                searches.append(search.record(temperature))
     best = headline(measurements)
     exact = pooled_exactness(measurements, unrepeatable)
     if exact["divergences"]:
@@ -127,6 +111,7 @@ def run_bench(
         "exact": exact,
         "suites": suites[best],
         "measurements": measurements,
+        **({"auto": searches} if searches else {}),
         "samples": shown[best],
     }
     if out is not None:
@@ -178,6 +163,14 @@ def kind_of(head: Drafter) -> str:
     return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
 
 
+def race_bar(bar: Progress, total: int) -> OnUnit:
+    """A bar for one race, in the place of what was shown before."""
+    for task in bar.task_ids:
+        bar.remove_task(task)
+    task = bar.add_task("measuring", total=total)
+    return lambda count: bar.advance(task, count)
+
+
 def progress_bar() -> Progress:
     """A bar on standard error, where that is a terminal."""
     return Progress(
@@ -211,53 +204,11 @@ def default_out(folder: Path) -> Path:
     return Path(f"bench-{folder.resolve().name}")
 
 
-def to_settings(options: argparse.Namespace) -> BenchSettings:
-    """The command's settings, checked together."""
-    for temperature in options.temperatures:
-        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
-    if not any(options.temperatures):
-        for name in ("top_k", "top_p", "min_p"):
-            if getattr(options, name) != getattr(BenchSettings, name):
-                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
-    return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    known = BenchSettings()
     parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
-    add = parser.add_argument
     add_head_options(parser)
-    add(
-        "--prompts",
-        default=known.prompts,
-        help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
-    )
-    add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
-    add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
-    add("--skip-long", action="store_true", help="leave longer prompts out instead")
-    add(
-        "--tree",
-        dest="trees",
-        type=trees,
-        default=",".join(known.trees),
-        help="drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; head is the head's own static tree",
-    )
-    add(
-        "--temperature",
-        dest="temperatures",
-        type=temperatures,
-        default="0",
-        help="0 is greedy; several with commas between",
-    )
-    add("--top-k", type=int, default=known.top_k, help="0 keeps all")
-    add("--top-p", type=float, default=known.top_p, help="1 keeps all")
-    add("--min-p", type=float, default=known.min_p, help="0 keeps all")
-    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
-    add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
-    add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
-    add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
-    add("--out", type=Path, help="where results.json, report.html, plots/ and README.md go")
+    add_measure_options(parser)
     return parser.parse_args(arguments)
 
 

@@ -24,6 +24,9 @@ from heads.registry import build_untrained, untrained_kind
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import TreeShape
 
+AUTO = "auto"
+"""In the place of a tree: look for the best."""
+
 
 class Parser(argparse.ArgumentParser):
     """A command line that is refused in one line, as a recipe is; `--help` has the rest."""
@@ -71,11 +74,11 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def trees(text: str) -> tuple[str, ...]:
-    """Trees that draft something, commas between."""
+    """Trees that draft something, or `auto`, commas between."""
+    parts = [part.strip() for part in text.split(",")]
     with _told():
-        named = [part.strip() for part in text.split(",")]
-        draft_shapes([part for part in named if part != HEAD_TREE])
-        return tuple(named)
+        draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
+    return tuple(parts)
 
 
 def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.metrics import Trace
+from eval.metrics import Trace, token_seconds
 from eval.prompts import Prompt
 from eval.runtime.engine import PHASES, Engine, Output, Request
 from eval.runtime.sampling import RowSampling, Sampling, gumbel
@@ -48,6 +48,8 @@ class Contender:
     """By repeat: unit index -> seconds, prefill left out."""
     rounds: list[dict[int, int]] = field(default_factory=list)
     """By repeat: unit index -> rounds of the whole batch."""
+    token_seconds: list[dict[int, list[float]]] = field(default_factory=list)
+    """By repeat: unit index -> `metrics.token_seconds` of all its outputs."""
     prefill_seconds: float = 0.0
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
@@ -56,16 +58,26 @@ class Contender:
             self.outputs.append({})
             self.decode_seconds.append({})
             self.rounds.append({})
+            self.token_seconds.append({})
         outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         timings = self.engine.timings
         self.decode_seconds[repeat][unit] = timings.decode_seconds
         self.rounds[repeat][unit] = timings.rounds
+        self.token_seconds[repeat][unit] = [
+            seconds
+            for output in outputs
+            for seconds in token_seconds(output.emitted(), timings.round_seconds[output.first_round :][: output.rounds])
+        ]
         self.prefill_seconds += timings.prefill_seconds
 
     def unit_seconds(self, unit: int) -> float:
         """Decode seconds of one unit, all repeats together."""
         return sum(seconds[unit] for seconds in self.decode_seconds)
+
+    def unit_token_seconds(self, units: Sequence[int]) -> list[float]:
+        """The time between tokens of some units, all repeats together."""
+        return [seconds for by_unit in self.token_seconds for unit in units for seconds in by_unit[unit]]
 
     def unit_rounds(self, unit: int) -> int:
         """Rounds of one unit, all repeats together."""
@@ -151,8 +163,8 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     return units
 
 
-def profile(race: Race) -> list[dict[str, float]]:
-    """For each drafting contender: seconds of one round by phase, over a few prompts decoded once more.
+def profile(race: Race, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
+    """For each drafting contender: seconds of one round by phase, over the first prompts decoded once more.
 
     Each unit is also decoded plainly, for the seconds of a plain step in the same minute.
     """
@@ -170,7 +182,7 @@ def profile(race: Race) -> list[dict[str, float]]:
             for phase, spent in (*timings.breakdown.items(), ("whole", timings.decode_seconds)):
                 seconds[n][phase] += spent
         profiled += len(indices)
-        if profiled >= PROFILED_PROMPTS:
+        if profiled >= num_prompts:
             break
     plain = seconds[0]["whole"] / max(rounds[0], 1)
     return [

@@ -19,6 +19,7 @@ Interval = tuple[float, float]
 
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
+TOKEN_PERCENTILES = (50, 95, 99)
 LOOP_TAIL = 48
 LOOP_PERIOD = 16
 
@@ -101,6 +102,20 @@ def predicted_speedup(tau: float, *, plain_seconds: float, draft: float, verify:
     for.
     """
     return tau * _ratio(plain_seconds, draft + verify + rest)
+
+
+def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float]:
+    """The time between tokens: of each token after the first, its round's seconds shared among the tokens that the
+    round emitted. Rounds that accept little are the slow tokens that a mean hides."""
+    return [seconds / count for count, seconds in zip(emitted, rounds, strict=True) for _ in range(count)]
+
+
+def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The spread of `token_seconds`, in milliseconds: p50, p95 and p99."""
+    if not seconds:
+        return {f"p{share}": float("nan") for share in TOKEN_PERCENTILES}
+    values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES)
+    return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
 
 
 def is_loop(tokens: Sequence[int], *, tail: int = LOOP_TAIL, period: int = LOOP_PERIOD) -> bool:

@@ -66,6 +66,8 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         }
     return {
         "tree": str(contender.shape),
+        "depth": depth,
+        "nodes": contender.shape.nodes,
         "temperature": race.requests[0].sampling.temperature,
         "exact": {"prompts": len(indices), "identical": identical, "divergences": wrong},
         "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
@@ -74,10 +76,12 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
+            "token_ms": metrics.token_percentiles(race.plain.unit_token_seconds(units)),
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(tokens, seconds),
             "ms_per_round": 1e3 * sum(seconds) / max(rounds, 1),
+            "token_ms": metrics.token_percentiles(contender.unit_token_seconds(units)),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },

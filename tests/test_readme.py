@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.bench import parse_arguments, to_settings
+from eval.bench import parse_arguments
+from eval.settings import to_settings
 from train.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

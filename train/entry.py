@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from eval.bench import BenchSettings, run_bench
+from eval.bench import run_bench
 from eval.command import exit_status
+from eval.settings import BenchSettings
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from train.interrupts import Interrupted

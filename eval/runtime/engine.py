@@ -43,11 +43,16 @@ class Timings:
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    rounds: int = 0
-    """Rounds of the whole batch."""
+    round_seconds: list[float] = field(default_factory=list)
+    """Of each round of the whole batch; rounds between two looks of the host share their time evenly."""
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase; measured only under `Engine.profile`, which waits for the device after each. The head's
     reading of accepted features is part of committing."""
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the whole batch."""
+        return len(self.round_seconds)
 
 
 @dataclass
@@ -57,6 +62,8 @@ class Seat:
     index: int
     request: Request
     prefill_seconds: float
+    first_round: int
+    """Rounds of the whole batch before its own first."""
     most_tokens: int
     """At most this many tokens stand in the row's cache; exact whenever the host looks."""
     left: int
@@ -195,8 +202,9 @@ class Engine:
                 self._profiled_round(extent)
             else:
                 self.decoder.round(extent)
-        self.timings.rounds += rounds
-        self.timings.decode_seconds += self._clock() - started
+        seconds = self._clock() - started
+        self.timings.round_seconds += [seconds / rounds] * rounds
+        self.timings.decode_seconds += seconds
 
     def _profiled_round(self, extent: int) -> None:
         last = self._clock()
@@ -224,7 +232,8 @@ class Engine:
         seats = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
-            seats[row] = Seat(index, request, seconds, len(request.prompt), request.max_new_tokens - 1, watch)
+            rounds = self.timings.rounds
+            seats[row] = Seat(index, request, seconds, rounds, len(request.prompt), request.max_new_tokens - 1, watch)
         return seats
 
     def _look(self, seats: list[Seat | None], on_tokens: OnTokens | None) -> dict[int, tuple[int, Output]]:
@@ -271,4 +280,4 @@ class Engine:
         last = seat.tokens[-1]
         at_eos = last in self.target.eos_token_ids and not seat.request.ignore_eos
         reason: Literal["eos", "stop", "length"] = "eos" if at_eos else "stop" if stopped else "length"
-        return Output(seat.tokens, reason, len(accepted), accepted, reached, seat.prefill_seconds)
+        return Output(seat.tokens, reason, len(accepted), accepted, reached, seat.prefill_seconds, seat.first_round)

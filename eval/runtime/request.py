@@ -34,6 +34,15 @@ class Output:
     """By round: the deepest level put to the test; min(accepted + 1, levels drafted), less where the output's end cut
     the round."""
     prefill_seconds: float
+    first_round: int = 0
+    """How many rounds the batch had made before this request's first: its round r is the batch's first_round + r."""
+
+    def emitted(self) -> list[int]:
+        """By round: tokens in the output; one less than usual where the output's end cut off the target's own."""
+        counts = [count + 1 for count in self.accepted]
+        if counts:
+            counts[-1] -= sum(counts) - (len(self.tokens) - 1)
+        return counts
 
     def drafted(self) -> list[bool]:
         """For every token, whether it was drafted (and accepted) rather than made by the target's own pass."""

@@ -12,10 +12,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
-from eval.bench import BenchSettings, run_bench
+from eval.bench import run_bench
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results, read_results
+from eval.settings import BenchSettings
 from heads.errors import UserError
 from heads.target import FrozenTarget
 

@@ -1,0 +1,105 @@
+"""What a measurement is asked for: the settings of eval/bench.py and eval/compare.py, and their command line."""
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from eval.auto import MOST_NODES
+from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
+from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.runtime.sampling import Sampling
+from heads.base import TreeHead
+from heads.errors import UserError
+from heads.own_tree import HEAD_TREE
+from heads.tree import TreeShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What is measured; all of it goes into results.json."""
+
+    prompts: str = HELD_OUT_SUITE
+    """Suites or files, commas between."""
+    num_prompts: int | None = None
+    """Of each suite; all of a suite if None, 64 held-out modules."""
+    max_prompt_tokens: int | None = None
+    """As many as the target's context leaves room for if None."""
+    skip_long: bool = False
+    trees: tuple[str, ...] = ("chain:5",)
+    """Drafts; `auto` looks for the best ones."""
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    repeats: int = 2
+    """How often each contender decodes each prompt."""
+    seed: int = 0
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether drafts are to be looked for."""
+        return AUTO in self.trees
+
+    def shapes(self, head: object) -> list[TreeShape]:
+        """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
+        named = [tree for tree in self.trees if tree != AUTO]
+        own = self.is_auto and isinstance(head, TreeHead) and head.tree
+        return draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
+
+    def most_nodes(self, head: object) -> int:
+        """Of any draft that is to be measured."""
+        return max([shape.nodes for shape in self.shapes(head)] + [MOST_NODES] * self.is_auto)
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How tokens are chosen at one of the temperatures."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+
+def add_measure_options(parser: Parser, *, repeats: int = BenchSettings.repeats) -> None:
+    """One option for each setting, and `--out`."""
+    known = BenchSettings()
+    add = parser.add_argument
+    add(
+        "--prompts",
+        default=known.prompts,
+        help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
+    )
+    add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
+    add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
+    add("--skip-long", action="store_true", help="leave longer prompts out instead")
+    add(
+        "--tree",
+        dest="trees",
+        type=trees,
+        default=",".join(known.trees),
+        help=f"drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE} is the head's own "
+        f"static tree, {AUTO} looks for the fastest",
+    )
+    add(
+        "--temperature",
+        dest="temperatures",
+        type=temperatures,
+        default="0",
+        help="0 is greedy; several with commas between",
+    )
+    add("--top-k", type=int, default=known.top_k, help="0 keeps all")
+    add("--top-p", type=float, default=known.top_p, help="1 keeps all")
+    add("--min-p", type=float, default=known.min_p, help="0 keeps all")
+    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
+    add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
+    add("--repeats", type=count, default=repeats, help="how often each setting decodes each prompt")
+    add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
+    add("--out", type=Path, help="where the results go")
+
+
+def to_settings(options: argparse.Namespace) -> BenchSettings:
+    """The command's settings, checked together."""
+    for temperature in options.temperatures:
+        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
+    if not any(options.temperatures):
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(options, name) != getattr(BenchSettings, name):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
