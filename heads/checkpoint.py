@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,14 @@ from heads.target import FrozenTarget, first_line
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@runtime_checkable
+class WithFiles(Protocol):
+    """A head whose folder holds more than its config and weights."""
+
+    def write_beside(self, folder: Path, target: dict[str, Any]) -> None:
+        """Write the other files; `target` is `target_record`."""
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
@@ -68,7 +76,9 @@ def save_head(
         ours["sha256"] = file_hash(fresh / WEIGHTS)
         config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for path in (fresh / WEIGHTS, fresh / CONFIG):
+        if isinstance(head, WithFiles):
+            head.write_beside(fresh, target)
+        for path in sorted(fresh.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():

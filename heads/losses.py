@@ -8,6 +8,7 @@ output weights.
 Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vocabulary, Vd draft vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,12 +63,34 @@ def negative_log_acceptance(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tens
     return -acceptance.log(), grad / acceptance[..., None]
 
 
+def jsd(logq: Tensor, p: Tensor, logp: Tensor, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
+    2306.13649, section 2): divided by beta, close to KL(p || q) for a small one; by 1 - beta, to KL(q || p) for a
+    large."""
+    logm = torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
+    q, ratio = logq.exp(), logq - logm
+    reverse = (q * ratio).sum(-1)  # KL(q || m)
+    value = beta * (p * (logp - logm)).sum(-1) + (1 - beta) * reverse
+    return value, (1 - beta) * q * (ratio - reverse[..., None])
+
+
+def kl_tv(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-3 acceptance) held fixed: KL leads while the laws share little, and
+    total variation once they share much (arXiv 2602.23881)."""
+    distance, pull = total_variation(logq, p, logp)
+    divergence, grad = kl(logq, p, logp)
+    w = (-3 * (1 - distance)).exp()
+    return w * divergence + (1 - w) * distance, grad.mul_(w[..., None]) + (1 - w[..., None]) * pull
+
+
 LOSSES: dict[str, Divergence] = {
     "kl": kl,
     "cross_entropy": cross_entropy,
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
+    "jsd": jsd,
+    "kl_tv": kl_tv,
 }
 
 
@@ -80,7 +103,8 @@ def draft_loss(
     kept: Tensor,
     scale: Tensor,
     *,
-    loss: str = "kl",
+    loss: str | Divergence = "kl",
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft's divergence from the target at R supervised labels and K depths.
@@ -93,10 +117,11 @@ def draft_loss(
     p is renormalised over the draft vocabulary, and a row whose likeliest token lies outside it is left out of the
     loss, as in EAGLE-3: there the draft cannot be right. Returns the scaled loss (), and detached: sums (K,), `correct`
     (K, R) bool (the likeliest tokens agree), `overlap` (K,) (sum of min(p, q) over the whole target vocabulary).
-    `chunk` sets the rows handled at once.
+    `soft_cap`: the draft's logits z are soft_cap * tanh(z / soft_cap). `chunk` sets the rows handled at once.
     """
+    divergence = LOSSES[loss] if isinstance(loss, str) else loss
     total, sums, correct, overlap = _DraftLoss.apply(  # type: ignore[no-untyped-call]
-        states, weight, valid, hidden, target_logits, kept, scale, LOSSES[loss], chunk
+        states, weight, valid, hidden, target_logits, kept, scale, divergence, soft_cap, chunk
     )
     return total, sums, correct, overlap
 
@@ -113,6 +138,7 @@ class _DraftLoss(torch.autograd.Function):
         kept: Tensor,
         scale: Tensor,
         divergence: Divergence,
+        soft_cap: float | None,
         chunk: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         K, R, _ = states.shape
@@ -143,8 +169,14 @@ class _DraftLoss(torch.autograd.Function):
                 for k in range(K):
                     state = states[k, part]
                     live = valid[k, part]
-                    logq = (state @ matrix.T).to(wide).log_softmax(-1)  # (C, Vd)
+                    z = (state @ matrix.T).to(wide)  # (C, Vd)
+                    if soft_cap is not None:
+                        bend = torch.tanh(z / soft_cap)
+                        z = bend * soft_cap
+                    logq = z.log_softmax(-1)
                     value, grad = divergence(logq, p, logp)
+                    if soft_cap is not None:
+                        grad = grad * (1 - bend * bend)
                     counted = live & inside
                     grad = (grad.mul_((counted * scale[k])[:, None])).to(states.dtype)
                     grad_states[k, part] = grad @ matrix
@@ -166,4 +198,4 @@ class _DraftLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, grad_weight = ctx.saved_tensors
         by_weight = None if grad_weight is None else grad_weight * grads[0]
-        return grad_states * grads[0], by_weight, *[None] * 7
+        return grad_states * grads[0], by_weight, *[None] * 8

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.draft import Draft
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.lookup import Lookup
@@ -12,7 +13,7 @@ from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.target import FrozenTarget
 
-HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "medusa": Medusa, "mtp": Mtp}
+HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}
 """kind -> a class that fulfils `heads.base.DraftHead`."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup}

@@ -98,21 +98,21 @@ class FrozenTarget:
         with ExitStack() as hooks:
             for k in taps:
                 hooks.callback(self._tap(k, caught).remove)
-            out = self.base(
-                input_ids=tokens,
-                attention_mask=attention_masks(self.config, self.dtype, visible, positions, key_positions),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
+            hidden = decode(
+                self.base,
+                self.config,
+                self.dtype,
+                tokens,
+                positions=positions,
+                visible=visible,
+                key_positions=key_positions,
+                cache=cache,
             )
-        hidden = out.last_hidden_state
         return Features(torch.cat([caught[k] for k in taps], dim=-1) if taps else hidden[..., :0], hidden)
 
     def packed_features(self, tokens: Tensor, positions: Tensor, documents: Tensor, taps: Sequence[int]) -> Features:
         """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
-        T = tokens.shape[1]
-        causal = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
-        visible = causal & (documents[:, :, None] == documents[:, None, :])
+        visible = packed_visible(documents)
         return self.features(tokens, positions=positions, visible=visible, key_positions=positions, taps=taps)
 
     def _tap(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
@@ -152,6 +152,35 @@ class FrozenTarget:
                 f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
                 f"got {type(self.model).__name__} from a {made} ({reason}); use another target"
             )
+
+
+def decode(
+    base: nn.Module,
+    config: Any,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    positions: Tensor,
+    visible: Tensor,
+    key_positions: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
+    """A Hugging Face decoder's states after its final norm, (B, N, D); arguments as in `FrozenTarget.features`."""
+    hidden: Tensor = base(
+        input_ids=tokens,
+        attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+    return hidden
+
+
+def packed_visible(documents: Tensor) -> Tensor:
+    """(B, T, T) bool: attention that is causal and stays inside each document of a packed row, documents (B, T)."""
+    T = documents.shape[1]
+    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
+    return causal & (documents[:, :, None] == documents[:, None, :])
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """The recipe: one YAML file, one tree of typed settings, each named for the part that it configures."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -271,14 +271,22 @@ def _head_errors(source: Source) -> list[str]:
     except ValidationError as failure:
         lines = []
         for error in failure.errors(include_url=False):
-            name = str(error["loc"][0])
-            if error["type"] == "extra_forbidden":
+            name = str(error["loc"][-1])
+            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 what = f"unknown key for head kind {kind}" + suggest(name, ["kind", *names])
+            elif error["type"] == "extra_forbidden":
+                what = "unknown key" + suggest(name, _parts(hints[str(error["loc"][0])]))
             else:
                 what = f"{error['msg'].removeprefix('Input ')}, got {error['input']!r}"
-            lines.append(source.line(("head", name), what))
+            lines.append(source.line(("head", *error["loc"]), what))
         return lines
     return []
+
+
+def _parts(hint: Any) -> list[str]:
+    """The names of the settings inside a setting that is a dataclass, or may be one."""
+    options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
+    return [field.name for option in options for field in fields(option)]
 
 
 def _from_yaml(hint: Any) -> Any:
@@ -286,6 +294,10 @@ def _from_yaml(hint: Any) -> Any:
     arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
     if get_origin(hint) is tuple:
         return list[arguments[0]]  # type: ignore[valid-type]
+    if is_dataclass(hint):
+        parts = get_type_hints(hint)
+        keys = {field.name: (_from_yaml(parts[field.name]), None) for field in fields(hint)}
+        return create_model("Part", __base__=Settings, **keys)  # type: ignore[call-overload]
     if get_origin(hint) in (Union, UnionType):
         return Union[arguments]  # noqa: UP007 - built from a tuple
     return hint

@@ -1,13 +1,14 @@
 """The chunked loss against all logits at once, in float64: values, gradients, sums by hand, memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from heads.losses import LOSSES, draft_loss
+from heads.losses import LOSSES, draft_loss, jsd
 
 K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
 
@@ -37,7 +38,20 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "reverse_kl": lambda p, q: (q * (q / p).log()).sum(-1),
     "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
     "negative_log_acceptance": lambda p, q: -(1 - (p - q).abs().sum(-1) / 2).log(),
+    "jsd": lambda p, q: plain_jsd(p, q, 0.5),
+    "kl_tv": lambda p, q: plain_mix(p, q),
 }
+
+
+def plain_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    m = beta * p + (1 - beta) * q
+    return beta * PLAIN["kl"](p, m) + (1 - beta) * PLAIN["kl"](q, m)
+
+
+def plain_mix(p: Tensor, q: Tensor) -> Tensor:
+    """The weight follows the acceptance, but no gradient flows through it."""
+    weight = torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
+    return weight * PLAIN["kl"](p, q) + (1 - weight) * PLAIN["total_variation"](p, q)
 
 
 def plain(c: dict[str, Any], loss: str) -> tuple[Tensor, Tensor]:
@@ -79,11 +93,52 @@ def test_the_losses_vanish_where_the_laws_agree(loss: str) -> None:
         torch.testing.assert_close(value, -p.amax(-1).log())
     else:
         torch.testing.assert_close(value, torch.zeros(4, dtype=torch.float64), atol=1e-12, rtol=0)
-        if loss in ("kl", "reverse_kl"):  # the others have a kink there
+        if loss in ("kl", "reverse_kl", "jsd"):  # the others have a kink there
             torch.testing.assert_close(grad, torch.zeros(4, 9, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_at_every_beta(beta: float) -> None:
+    c = case()
+    found, sums, _, _ = draft_loss(**c, loss=partial(jsd, beta=beta))
+    logits = c["target_logits"](c["hidden"])
+    p = logits[:, c["kept"]].softmax(-1)
+    q = (c["states"] @ c["weight"].T).softmax(-1)
+    counted = c["valid"] & torch.isin(logits.argmax(-1), c["kept"])
+    wanted = torch.where(counted, plain_jsd(p.expand_as(q), q, beta), 0).sum(1)
+    torch.testing.assert_close(sums, wanted.detach())
+    inputs = (c["states"], c["weight"])
+    exact = torch.autograd.grad((wanted * c["scale"]).sum(), inputs)
+    for a, b in zip(torch.autograd.grad(found, inputs), exact, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_jsd_nears_both_divergences() -> None:
+    """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
+    p, q = torch.softmax(torch.randn(2, 6, 9, dtype=torch.float64), -1)
+    forward, _ = jsd(q.log(), p, p.log(), beta=1e-7)
+    reverse, _ = jsd(q.log(), p, p.log(), beta=1 - 1e-7)
+    torch.testing.assert_close(forward / 1e-7, LOSSES["kl"](q.log(), p, p.log())[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(reverse / 1e-7, LOSSES["reverse_kl"](q.log(), p, p.log())[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
+def test_a_soft_cap_bends_the_drafts_logits(loss: str) -> None:
+    c = case()
+    found, sums, _, _ = draft_loss(**c, loss=loss, soft_cap=1.5, chunk=7)
+    logits = c["target_logits"](c["hidden"])
+    p = logits[:, c["kept"]].softmax(-1)
+    q = (1.5 * torch.tanh(c["states"] @ c["weight"].T / 1.5)).softmax(-1)
+    counted = c["valid"] & torch.isin(logits.argmax(-1), c["kept"])
+    wanted = torch.where(counted, PLAIN[loss](p.expand_as(q), q), 0).sum(1)
+    torch.testing.assert_close(sums, wanted.detach())
+    inputs = (c["states"], c["weight"])
+    exact = torch.autograd.grad((wanted * c["scale"]).sum(), inputs)
+    for a, b in zip(torch.autograd.grad(found, inputs), exact, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "kl_tv"])  # its weight is held fixed
 def test_the_written_gradients_by_finite_differences(loss: str) -> None:
     """As a function of the draft's logits, away from where laws cross."""
     z = torch.randn(2, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads.draft import Draft
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.families import final_norm_scale, rope_theta
@@ -134,5 +135,5 @@ def test_rope_theta_is_found_wherever_it_is_kept() -> None:
 
 
 def test_the_kinds_are_the_classes_that_checkpoints_name() -> None:
-    assert {"eagle3": Eagle3, "medusa": Medusa, "mtp": Mtp} == HEADS
+    assert {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp} == HEADS
     assert "taps" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")

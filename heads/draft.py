@@ -1,0 +1,304 @@
+"""A draft model: any causal LM of the target's tokenizer, distilled to foresee the target (DistillSpec, arXiv
+2310.08461).
+
+    slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
+    loss = sum over labels of D(p_t || q_t) / rows, p the target's law and D one of heads.losses.LOSSES
+
+White-box: p is the target's whole law, on whatever text the recipe gives: a corpus, the target's answers, the draft's
+own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p: fine-tuning, the baseline.
+
+The draft keeps a cache of its own. No accepted token is read twice: a round's first step reads the fixed pair
+[x_{len-1}, root], because only the last accepted token may be missing; accepted nodes of a tree were read when they
+were expanded, and their keys move from scratch slots to the slots they will keep.
+
+Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens both can draft, N tree nodes, W
+nodes of one level, S slots of the cache that hold positions, P scratch slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from transformers import PreTrainedModel
+
+from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.cache import RowCache
+from heads.draft_config import LABELS, DraftConfig, typed_settings
+from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
+from heads.errors import UserError
+from heads.families import OutputHead
+from heads.labels import supervised
+from heads.losses import draft_loss
+from heads.target import FrozenTarget, decode, load_tokenizer, packed_visible
+from heads.tree import Proposal, TreeShape, grow, scratch_slots
+
+SOURCES = ("path", "layers", "fresh")
+ROWS = 1024
+"""Rows whose logits `foresees` forms at once."""
+
+
+@dataclass
+class DraftState:
+    """What one batch of sequences drafts with.
+
+    Slots 0 .. S - 1 of the cache hold positions, slot S takes junk, then comes scratch for a tree's expanded nodes.
+    """
+
+    shape: TreeShape
+    cache: RowCache
+    junk: int
+    """S."""
+    slot: Tensor  # (S + 1 + P,) int64
+    root: Tensor  # (B,) int64
+    previous: Tensor  # (B,) int64, the token before the root
+    length: Tensor  # (B,) int64, the root's position
+    expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
+
+
+class Draft(nn.Module):
+    """The head. What it saves is a Hugging Face causal LM."""
+
+    Config: ClassVar[type[DraftConfig]] = DraftConfig
+    FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
+    taps: tuple[int, ...] = ()
+    depth_weights: tuple[float, ...] = (1.0,)
+
+    def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
+        super().__init__()
+        untyped: Any = model
+        self.config = config
+        self.model = untyped.eval()  # without dropout: what is trained is what drafts
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Draft":
+        given = [name for name in SOURCES if name in settings]
+        if len(given) != 1:
+            raise UserError(
+                f"head: a draft needs one of path (a smaller model), layers (of the target, to keep) and fresh "
+                f"(a config), got {' and '.join(given) or 'none'}"
+            )
+        typed = typed_settings(settings)
+        # Settings are checked before a large model is loaded.
+        DraftConfig(**typed, model={}, vocab_size=target.vocab_size, common_size=target.vocab_size)
+        make: dict[str, Callable[[], PreTrainedModel]] = {
+            "path": lambda: load_smaller(typed["path"], target),
+            "layers": lambda: keep_layers(target, typed["layers"]),
+            "fresh": lambda: fresh_model(target, typed["fresh"]),
+        }
+        model = make[given[0]]()
+        common = fit_vocabulary(model, target.vocab_size)
+        config = DraftConfig(**typed, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
+        return cls(config, model)
+
+    @classmethod
+    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
+        made = DraftConfig(**typed_settings(config))
+        model: Any = empty_model(made.model)
+        if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
+            raise UserError(
+                f"draftsmith.config: vocab_size {made.vocab_size} and common_size {made.common_size} do not fit a "
+                f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
+            )
+        return cls(made, model)
+
+    def saved(self) -> dict[str, Tensor]:
+        """Hugging Face's names; a tied weight once."""
+        seen: set[int] = set()
+        weights = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                weights[name] = tensor.detach()
+            seen.add(id(tensor))
+        return weights
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        return {**self.config.model, "dtype": dtype, "torch_dtype": dtype}
+
+    def write_beside(self, folder: Path, target: dict[str, Any]) -> None:
+        """The tokenizer's files, so that the folder is a whole model."""
+        load_tokenizer(target["name"]).save_pretrained(folder)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
+        """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
+        away would turn by angles that are off by whole radians."""
+        kept = {}
+        for name, module in self.model.named_modules():
+            for key in module._non_persistent_buffers_set:
+                kept[name, key] = module._buffers[key]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for (name, key), buffer in kept.items():
+            if buffer is not None and buffer.is_floating_point():
+                module = self.model.get_submodule(name)
+                moved = module._buffers[key]
+                assert moved is not None
+                module._buffers[key] = buffer.to(moved.device)
+        return self
+
+    @property
+    def base(self) -> nn.Module:
+        """The decoder without its output head."""
+        untyped: Any = self.model
+        base: nn.Module = untyped.get_decoder()
+        return base
+
+    @property
+    def output(self) -> OutputHead:
+        """States after the final norm -> logits."""
+        untyped: Any = self.model
+        return OutputHead(untyped.get_output_embeddings(), self.text_config)
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., C) float32."""
+        return self.output(hidden)[..., : self.config.common_size]
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+        cache: RowCache | None = None,
+    ) -> Tensor:
+        """One forward pass, the same in training and in drafting: arguments as in `FrozenTarget.features`, -> states
+        after the final norm (B, N, D)."""
+        return decode(
+            self.base,
+            self.text_config,
+            self.output.head.weight.dtype,
+            tokens,
+            positions=positions,
+            visible=visible,
+            key_positions=key_positions,
+            cache=cache,
+        )
+
+    def states(self, batch: Batch) -> Tensor:
+        """(B, T, D): what slot t makes of x_0 .. x_t of its document."""
+        self._check_length(batch.tokens.shape[1])
+        return self.read(batch.tokens, batch.positions, packed_visible(batch.documents), batch.positions)
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        return supervised(loss_mask, documents, 1).sum()[None].float()
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
+        output, V = self.output, self.config.vocab_size
+        states = self.states(batch)[row, label - 1][None]  # (1, R, D)
+        if output.scale != 1.0:
+            states = states * output.scale
+        if torch.is_autocast_enabled(states.device.type):  # some families' last norm widens
+            states = states.to(torch.get_autocast_dtype(states.device.type))
+        hidden, target_logits = batch.hidden[row, label - 1], batch.ends.logits
+        if self.config.loss == LABELS:
+            # The law that puts everything on the label, as logits: cross_entropy learns the likeliest token.
+            hidden, target_logits = batch.tokens[row, label], lambda ids: one_hot(ids, V) * 1e4
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            output.head.weight[: self.config.common_size],
+            torch.ones_like(label, dtype=torch.bool)[None],
+            hidden,
+            target_logits,
+            torch.arange(self.config.common_size, device=label.device),
+            scale,
+            loss=self.config.divergence,
+            soft_cap=output.soft_cap,
+        )
+        hits = correct.sum(1).float()
+        chains = torch.full_like(hits, correct.shape[1])
+        return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        states = self.states(batch)
+        best = torch.cat([self.logits(part).argmax(-1) for part in states.flatten(0, 1).split(ROWS)])
+        right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
+        return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        device = self.output.head.weight.device
+        if shape.top_k > self.config.common_size:
+            raise UserError(
+                f"tree {shape}: {shape.top_k} children of a node, the draft knows {self.config.common_size}"
+            )
+        scratch = scratch_slots(shape) if shape.top_k > 1 else 0
+        slots = capacity + 1 + scratch
+        cache = RowCache(
+            num_layers=self.text_config.num_hidden_layers, batch_size=batch_size, capacity=slots, device=device
+        )
+        ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
+        expanded = torch.full((batch_size, shape.nodes), -1, device=device)
+        slot = torch.arange(slots, device=device)
+        return DraftState(shape, cache, capacity, slot, ids[0], ids[1], ids[2], expanded)
+
+    def reset_rows(self, state: DraftState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    @torch.no_grad()
+    def observe(self, state: DraftState, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        offset = state.slot[: tokens.shape[1] - 1]  # (M,)
+        slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
+        if observation.nodes is None:
+            positions = (start[:, None] + offset).clamp_max(state.junk - 1)
+            key = state.slot[: state.junk]
+            state.cache.aim(slots, extent=state.junk)
+            self.read(tokens[:, :-1], positions, key <= positions[..., None], key.expand(len(tokens), -1), state.cache)
+        elif state.shape.top_k > 1:
+            # Only the last accepted node may not have been expanded; the next round reads it with its root.
+            place = state.expanded.gather(1, observation.nodes)  # -1 for the root, whose keys are in place
+            moves = (place >= 0) & (offset < count[:, None])
+            source = torch.where(moves, state.junk + 1 + place, state.junk)
+            state.cache.compact(source, torch.where(moves, slots, state.junk))
+        live = count > 0
+        newest = torch.stack([(count - 1).clamp_min(0), count], dim=1)
+        previous, root = tokens.gather(1, newest).unbind(1)
+        state.previous.copy_(torch.where(live, previous, state.previous))
+        state.root.copy_(torch.where(live, root, state.root))
+        state.length.copy_(torch.where(live, start + count, state.length))
+
+    @torch.no_grad()
+    def propose(self, state: DraftState, pick: Pick) -> Proposal:
+        B, junk, length = len(state.root), state.junk, state.length[:, None]
+        chain = state.shape.top_k == 1
+        key_positions = state.slot.repeat(B, 1)  # (B, S + 1 + P); scratch is filled in level by level
+
+        def step(tokens: Tensor, slots: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+            extent = visible.shape[2]
+            state.cache.aim(slots, extent=extent)
+            return self.read(tokens, positions, visible, key_positions[:, :extent], state.cache)
+
+        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+            W, P = visible.shape[1:]
+            positions = length + level
+            if chain:  # node i belongs in slot length + i, accepted or not
+                return self.logits(step(tokens, positions, positions, state.slot[:junk] <= positions[..., None]))
+            fresh = state.slot[junk + 1 + P - W : junk + 1 + P]
+            positions = positions.expand(-1, W)
+            key_positions[:, junk + 1 + P - W : junk + 1 + P] = positions
+            known = (state.slot[: junk + 1] <= length)[:, None].expand(-1, W, -1)
+            hidden = step(tokens, fresh.expand(B, -1), positions, torch.cat([known, visible], dim=2))
+            return self.logits(hidden)
+
+        pair = (length + state.slot[:2] - 1).clamp_min(0)  # a row without a prompt stands at 0
+        tokens = torch.stack([state.previous, state.root], dim=1)
+        hidden = step(tokens, pair, pair, state.slot[:junk] <= pair[..., None])
+        proposal = grow(state.shape, state.root, state.length, self.logits(hidden[:, 1:]), pick, expand, None)
+        if proposal.expanded is not None:
+            state.expanded.copy_(proposal.expanded)
+        return proposal
+
+    def _check_length(self, length: int) -> None:
+        context = getattr(self.text_config, "max_position_embeddings", None) or length
+        if length > context:
+            raise UserError(f"data.context_length: the draft model reads {context} positions, a row has {length}")

@@ -1,0 +1,87 @@
+"""A draft model in the runtime: it never waits for the host, and changes no token of any output."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.prefill import read_prompts
+from eval.runtime.sampling import Sampling
+from heads.registry import build_head
+from heads.target import FrozenTarget
+from heads.tree import parse_shape
+
+TargetOf = Callable[[str], FrozenTarget]
+WAITS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero"}
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=3)]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on every operation that would make a GPU wait for the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rsplit(".", 1)[0]
+        assert name not in WAITS, f"{name} waits for the device"
+        if name in ("aten.index", "aten.index_put_", "aten.index_put"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} with a boolean mask waits"
+        return func(*args, **(kwargs or {}))
+
+
+def draft_of(target: FrozenTarget) -> Any:
+    """Two of the target's three layers: right often enough that paths of every length are accepted."""
+    return build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size)).to(target.dtype)
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x10", "static:3.2.1"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: TargetOf) -> None:
+    target = target_of(family)
+    engine = Engine(target, draft_of(target), shape=parse_shape(shape), batch_size=2, max_length=128)
+    requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
+    with torch.inference_mode():
+        read_prompts(engine.decoder, dict(enumerate(requests)))
+        state = engine.decoder.head_state
+        store = state.cache.stores["keys"][0].data_ptr(), state.length.data_ptr()
+        with NoWaiting():  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                engine.decoder.round(128)
+        assert (state.cache.stores["keys"][0].data_ptr(), state.length.data_ptr()) == store
+        assert torch.equal(state.length, engine.decoder.state.length)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch_size"),
+    [("llama", 1), ("llama", 8), ("gemma2", 8), ("gpt2", 8), ("mistral-window", 8), ("deepseek_v3", 8)],
+)
+def test_the_output_is_the_targets_own(family: str, batch_size: int, target_of: TargetOf) -> None:
+    """Greedy and sampled, chain and trees, every batch; and drafts are accepted at every depth."""
+    target = target_of(family)
+    requests = [
+        Request([5, 6, 7 + i][: 1 + i % 3], 12 + i % 3, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True)
+        for i in range(4 if batch_size == 1 else 10)
+    ]
+    plain = Engine(target, batch_size=4, max_length=128).generate(requests)
+    for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
+        engine = Engine(target, draft_of(target), shape=parse_shape(shape), batch_size=batch_size, max_length=128)
+        outputs = engine.generate(requests)
+        assert [output.tokens for output in outputs] == [output.tokens for output in plain], shape
+        accepted = [number for output in outputs for number in output.accepted]
+        assert {0, 1, 2} <= set(accepted), shape
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_a_draft_that_is_the_target_is_always_right(family: str, target_of: TargetOf) -> None:
+    """Whatever was lost of its cache would show as a wrong guess. (A dynamic tree may prune the right path.)"""
+    target = target_of(family)
+    head: Any = build_head("draft", {"fresh": {}}, target, torch.ones(target.vocab_size))
+    head.model.load_state_dict(target.model.state_dict())
+    head = head.to(target.dtype)
+    requests = [
+        Request([5, 6, 7 + i], 25, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True) for i in range(3)
+    ]
+    for shape in ("chain:3", "static:2.1.1", "static:3.2.1"):
+        outputs = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=128).generate(requests)
+        assert all(output.rounds == 6 and output.accepted == [3] * 6 for output in outputs), shape
