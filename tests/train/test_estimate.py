@@ -11,7 +11,10 @@ from heads.target import FrozenTarget, load_target
 from heads.tree import parse_shape
 from train.estimate import estimate_tau, foreseen, walk
 
-SETTINGS: dict[str, dict[str, object]] = {"eagle3": {"taps": [1, 4, 7], "norm_output": True}}
+SETTINGS: dict[str, dict[str, object]] = {
+    "eagle3": {"taps": [1, 4, 7], "norm_output": True},
+    "draft": {"layers": [0, 1, 2, 3, 4, 5, 6]},
+}
 
 
 @pytest.fixture(scope="module")
