@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.hf import TargetStep, probe
+from eval.runtime.hf import open_step
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
@@ -86,10 +86,12 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         poll_interval: int | None = None,
         rule: str = "match",
+        native: bool = True,
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
         `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, by default 1 on a
-        CPU, where looking is free, else 4. `rule`: one of `eval.runtime.rules.RULES`, by which drafts are accepted."""
+        CPU, where looking is free, else 4. `rule`: one of `eval.runtime.rules.RULES`, by which drafts are accepted.
+        `native`: whether the target's native decoder is used where it has one."""
         if batch_size < 1:
             raise UserError(f"batch size: expected at least 1, got {batch_size}")
         if not 1 <= max_length <= target.context_length:
@@ -105,7 +107,7 @@ class Engine:
         check_rule(rule, shape)
         self.target, self.head, self.shape, self.rule = target, head, shape, rule
         self.batch_size, self.max_length = batch_size, max_length
-        self.tokenizer = tokenizer
+        self.tokenizer, self.native = tokenizer, native
         self.poll_interval = poll_interval or (1 if target.device.type == "cpu" else 4)
         self.profile = False
         self.timings = Timings()
@@ -115,8 +117,7 @@ class Engine:
     def _build(self) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
         taps = head.taps if head is not None else ()
-        step = TargetStep(target, batch_size=self.batch_size, capacity=self.max_length, taps=taps)
-        probe(step)
+        step = open_step(target, batch_size=self.batch_size, capacity=self.max_length, taps=taps, native=self.native)
         head_state = None
         if head is not None:
             head_state = head.new_state(

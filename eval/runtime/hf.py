@@ -1,13 +1,19 @@
-"""The target's step through any Hugging Face causal LM: static caches, a 4-D mask, positions of our own.
+"""The target's step: static caches, masks and positions of our own, through the target's native decoder where there is
+one, else through its Hugging Face model.
 
 Letters: B rows, N nodes of a step, C tokens of a prefill chunk, E slots shown to attention, D hidden, V vocabulary.
 """
+
+import logging
 
 import torch
 from torch import Tensor
 
 from heads.cache import RowCache, round_up
 from heads.errors import UserError
+from heads.native.architectures import native_decoder, why_not_native
+from heads.native.decoder import NativeDecoder
+from heads.native.slots import SlotCache
 from heads.target import Features, FrozenTarget
 from heads.tree import Proposal, ancestors
 
@@ -18,17 +24,35 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narro
 """Relative error of hidden states above which a decoder is taken to ignore its mask: many times what rounding makes."""
 
 
+logger = logging.getLogger("draftsmith")
+
+
 class TargetStep:
     """The frozen target with the caches of one batch."""
 
-    def __init__(self, target: FrozenTarget, *, batch_size: int, capacity: int, taps: tuple[int, ...]) -> None:
-        check_family(target)
-        self.target, self.taps = target, taps
+    cache: RowCache | SlotCache
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        *,
+        batch_size: int,
+        capacity: int,
+        taps: tuple[int, ...],
+        decoder: NativeDecoder | None = None,
+    ) -> None:
+        """`decoder`: the target's native one; None takes its Hugging Face model."""
+        self.target, self.taps, self.decoder = target, taps, decoder
         self.capacity = round_up(capacity)
         device = target.device
-        self.cache = RowCache(
-            num_layers=target.num_layers, batch_size=batch_size, capacity=self.capacity, device=device
-        )
+        if decoder is None:
+            check_family(target)
+            self.cache = RowCache(
+                num_layers=target.num_layers, batch_size=batch_size, capacity=self.capacity, device=device
+            )
+        else:
+            self.cache = decoder.new_cache(batch_size=batch_size, capacity=self.capacity)
+            self.turns = decoder.turns(self.capacity)
         self.slot = torch.arange(self.capacity, device=device)  # (S,)
         self.pads = device.type != "cpu"
         """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
@@ -70,7 +94,11 @@ class TargetStep:
             visible = (key < length[:, None])[:, None].repeat(1, N, 1)
             visible.scatter_(2, slots[:, None].expand(B, N, N), above)
         features = self._features(proposal.tokens, positions, visible, key_positions)
-        return features, self.target.ends.logits(features.hidden)
+        return features, self.logits(features.hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
+        return self.target.ends.logits(hidden)
 
     def compact(self, length: Tensor, path: Tensor) -> None:
         """Move the accepted nodes, `path` (B, K + 1), to the slots they will keep: the first after `length`, in
@@ -79,6 +107,18 @@ class TargetStep:
         self.cache.compact(length[:, None] + path, length[:, None] + self.slot[:kept])
 
     def _features(self, tokens: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor) -> Features:
+        if self.decoder is not None:
+            assert isinstance(self.cache, SlotCache)
+            return self.decoder.features(
+                tokens,
+                positions=positions,
+                visible=visible,
+                key_positions=key_positions,
+                cache=self.cache,
+                turns=self.turns,
+                taps=self.taps,
+            )
+        assert isinstance(self.cache, RowCache)
         return self.target.features(
             tokens,
             positions=positions,
@@ -92,6 +132,25 @@ class TargetStep:
         # The junk tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
         # fills.
         return torch.arange(start, start + C, device=self.slot.device).clamp_(max=self.capacity - 1)
+
+
+def open_step(
+    target: FrozenTarget, *, batch_size: int, capacity: int, taps: tuple[int, ...], native: bool = True
+) -> TargetStep:
+    """The fastest step that was found to be right: native where the architecture is known, unless told otherwise."""
+    decoder = native_decoder(target) if native else None
+    if decoder is not None:
+        step = TargetStep(target, batch_size=batch_size, capacity=capacity, taps=taps, decoder=decoder)
+        try:
+            probe(step)
+            return step
+        except UserError as error:
+            logger.warning("%s; its Hugging Face model is used instead of the native decoder", error)
+    elif native:
+        logger.info("%s: decoded by its Hugging Face model: %s", target.name, why_not_native(target))
+    step = TargetStep(target, batch_size=batch_size, capacity=capacity, taps=taps)
+    probe(step)
+    return step
 
 
 def check_family(target: FrozenTarget) -> None:

@@ -49,7 +49,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state, P = decoder.state, len(request.prompt)
     decoder.sampling.set_row(row, request.sampling)
     position = torch.full((1, 1), P, device=hidden.device)
-    root = decoder.sampling.row(row).choose(decoder.step.target.ends.logits(hidden), position)[0]
+    root = decoder.sampling.row(row).choose(decoder.step.logits(hidden), position)[0]
     state.length[row] = P
     state.root[row : row + 1] = root
     state.limit[row] = request.max_new_tokens

@@ -92,4 +92,4 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
 
     monkeypatch.setattr(target.base, "forward", deaf)
     with pytest.raises(UserError, match="does not take tree masks and positions"):
-        Engine(target, max_length=64)
+        Engine(target, max_length=64, native=False)

@@ -1,0 +1,99 @@
+"""Which architectures have a native decoder, and how it is read from the Hugging Face model."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from heads.native.attention import GroupedAttention, LatentAttention
+from heads.native.decoder import Layer, NativeDecoder
+from heads.native.feedforward import Experts, GatedMLP, Router, grouped_router, softmax_router
+from heads.native.linear import Norm
+from heads.target import FrozenTarget
+
+GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
+LATENT = {"DeepseekV2Model", "DeepseekV3Model"}
+FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+"""Rotary scalings whose angle depends on the position alone, not on how long the text has become."""
+
+_made: "WeakKeyDictionary[FrozenTarget, tuple[object, NativeDecoder]]" = WeakKeyDictionary()
+
+
+def why_not_native(target: FrozenTarget) -> str | None:
+    """What keeps a target from a native decoder, or None."""
+    base: Any = target.base
+    name = type(base).__name__
+    if name not in GROUPED | LATENT:
+        return f"{target.config.model_type} has no native decoder"
+    rotation = getattr(base.rotary_emb, "rope_type", "default")
+    if rotation not in FIXED_ROTATIONS:
+        return f"rotary scaling {rotation!r} changes with the length of the text"
+    if name in GROUPED and base.rotary_emb.inv_freq.shape[0] * 2 != base.layers[0].self_attn.head_dim:
+        return "its rotary positions turn a part of each head only"
+    for path, module in target.layers.named_modules():
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            return f"{path} is a {type(module).__name__}"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        foreign = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
+        if foreign or hasattr(module, "_hf_hook"):  # the library's own hooks only look
+            return f"{path} has hooks"
+        for parameter in module.parameters(recurse=False):
+            if type(parameter) is not nn.Parameter or (parameter.device, parameter.dtype) != (
+                target.device,
+                target.dtype,
+            ):
+                return f"{path} holds its weights in another form or place"
+    return None
+
+
+def native_decoder(target: FrozenTarget) -> NativeDecoder | None:
+    """The target's native decoder, made once; None where there is none (`why_not_native`)."""
+    if why_not_native(target) is not None:
+        return None
+    state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
+    known = _made.get(target)
+    if known is None or known[0] != state:  # weights that were trained on, or moved, are read anew
+        with torch.inference_mode(False), torch.no_grad():
+            decoder = read_decoder(target)
+        state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
+        _made[target] = known = state, decoder
+    return known[1]
+
+
+def read_decoder(target: FrozenTarget) -> NativeDecoder:
+    """Take the weights of a model of a known architecture."""
+    base: Any = target.base
+    kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
+    return NativeDecoder(
+        config=target.config,
+        embedding=base.embed_tokens.weight.detach(),
+        layers=[_read_layer(layer, kind, target) for layer, kind in zip(base.layers, kinds, strict=True)],
+        norm=Norm(base.norm),
+        rotary=base.rotary_emb,
+    )
+
+
+def _read_layer(layer: Any, kind: str, target: FrozenTarget) -> Layer:
+    name = type(target.base).__name__
+    attention: GroupedAttention | LatentAttention
+    if name in LATENT:
+        interleaved = name == "DeepseekV2Model" or bool(target.config.rope_interleave)
+        attention = LatentAttention(layer.self_attn, kind, interleaved=interleaved)
+    else:
+        attention = GroupedAttention(layer.self_attn, kind)
+    return Layer(
+        attention_norm=Norm(layer.input_layernorm),
+        attention=attention,
+        feedforward_norm=Norm(layer.post_attention_layernorm),
+        feedforward=Experts(layer.mlp, _read_router(layer.mlp.gate, target))
+        if hasattr(layer.mlp, "experts")
+        else GatedMLP(layer.mlp),
+    )
+
+
+def _read_router(gate: Any, target: FrozenTarget) -> Router:
+    name = type(target.base).__name__
+    if name in LATENT:
+        return grouped_router(gate, target.config)
+    return softmax_router(gate, target.config, renormalise=name == "MixtralModel" or target.config.norm_topk_prob)

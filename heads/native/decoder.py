@@ -1,0 +1,97 @@
+"""Native decoders: the target's forward pass as few functions of tensors, with fused weights and a static cache.
+
+Known are the architectures of `heads.native.architectures`; each decodes as its Hugging Face model does, up to
+rounding. Every shape is static and nothing waits for the host, so that a CUDA graph can hold a step.
+
+Letters: B rows, N tokens of a step, R = B * N, S slots a row, L taps, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.families import attention_masks
+from heads.native.attention import GroupedAttention, LatentAttention, Step
+from heads.native.feedforward import Experts, GatedMLP
+from heads.native.linear import Norm
+from heads.native.slots import SlotCache
+from heads.target import Features
+
+
+@dataclass(frozen=True)
+class Layer:
+    """x + attention(norm(x)), then x + feedforward(norm(x))."""
+
+    attention_norm: Norm
+    attention: GroupedAttention | LatentAttention
+    feedforward_norm: Norm
+    feedforward: GatedMLP | Experts
+
+
+@dataclass(frozen=True)
+class NativeDecoder:
+    """Token ids in, tapped residual streams and the last hidden state out."""
+
+    config: Any
+    embedding: Tensor  # (V, D)
+    layers: list[Layer]
+    norm: Norm
+    rotary: Any
+    """The model's own module of rotary positions, with whatever scaling it has."""
+
+    def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache:
+        """A cache for `batch_size` rows of at most `capacity` tokens."""
+        return SlotCache(
+            num_layers=len(self.layers),
+            batch_size=batch_size,
+            capacity=capacity,
+            width=self.layers[0].attention.slot_width,
+            dtype=self.embedding.dtype,
+            device=self.embedding.device,
+        )
+
+    def turns(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """(positions, 1, d) twice: cosines, and sines with the first half negative, of positions 0 .. ."""
+        made = self.rotary(self.embedding[:1], torch.arange(num_positions, device=self.embedding.device)[None])
+        if isinstance(made, tuple):
+            cos, sin = (table[0, :, : table.shape[-1] // 2] for table in made)
+        else:
+            cos, sin = made[0].real, made[0].imag
+        cos, sin = cos.to(self.embedding.dtype), sin.to(self.embedding.dtype)
+        return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+    @torch.no_grad()
+    def features(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+        cache: SlotCache,
+        turns: tuple[Tensor, Tensor],
+        taps: Sequence[int] = (),
+    ) -> Features:
+        """One pass over tokens (B, N), whose slots `cache` was aimed at; the other arguments as in
+        `FrozenTarget.features`, and `turns` of all positions there are."""
+        B, N = tokens.shape
+        place = positions.flatten()
+        masks = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
+        kinds = {layer.attention.kind for layer in self.layers}
+        step = Step(
+            cache=cache,
+            batch_size=B,
+            turn=(turns[0].index_select(0, place), turns[1].index_select(0, place)),
+            masks=masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks),
+        )
+        x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
+        streams = [x]
+        for i, layer in enumerate(self.layers):
+            x = x + layer.attention(layer.attention_norm(x), step, i)
+            x = x + layer.feedforward(layer.feedforward_norm(x))
+            streams.append(x)
+        tapped = torch.cat([streams[k] for k in taps], dim=-1) if taps else x[:, :0]
+        return Features(tapped.view(B, N, -1), self.norm(x).view(B, N, -1))

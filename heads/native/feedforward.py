@@ -1,0 +1,113 @@
+"""What stands behind attention in a native decoder: a gated MLP, or a mixture of them behind a router.
+
+Letters: R rows, D hidden, I intermediate width, X experts, A experts active for a token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from heads.native.linear import Product
+
+Activation = Callable[[Tensor], Tensor]
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""(R, D) -> weights (R, A) and expert ids (R, A)."""
+STATIC_ROWS = 64
+"""Up to so many rows a GPU copies experts' weights rather than wait to learn which rows chose which."""
+
+
+def activation(module: Any) -> Activation:
+    """The module's own; SiLU in the plainest form."""
+    return silu if isinstance(module.act_fn, nn.SiLU) or module.act_fn is silu else module.act_fn
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)), gate and up as one product."""
+
+    def __init__(self, module: Any) -> None:
+        self.gate_up, self.down = Product(module.gate_proj, module.up_proj), Product(module.down_proj)
+        self.activation = activation(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(R, D) -> (R, D)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))
+
+
+class Experts:
+    """A router, its experts and, where the family has them, experts that every token visits."""
+
+    def __init__(self, module: Any, router: Router) -> None:
+        self.router = router
+        self.gate_up: Tensor = module.experts.gate_up_proj.detach()  # (X, 2 I, D)
+        self.down: Tensor = module.experts.down_proj.detach()  # (X, D, I)
+        self.activation = activation(module.experts)
+        self.shared = GatedMLP(module.shared_experts) if hasattr(module, "shared_experts") else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(R, D) -> (R, D)."""
+        weights, ids = self.router(x)
+        out = self.visit(x, ids, weights)
+        return out if self.shared is None else out.add_(self.shared(x))
+
+    def visit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The experts' outputs, weighted and summed over each token's own in the order of its list, whatever the other
+        tokens of the step."""
+        static = x.device.type != "cpu" and len(x) <= STATIC_ROWS
+        out = self.gathered(x, ids) if static else self.by_expert(x, ids)
+        return torch.bmm(weights.to(x.dtype)[:, None], out)[:, 0]
+
+    def gathered(self, x: Tensor, ids: Tensor) -> Tensor:
+        """(R, A, D): as many products as visits, each with a copy of its expert's weights; static, never waits."""
+        R, A = ids.shape
+        visits = x.repeat_interleave(A, dim=0)[..., None]  # (R * A, D, 1)
+        gate, up = torch.bmm(self.gate_up[ids.flatten()], visits)[..., 0].chunk(2, dim=-1)
+        return torch.bmm(self.down[ids.flatten()], self.activation(gate).mul_(up)[..., None]).view(R, A, -1)
+
+    def by_expert(self, x: Tensor, ids: Tensor) -> Tensor:
+        """(R, A, D): one product an expert, with the rows that chose it."""
+        out = x.new_empty(*ids.shape, x.shape[1])
+        for expert in ids.unique().tolist():
+            row, place = torch.where(ids == expert)
+            gate, up = linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
+            out[row, place] = linear(self.activation(gate).mul_(up), self.down[expert])
+        return out
+
+
+def softmax_router(gate: Any, config: Any, *, renormalise: bool) -> Router:
+    """Mixtral's and Qwen's: the likeliest A experts by their softmax in float32."""
+    weight, A = gate.weight.detach(), config.num_experts_per_tok
+
+    def route(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = linear(x, weight).float().softmax(-1).topk(A, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
+
+    return route
+
+
+def grouped_router(gate: Any, config: Any) -> Router:
+    """DeepSeek's (arXiv 2405.04434, section 2.1.2; 2412.19437, section 2.1.2): experts of the best groups only."""
+    weight, A, scale = gate.weight.detach().float(), config.num_experts_per_tok, float(config.routed_scaling_factor)
+    bias: Tensor | None = getattr(gate, "e_score_correction_bias", None)
+    num_groups, best = config.n_group, config.topk_group
+    grouped = bias is not None or config.topk_method == "group_limited_greedy"
+
+    def route(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = linear(x.float(), weight)
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        ranks = scores if bias is None else scores + bias
+        if grouped:
+            groups = ranks.unflatten(-1, (num_groups, -1))  # (R, groups, experts of one)
+            merit = groups.amax(-1) if bias is None else groups.topk(2, dim=-1).values.sum(-1)
+            left_out = torch.ones_like(merit, dtype=torch.bool).scatter_(1, merit.topk(best, dim=-1).indices, False)
+            ranks = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+        ids = ranks.topk(A, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if bias is not None and config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * scale, ids
+
+    return route
