@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from eval.audit import audit
 from eval.auto import start_search
 from eval.command import Parser, add_head_options, exit_status, open_head, prompt_room
 from eval.files import check_folder
@@ -77,7 +78,7 @@ def run_bench(
             while shapes:
                 result = race(
                     target,
-                    [Entry(head, shape) for shape in shapes],
+                    [Entry(head, shape, settings.rule) for shape in shapes],
                     prompts,
                     sampling,
                     max_new_tokens=settings.max_new_tokens,
@@ -86,8 +87,7 @@ def run_bench(
                     on_unit=race_bar(bar, settings.repeats * (1 + len(shapes)) * len(prompts)),
                 )
                 unrepeatable += find_divergences(result, result.plain, target, tokenizer)
-                for contender in result.drafting:
-                    divergences = find_divergences(result, contender, target, tokenizer)
+                for contender, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
                     measurements.append(figures(result, contender, divergences, range(len(result.units))))
                     suites.append(by_suite(result, contender, divergences))
                     shown.append(samples(result, contender, tokenizer))

@@ -34,6 +34,8 @@ class Entry:
 
     head: Drafter
     shape: TreeShape
+    rule: str = "match"
+    """Of `eval.runtime.rules.RULES`."""
 
 
 @dataclass
@@ -71,6 +73,10 @@ class Contender:
         ]
         self.prefill_seconds += timings.prefill_seconds
 
+    def in_law(self, race: "Race") -> bool:
+        """Whether its texts are other draws of the target's law than plain decoding's."""
+        return self.engine.rule != "match" and race.requests[0].sampling.temperature > 0
+
     def unit_seconds(self, unit: int) -> float:
         """Decode seconds of one unit, all repeats together."""
         return sum(seconds[unit] for seconds in self.decode_seconds)
@@ -97,9 +103,11 @@ class Race:
     """For each of `drafting`: seconds of one round by phase, and under `plain` those of a plain step in the same
     minute."""
 
-    def tokens(self, unit: int) -> int:
-        """Tokens that decoding (not prefill) made in one unit, all repeats together; the same for every contender."""
-        return len(self.plain.outputs) * sum(len(self.plain.outputs[0][i].tokens) - 1 for i in self.units[unit])
+    def tokens(self, unit: int, contender: Contender | None = None) -> int:
+        """Tokens that decoding (not prefill) made in one unit, all repeats together; plain decoding's by default, which
+        are every contender's unless it is exact in law only."""
+        outputs = (contender or self.plain).outputs
+        return len(outputs) * sum(len(outputs[0][i].tokens) - 1 for i in self.units[unit])
 
 
 def race(
@@ -145,8 +153,8 @@ def line_up(
     ]
     plain = Contender(ROOT_ONLY, Engine(target, batch_size=batch_size, max_length=room))
     drafting = [
-        Contender(entry.shape, Engine(target, entry.head, shape=entry.shape, batch_size=batch_size, max_length=room))
-        for entry in entries
+        Contender(e.shape, Engine(target, e.head, shape=e.shape, batch_size=batch_size, max_length=room, rule=e.rule))
+        for e in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
     for contender in (plain, *drafting):
@@ -197,26 +205,33 @@ def trace(output: Output) -> Trace:
 
 
 def find_divergences(
-    race: Race, contender: Contender, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+    race: Race,
+    contender: Contender,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: Contender | None = None,
 ) -> list[dict[str, Any]]:
-    """Where a contender's tokens, in any repeat, are not plain decoding's first ones: one entry a prompt, at most.
+    """Where a contender's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
+    entry a prompt, at most.
 
     Called with `race.plain` itself, it tells whether plain decoding repeats itself.
     """
     found = []
+    first = reference or race.plain
     for i, prompt in enumerate(race.prompts):
-        reference = race.plain.outputs[0][i].tokens
+        expected = first.outputs[0][i].tokens
         for repeat, outputs in enumerate(contender.outputs):
-            position = first_difference(reference, outputs[i].tokens)
+            position = first_difference(expected, outputs[i].tokens)
             if position is None:
                 continue
-            pair = [tokens[position] if position < len(tokens) else None for tokens in (reference, outputs[i].tokens)]
-            margin = top_two_margin(target, [*prompt.ids, *reference[:position]], race.requests[i].sampling)
+            pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
+            margin = top_two_margin(target, [*prompt.ids, *expected[:position]], race.requests[i].sampling)
             found.append(
                 {
                     "suite": prompt.suite,
                     "prompt": prompt.id,
                     "tree": str(contender.shape),
+                    "against": "plain" if first is race.plain else "itself",
                     "temperature": race.requests[i].sampling.temperature,
                     "repeat": repeat,
                     "position": position,

@@ -21,9 +21,11 @@ from eval.wording import (
     audit_line,
     device_text,
     divergence_text,
+    exact_cell,
     is_exact,
     number,
     percent,
+    rule_text,
     sampling_text,
     short_name,
     speedup_text,
@@ -79,11 +81,10 @@ def settings_table(results: Results) -> Table:
     table.add_column("sampling", no_wrap=True)
     table.add_column("tau", justify="right", no_wrap=True)
     table.add_column("speedup", justify="right", no_wrap=True)
-    table.add_column("identical", justify="right", no_wrap=True)
+    table.add_column("exact" if "kind" in results["exact"] else "identical", justify="right", no_wrap=True)
     for m in results["measurements"]:
         cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
-        same = f"{m['exact']['identical']} of {m['exact']['prompts']}"
-        table.add_row(*cells, speedup_text(m), same)
+        table.add_row(*cells, speedup_text(m), exact_cell(m))
     return table
 
 
@@ -100,7 +101,7 @@ def setting_line(results: Results) -> str:
     names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
     return (
         f"{settings['num_prompts']} prompts of {names}, {settings['max_new_tokens']} new tokens, "
-        f"batch {settings['batch_size']}; {device_text(results)}"
+        f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
     )
 
 
@@ -117,9 +118,10 @@ def write_model_card(results: Results, path: Path, *, training: str = "") -> Non
     name, kind = results["target"]["name"], results["head"]["kind"]
     base = [f"base_model: {name}"] if short_name(name) == name and "/" in name else []
     front = ["---", "library_name: draftsmith", *base, "tags:", "- speculative-decoding", f"- {kind}", "---"]
+    sameness = "in law" if "kind" in results["exact"] else "token for token"
     intro = (
         f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for `{short_name(name)}`. It proposes "
-        "tokens that the target verifies, so that text comes faster and is the target's own, token for token."
+        f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
     )
     parts = ["\n".join(front), f"# {heading(results)}", intro, training.strip(), card_section(results)]
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")

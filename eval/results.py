@@ -45,7 +45,8 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     outputs = [contender.outputs[0][i] for i in indices]
     traces = [trace(output) for output in outputs]
     depth = contender.shape.depth
-    tokens = [race.tokens(unit) for unit in units]
+    in_law = contender.in_law(race)
+    tokens, made = [race.tokens(unit) for unit in units], [race.tokens(unit, contender) for unit in units]
     plain = [race.plain.unit_seconds(unit) for unit in units]
     seconds = [contender.unit_seconds(unit) for unit in units]
     rounds = sum(contender.unit_rounds(unit) for unit in units)
@@ -53,9 +54,11 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     phases = race.breakdowns[race.drafting.index(contender)]
     speedup = None
     if identical == len(indices):
+        rates = (made, seconds), (tokens, plain)
+        interval = metrics.rate_ratio_interval(*rates) if in_law else metrics.speedup_interval(plain, seconds)
         speedup = {
-            "measured": metrics.speedup(plain, seconds),
-            "ci95": metrics.speedup_interval(plain, seconds) if len(units) > 1 else None,
+            "measured": metrics.rate_ratio(*rates) if in_law else metrics.speedup(plain, seconds),
+            "ci95": interval if len(units) > 1 else None,
             "predicted": metrics.predicted_speedup(
                 tau,
                 plain_seconds=phases["plain"],
@@ -69,7 +72,10 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "depth": depth,
         "nodes": contender.shape.nodes,
         "temperature": race.requests[0].sampling.temperature,
-        "exact": {"prompts": len(indices), "identical": identical, "divergences": wrong},
+        "rule": contender.engine.rule,
+        "exact": in_law_record(len(indices), len(indices), identical, wrong)
+        if in_law
+        else {"prompts": len(indices), "identical": identical, "divergences": wrong},
         "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
         "alpha": metrics.acceptance_by_depth(traces, depth),
         "accepted_histogram": metrics.accepted_histogram(traces, depth),
@@ -79,7 +85,7 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
             "token_ms": metrics.token_percentiles(race.plain.unit_token_seconds(units)),
         },
         "speculative": {
-            "tokens_per_second": metrics.tokens_per_second(tokens, seconds),
+            "tokens_per_second": metrics.tokens_per_second(made, seconds),
             "ms_per_round": 1e3 * sum(seconds) / max(rounds, 1),
             "token_ms": metrics.token_percentiles(contender.unit_token_seconds(units)),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
@@ -112,11 +118,20 @@ def headline(measurements: Sequence[Results]) -> int:
 
 def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dict[str, Any]]) -> Results:
     """The audit over every setting measured; plain decoding must repeat itself too."""
-    return {
-        "prompts": sum(m["exact"]["prompts"] for m in measurements),
-        "identical": sum(m["exact"]["identical"] for m in measurements) - len(unrepeatable),
-        "divergences": [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])],
-    }
+    prompts = sum(m["exact"]["prompts"] for m in measurements)
+    divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
+    compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
+    identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
+    if any("kind" in m["exact"] for m in measurements):
+        return in_law_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
+    return {"prompts": prompts, "identical": identical, "divergences": divergences}
+
+
+def in_law_record(prompts: int, compared: int, identical: int, divergences: Sequence[dict[str, Any]]) -> Results:
+    """`exact` where sampled texts are other draws of the target's law: no text is compared but those of temperature 0,
+    under `greedy`."""
+    greedy = {"prompts": compared, "identical": identical}
+    return {"kind": "law", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": list(divergences)}
 
 
 def target_facts(target: FrozenTarget) -> Results:

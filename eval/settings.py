@@ -7,6 +7,7 @@ from pathlib import Path
 from eval.auto import MOST_NODES
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
 from heads.base import TreeHead
 from heads.errors import UserError
@@ -27,6 +28,8 @@ class BenchSettings:
     skip_long: bool = False
     trees: tuple[str, ...] = ("chain:5",)
     """Drafts; `auto` looks for the best ones."""
+    rule: str = "match"
+    """By which drafts are accepted: one of `eval.runtime.rules.RULES`."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -46,7 +49,12 @@ class BenchSettings:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
         own = self.is_auto and isinstance(head, TreeHead) and head.tree
-        return draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
+        shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
+        if self.is_auto and self.rule != "match":
+            raise UserError(f"--tree {AUTO} looks for drafts under rule match; name the trees for rule {self.rule}")
+        for shape in shapes:
+            check_rule(self.rule, shape)
+        return shapes
 
     def most_nodes(self, head: object) -> int:
         """Of any draft that is to be measured."""
@@ -84,6 +92,12 @@ def add_measure_options(parser: Parser, *, repeats: int = BenchSettings.repeats)
         default="0",
         help="0 is greedy; several with commas between",
     )
+    add(
+        "--rule",
+        default=known.rule,
+        choices=RULES,
+        help="by which drafts are accepted; under all but match sampled text is the target's in law",
+    )
     add("--top-k", type=int, default=known.top_k, help="0 keeps all")
     add("--top-p", type=float, default=known.top_p, help="1 keeps all")
     add("--min-p", type=float, default=known.min_p, help="0 keeps all")
@@ -99,7 +113,7 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
     for temperature in options.temperatures:
         Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
     if not any(options.temperatures):
-        for name in ("top_k", "top_p", "min_p"):
+        for name in ("rule", "top_k", "top_p", "min_p"):
             if getattr(options, name) != getattr(BenchSettings, name):
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
     return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})

@@ -40,6 +40,13 @@ def count(value: float) -> str:
 def audit_line(results: Results) -> str:
     """The line that says whether the output was the target's own."""
     exact, settings = results["exact"], len(results["measurements"])
+    if exact.get("kind") == "law":
+        greedy = exact["greedy"]
+        return (
+            f"exact in law under rule {results['rule']}: sampled text is a draw from the target's law, another than "
+            "plain decoding's; at temperature 0 plain decoding's own tokens: "
+            f"{greedy['identical']} of {greedy['prompts']} prompts"
+        )
     pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
     return f"output identical to plain decoding: {exact['identical']} of {exact['prompts']} prompts{pooled}"
 
@@ -47,6 +54,12 @@ def audit_line(results: Results) -> str:
 def is_exact(results: Results) -> bool:
     """Whether the audit passed."""
     return not results["exact"]["divergences"]
+
+
+def exact_cell(figures: Results) -> str:
+    """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in law."""
+    exact = figures["exact"]
+    return "in law" if exact["identical"] is None else f"{exact['identical']} of {exact['prompts']}"
 
 
 def speedup_text(figures: Results) -> str:
@@ -64,6 +77,12 @@ def short_name(path: str) -> str:
     return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
 
 
+def rule_text(results: Results) -> str:
+    """`, rule block`; nothing for `match`."""
+    rule = results.get("rule", "match")
+    return "" if rule == "match" else f", rule {rule}"
+
+
 def sampling_text(temperature: float) -> str:
     """`greedy` or `T = 1`."""
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
@@ -79,9 +98,10 @@ def device_text(results: Results) -> str:
 def divergence_text(divergence: Results) -> str:
     """One line that says where an output left plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
+    reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
     return (
         f"{divergence['suite']} {divergence['prompt']}, {divergence['tree']}, "
         f"{sampling_text(divergence['temperature'])}, token {divergence['position']}: "
-        f"plain {tokens[0]}, here {tokens[1]}; "
+        f"{reference} {tokens[0]}, here {tokens[1]}; "
         f"top-two margin {divergence['top_two_margin']:.2e}"
     )

@@ -76,6 +76,7 @@ def report_settings(settings: Eval) -> BenchSettings:
         num_prompts=report.num_prompts or settings.num_prompts,
         max_prompt_tokens=settings.max_prompt_tokens,
         trees=tuple(report.trees or [settings.tree]),
+        rule=settings.rule,
         temperatures=tuple(report.temperatures or [settings.temperature]),
         top_k=settings.top_k,
         top_p=settings.top_p,

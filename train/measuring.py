@@ -73,7 +73,14 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
         grow_own_tree(target, head, requests, settings)
     shape = shape_for(settings.tree, head)
     longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
-    engine = Engine(target, head, shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest)  # type: ignore[arg-type]
+    engine = Engine(
+        target,
+        head,  # type: ignore[arg-type]
+        shape=shape,
+        batch_size=min(settings.batch_size, len(requests)),
+        max_length=longest,
+        rule=settings.rule,
+    )
     outputs = engine.generate(requests)
     traces = [trace(output) for output in outputs]
     estimate = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import Field, ValidationError, create_model
 
+from eval.runtime.rules import check_rule
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
 from heads.registry import HEADS, recipe_settings
@@ -143,6 +144,8 @@ class Eval(Settings):
     max_new_tokens: Count = 128
     batch_size: Count = 8
     tree: str = "chain:5"
+    rule: Literal["match", "ratio", "ratio-wr", "block"] = "match"
+    """By which sampled drafts are accepted (eval/runtime/rules.py); at temperature 0 all are one."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Share = 1.0
@@ -212,7 +215,7 @@ def _rules(recipe: Recipe) -> Iterator[_Rule]:
     for name in ("project", "name"):
         yield _Rule(("tracking", name), tracking.wandb == "off", "with tracking.wandb off")
     greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
-    for name in ("top_k", "top_p", "min_p"):
+    for name in ("rule", "top_k", "top_p", "min_p"):
         yield _Rule(("eval", name), greedy, "at eval.temperature 0, which is greedy")
     if regenerate:
         yield _Rule(("data", "regenerate", "seed"), regenerate.temperature == 0, "at data.regenerate.temperature 0")
@@ -237,8 +240,14 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
     trees += [(("eval", "report", "trees", n), tree) for n, tree in enumerate(recipe.eval.report.trees or ())]
     for key, tree in trees:
         try:
-            if tree != HEAD_TREE and parse_shape(tree).nodes == 1:
+            if tree == HEAD_TREE:
+                if recipe.eval.rule != "match":
+                    yield ("eval", "rule"), "the tree 'head' is grown from ranks, and may leave out a draw; use match"
+                continue
+            shape = parse_shape(tree)
+            if shape.nodes == 1:
                 yield key, f"expected a tree that drafts something, such as chain:5, got '{tree}'"
+            check_rule(recipe.eval.rule, shape)
         except UserError as error:
             yield key, str(error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,8 @@ from eval.bench import run_bench
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results, read_results
+from eval.runtime.rejection import Verdict
+from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
 from heads.errors import UserError
 from heads.target import FrozenTarget
@@ -93,6 +96,60 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
 
 
+def test_a_rule_that_is_exact_in_law_is_reported_as_such(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+) -> None:
+    chosen: dict[str, Any] = dict(trees=("chain:2", "static:2.1"), temperatures=(1.0, 0.0), rule="ratio", repeats=2)
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    read = read_results(tmp_path / "results.json")
+    sampled, greedy = read["measurements"][:2], read["measurements"][2:]
+    assert read["rule"] == "ratio" and {m["rule"] for m in read["measurements"]} == {"ratio"}
+    for m in sampled:
+        assert m["exact"] == {
+            "kind": "law",
+            "prompts": 4,
+            "identical": None,
+            "greedy": {"prompts": 4, "identical": 4},
+            "divergences": [],
+        }
+        made, seconds = m["speculative"]["tokens_per_second"], m["baseline"]["tokens_per_second"]
+        assert m["speedup"]["measured"] == pytest.approx(made / seconds)
+    assert all(m["exact"] == {"prompts": 4, "identical": 4, "divergences": []} for m in greedy)
+    assert read["exact"]["kind"] == "law" and read["exact"]["identical"] is None
+    assert read["exact"]["greedy"] == {"prompts": 16, "identical": 16}
+    page, card = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
+    for shown in (" ".join(text.split()), page.replace("&#39;", "'"), card.lower()):
+        assert "exact in law under rule ratio" in shown and "own tokens: 16 of 16 prompts" in shown
+        assert "identical" not in shown
+    assert "in law" in text and results["speedup"] is not None
+
+
+def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = Rejection.weigh
+
+    def credulous(self: Rejection, proposal: Any, p: Any) -> Verdict:
+        verdict = honest(self, proposal, p)
+        return Verdict(torch.ones_like(verdict.odds), verdict.rest)
+
+    monkeypatch.setattr(Rejection, "weigh", credulous)
+    chosen: dict[str, Any] = dict(temperatures=(1.0,), rule="ratio")
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    assert results["speedup"] is None and results["exact"]["divergences"]
+    assert all(d["temperature"] == 0 for d in results["exact"]["divergences"])
+    assert "no speedup is stated" in text
+
+
 def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
     for sample in measured[0]["samples"]:
         assert "".join(piece["text"] for piece in sample["pieces"]) == sample["output"]
@@ -136,6 +193,8 @@ def test_a_failed_audit_withholds_every_speed(
         ({"max_new_tokens": 511}, "leave no room for a prompt in the 512 positions"),
         ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
         ({"prompts": "nowhere.jsonl"}, "no such file"),
+        ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the law of what survives"),
+        ({"trees": ("auto",), "rule": "ratio", "temperatures": (1.0,)}, "looks for drafts under rule match"),
     ],
 )
 def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
@@ -159,6 +218,8 @@ def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
         (["nowhere", "--tree", "chain:x"], "tree 'chain:x'"),
         (["nowhere", "--temperature", "warm"], "--temperature: expected numbers"),
         (["nowhere", "--repeats", "0"], "--repeats: expected at least 1, got 0"),
+        (["nowhere", "--rule", "typical"], "--rule: invalid choice: 'typical'"),
+        (["nowhere", "--rule", "block"], "--rule: has no effect at --temperature 0"),
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(

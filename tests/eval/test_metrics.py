@@ -12,6 +12,8 @@ from eval.metrics import (
     is_loop,
     loop_share,
     predicted_speedup,
+    rate_ratio,
+    rate_ratio_interval,
     ratio_interval,
     speedup,
     speedup_interval,
@@ -85,6 +87,19 @@ def test_pairing_removes_what_prompts_have_in_common() -> None:
     plain = [float(x) for x in rng.uniform(1, 50, size=40)]  # prompts differ fiftyfold in length
     low, high = speedup_interval(plain, [p / 2 for p in plain])
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
+
+
+def test_rates_are_compared_each_by_its_own_gains_and_costs() -> None:
+    assert rate_ratio(([6, 4], [2.0, 2.0]), ([3, 2], [2.0, 2.0])) == pytest.approx(2.0)
+    rng = np.random.default_rng(4)
+    lengths = [float(x) for x in rng.uniform(1, 50, size=40)]  # what is common to both drops out
+    shorter = [length / 3 for length in lengths]
+    low, high = rate_ratio_interval((lengths, shorter), (lengths, lengths))
+    assert low == pytest.approx(3.0) and high == pytest.approx(3.0)
+    noisy = [float(x) for x in rng.uniform(0.5, 1.5, size=40)]
+    low, high = rate_ratio_interval((noisy, [1.0] * 40), ([1.0] * 40, [1.0] * 40))
+    assert low < sum(noisy) / 40 < high
+    assert all(map(math.isnan, rate_ratio_interval(([], []), ([], []))))
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from eval.runtime.rules import RULES
 from heads.errors import UserError
-from train.recipe import dump_recipe, load_recipe
+from train.recipe import Eval, dump_recipe, load_recipe
 
 Settings = dict[str, Any]
 WriteRecipe = Callable[[Settings], Path]
@@ -100,6 +101,25 @@ def test_all_faults_are_told_at_once_with_line_key_and_suggestion(tmp_path: Path
 def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_path: Path) -> None:
     (line,) = faults(tmp_path, GOOD, override)
     assert line.startswith(fault), line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["eval.rule=ratio"], "eval.rule: has no effect at eval.temperature 0"),
+        (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, ratio-wr, block"),
+        (["eval.rule=block", "eval.temperature=1", "eval.tree=static:2.2"], "eval.tree: rule block judges chains"),
+        (["eval.rule=ratio", "eval.temperature=1", "eval.tree=tree:2x2x4"], "eval.tree: rule ratio: the tree"),
+        (["eval.rule=ratio", "eval.temperature=1", "eval.tree=head"], "eval.rule: the tree 'head' is grown"),
+    ],
+)
+def test_a_rule_must_fit_the_tree_and_matter(overrides: list[str], fault: str, tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, GOOD, *overrides)
+    assert fault in line, line
+
+
+def test_every_rule_of_the_runtime_can_be_named_in_a_recipe() -> None:
+    assert get_args(Eval.model_fields["rule"].annotation) == RULES
 
 
 def test_a_chat_setting_has_no_effect_on_text(tmp_path: Path) -> None:
