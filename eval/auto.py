@@ -126,9 +126,10 @@ def start_search(
     max_new_tokens: int,
     batch_size: int,
     fixed: Sequence[TreeShape] = (),
+    rule: str = "match",
 ) -> Search:
     """Run the pilot, on prompts spread over all of them. UserError if the head drafts nothing that is looked for."""
-    shapes = probe_shapes(head, target)
+    shapes = probe_shapes(head, target, rule)
     count = min(PILOT_PROMPTS, len(prompts))
     probes = run_pilot(
         target,
@@ -138,16 +139,17 @@ def start_search(
         sampling,
         max_new_tokens=min(max_new_tokens, PILOT_TOKENS),
         batch_size=batch_size,
+        rule=rule,
     )
     return Search(probes, cost_curve(probes), list(fixed))
 
 
-def probe_shapes(head: Drafter, target: FrozenTarget) -> list[TreeShape]:
+def probe_shapes(head: Drafter, target: FrozenTarget, rule: str = "match") -> list[TreeShape]:
     """The longest chain that the head drafts, a short and a middling one, and for each width a wide tree and a slim
     one."""
 
     def deepest(texts: Sequence[str]) -> str | None:
-        return next((text for text in texts if can_draft(head, target, parse_shape(text))), None)
+        return next((text for text in texts if can_draft(head, target, parse_shape(text), rule)), None)
 
     longest = deepest([f"chain:{k}" for k in range(LONGEST_CHAIN, 0, -1)])
     if longest is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from eval.measure import Entry, line_up, profile
 from eval.metrics import Trace, acceptance_by_depth
 from eval.prompts import Prompt
+from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter, Observation, Pick, TargetEnds
 from heads.errors import UserError
@@ -61,10 +62,11 @@ def run_pilot(
     *,
     max_new_tokens: int,
     batch_size: int,
+    rule: str = "match",
 ) -> list[Probe]:
     """Decode `prompts` once with each shape, in turns with plain decoding."""
     watched = [Watched(head) for _ in shapes]
-    entries = [Entry(head, shape) for head, shape in zip(watched, shapes, strict=True)]
+    entries = [Entry(head, shape, rule) for head, shape in zip(watched, shapes, strict=True)]
     race = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
     for head in watched:
         head.fates.clear()  # of the warm-up
@@ -132,9 +134,10 @@ def ranks(fate: Fate, depth: int) -> Tensor:
     return torch.where(accepted & (level[:, None] <= level), rank, NEVER).cpu()
 
 
-def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape) -> bool:
-    """Whether a head fills trees of this shape."""
+def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
+    """Whether a head fills trees of this shape, and the rule judges them."""
     try:
+        check_rule(rule, shape)
         head.new_state(target.ends, batch_size=1, capacity=shape.nodes, shape=shape)
     except UserError:
         return False

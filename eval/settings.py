@@ -56,9 +56,9 @@ class BenchSettings:
             check_rule(self.rule, shape)
         return shapes
 
-    def most_nodes(self, head: object) -> int:
-        """Of any draft that is to be measured."""
-        return max([shape.nodes for shape in self.shapes(head)] + [MOST_NODES] * self.is_auto)
+    def most_nodes(self, named: Sequence[TreeShape]) -> int:
+        """Of any draft that is to be measured, the named ones or others."""
+        return max([shape.nodes for shape in named] + [MOST_NODES] * self.is_auto)
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""

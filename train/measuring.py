@@ -7,6 +7,8 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from eval.auto import MOST_NODES
+from eval.command import AUTO
 from eval.measure import trace
 from eval.metrics import acceptance_by_depth, tau
 from eval.prompts import load_prompts
@@ -34,7 +36,8 @@ class Measured:
 
 def nodes_needed(settings: Eval, head: DraftHead) -> int:
     """The nodes of the largest tree that will be measured. UserError for one that the head cannot have."""
-    return max(most_nodes(tree, head) for tree in [settings.tree, *(settings.report.trees or [])])
+    trees = [settings.tree, *(settings.report.trees or [])]
+    return max(MOST_NODES if tree == AUTO else most_nodes(tree, head) for tree in trees)
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import Field, ValidationError, create_model
 
+from eval.command import AUTO
 from eval.runtime.rules import check_rule
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
@@ -132,6 +133,7 @@ class Report(Settings):
     max_new_tokens: Count | None = None
     batch_size: Count = 1
     trees: Annotated[list[str], Field(min_length=1)] | None = None
+    """Drafts to measure; `auto` looks for the fastest."""
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] | None = None
     repeats: Count = 2
 
@@ -243,6 +245,8 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
             if tree == HEAD_TREE:
                 if recipe.eval.rule != "match":
                     yield ("eval", "rule"), "the tree 'head' is grown from ranks, and may leave out a draw; use match"
+                continue
+            if tree == AUTO and key[1] == "report":
                 continue
             shape = parse_shape(tree)
             if shape.nodes == 1:

@@ -94,5 +94,6 @@ def test_what_a_head_refuses_is_not_tried(tiny_target: FrozenTarget, pair_head: 
                 raise UserError("too deep")
 
     head: Any = Short()
-    assert can_draft(head, tiny_target, parse_shape("chain:2"))
-    assert not can_draft(head, tiny_target, parse_shape("chain:3"))
+    assert can_draft(head, tiny_target, parse_shape("chain:2"), "match")
+    assert not can_draft(head, tiny_target, parse_shape("chain:3"), "match")
+    assert not can_draft(pair_head, tiny_target, parse_shape("tree:2x2x5"), "block")
