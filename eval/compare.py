@@ -75,7 +75,7 @@ COLUMNS = (
     "draft",
     "sampling",
     "tau",
-    "accepted at depth 1, 2, ..",
+    "accepted by depth",
     "speedup",
     "identical",
 )
@@ -234,8 +234,8 @@ def markdown(results: Results) -> str:
         *(f"| {' | '.join(row)} |" for row in rows(results)),
         "",
         *(f"* {line}" for line in warnings(results)),
-        f"{audit_line(results)}. Plain decoding and all heads took turns on the same prompts; brackets are 95% bootstrap "
-        "intervals over prompts.",
+        f"{audit_line(results)}. Plain decoding and all heads took turns on the same prompts; brackets are 95% "
+        "bootstrap intervals over prompts.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -114,8 +114,8 @@ def search_line(search: Results) -> str:
     proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
     chosen = search["chosen"]
     return (
-        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; of {len(search['measured'])} "
-        f"measured {chosen} is fastest ({search['measured'][chosen]:.2f}x)"
+        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; "
+        f"of {len(search['measured'])} measured {chosen} is fastest ({search['measured'][chosen]:.2f}x)"
     )
 
 

@@ -1,6 +1,7 @@
 """What a measurement is asked for: the settings of eval/bench.py and eval/compare.py, and their command line."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heads.draft import Draft
 from heads.eagle3 import Eagle3
+from heads.early_exit import EarlyExit
 from heads.errors import UserError
 from heads.lookup import Lookup
 from heads.medusa import Medusa
@@ -16,7 +17,7 @@ from heads.target import FrozenTarget
 HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}
 """kind -> a class that fulfils `heads.base.DraftHead`."""
 
-UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup}
+UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 """kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
 
 

@@ -1,8 +1,11 @@
 """Drafts that need no training: the text is the target's own, and some of it was drafted."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
@@ -41,3 +44,66 @@ def test_what_it_cannot_draft_is_refused(target_of: TargetOf) -> None:
         build_untrained("lookup:", target)
     with pytest.raises(UserError, match="at least 1 token, got 0"):
         build_untrained("lookup:0", target)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
+def test_an_early_exit_drafts_what_its_layers_alone_would_say(
+    family: str, target_of: TargetOf, prompts: list[list[int]]
+) -> None:
+    """Greedy chains are compared with a target whose later layers are cut off, run from the start each time."""
+    target = target_of(family)
+    cut = copy.deepcopy(target)
+    del cut.layers[2:]
+    head = build_untrained("early_exit:2", target)
+    engine = Engine(target, head, shape=parse_shape("chain:3"), max_length=64)
+    text = [*prompts[5]]
+    proposals = []
+    propose = head.propose
+
+    def noted(state: Any, pick: Any) -> Any:
+        proposals.append(propose(state, pick).tokens[0].tolist())
+        return propose(state, pick)
+
+    head.propose = noted
+    output = engine.generate([Request(text, 12, ignore_eos=True)])[0]
+    head.propose = propose
+    known = [*text, *output.tokens]
+    place = len(text)
+    for drafted, accepted in zip(proposals, output.accepted, strict=True):
+        going = known[: place + 1]
+        for _ in range(3):
+            ids = torch.tensor([going])
+            position = torch.arange(len(going))[None]
+            hidden = cut.features(
+                ids, positions=position, visible=position[:, None] <= position[..., None], key_positions=position
+            ).hidden
+            going.append(int(cut.ends.logits(hidden[:, -1]).argmax()))
+        assert drafted == going[place:]
+        place += accepted + 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x9", "static:2.2"])
+def test_an_early_exits_text_is_the_targets(
+    shape: str, batch_size: int, target_of: TargetOf, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    samplings = [Sampling(), Sampling(temperature=1.0, seed=3)]
+    requests = [Request(p, 16, samplings[i % 2]) for i, p in enumerate(prompts)]
+    plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
+    head = build_untrained("early_exit:2", target)
+    outputs = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=192).generate(requests)
+    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
+    assert sum(sum(output.accepted) for output in outputs) > 0
+
+
+def test_an_early_exit_holds_no_weights_of_its_own(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    own = {id(parameter) for parameter in target.model.parameters()}
+    head = build_untrained("early_exit:1", target)
+    parameters = list(head.draft.parameters())
+    assert parameters and {id(parameter) for parameter in parameters} < own
+    assert len(target.layers) == 3 and target.config.num_hidden_layers == 3
+    for number in ("0", "3"):
+        with pytest.raises(UserError, match="has 3 layers; name 1 to 2"):
+            build_untrained(f"early_exit:{number}", target)

@@ -1,0 +1,84 @@
+"""The target's own first layers as its draft: an early exit, as in LayerSkip (Elhoushi et al., arXiv 2404.16710), whose
+targets are trained for it; any target is taken here as it is. No training.
+
+    q_t = softmax(W norm(h_t)),  h_t the residual stream after the first `layers` layers
+
+Norm and output head are the target's, and so are the layers: the modules themselves, so that no weight is held twice.
+Their keys are the draft's own: it reads ahead of the target.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from heads.base import Observation, Pick, TargetEnds
+from heads.draft import Draft, DraftState
+from heads.draft_config import DraftConfig
+from heads.errors import UserError
+from heads.target import FrozenTarget
+from heads.tree import Proposal, TreeShape
+
+
+@dataclass(frozen=True)
+class EarlyExitConfig:
+    """All that it depends on, beside the target."""
+
+    layers: int
+    """Layers before the exit."""
+
+
+class FirstLayers(nn.Module):
+    """The target as a language model of its first layers: its own modules, in a decoder with a shorter list."""
+
+    def __init__(self, target: FrozenTarget, count: int) -> None:
+        super().__init__()
+        self.config = copy.deepcopy(target.config)
+        self.config.num_hidden_layers = count
+        self.decoder = copy.copy(target.base)
+        place = next((name for name, module in target.base.named_children() if module is target.layers), None)
+        if place is None:
+            raise UserError(f"early_exit: {type(target.base).__name__} does not hold its layers where they can be cut")
+        self.decoder._modules = {**target.base._modules, place: target.layers[:count]}
+        self.head = target.head
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def get_output_embeddings(self) -> nn.Module:
+        head: nn.Module = self.head
+        return head
+
+
+class EarlyExit:
+    """Drafts as a draft model does, by layers that are the target's."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: EarlyExitConfig, draft: Draft) -> None:
+        self.config, self.draft = config, draft
+
+    @classmethod
+    def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
+        """`number`: the layers before the exit."""
+        if not 1 <= number < target.num_layers:
+            raise UserError(
+                f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"
+            )
+        V = target.vocab_size
+        config = DraftConfig(layers=tuple(range(number)), model={}, vocab_size=V, common_size=V)
+        model: Any = FirstLayers(target, number)
+        return cls(EarlyExitConfig(number), Draft(config, model))
+
+    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        return self.draft.new_state(ends, batch_size=batch_size, capacity=capacity, shape=shape)
+
+    def reset_rows(self, state: DraftState, rows: Tensor) -> None:
+        self.draft.reset_rows(state, rows)
+
+    def observe(self, state: DraftState, observation: Observation) -> None:
+        self.draft.observe(state, observation)
+
+    def propose(self, state: DraftState, pick: Pick) -> Proposal:
+        return self.draft.propose(state, pick)

@@ -1,0 +1,132 @@
+"""Several heads in one race: the table, the record, and what is refused."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from eval import compare as module
+from eval.command import exit_status
+from eval.compare import Contestant, compare, head_names
+from eval.results import Results
+from eval.settings import BenchSettings
+from heads.checkpoint import save_head, target_record
+from heads.errors import UserError
+from heads.registry import build_head, build_untrained
+from heads.target import FrozenTarget, load_target
+
+
+def settings(tmp_path: Path, **changes: Any) -> BenchSettings:
+    prompts = tmp_path / "code.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):", "import os", "x = 1")))
+    return BenchSettings(**{"prompts": str(prompts), "max_new_tokens": 10, "repeats": 1, **changes})
+
+
+def contestants(target: FrozenTarget, pair_head: Any) -> list[Contestant]:
+    names = ("lookup:3", "early_exit:6")
+    return [
+        Contestant("pairs", pair_head, "runs/pairs"),
+        *(Contestant(name, build_untrained(name, target), name) for name in names),
+    ]
+
+
+def run(
+    target: FrozenTarget, heads: list[Contestant], tokenizer: PreTrainedTokenizerBase, chosen: BenchSettings, **how: Any
+) -> tuple[Results, str]:
+    console = Console(file=io.StringIO(), width=180)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "kind_of", lambda head: type(head).__name__)
+        results = compare(target, heads, tokenizer, chosen, console=console, **how)
+    assert isinstance(console.file, io.StringIO)
+    return results, console.file.getvalue()
+
+
+def test_all_heads_run_in_one_race_with_the_trees_they_can_draft(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    chosen = settings(tmp_path, trees=("chain:2", "tree:2x2x5"), temperatures=(0.0, 1.0))
+    out = tmp_path / "out"
+    results, text = run(tiny_target, contestants(tiny_target, pair_head), tiny_tokenizer, chosen, out=out)
+    measured = [(m["head"], m["tree"], m["temperature"]) for m in results["measurements"]]
+    trees = [
+        *(("pairs", "chain:2"), ("pairs", "tree:2x2x5"), ("lookup:3", "chain:2")),
+        *(("early_exit:6", "chain:2"), ("early_exit:6", "tree:2x2x5")),
+    ]
+    assert measured == [(*pair, t) for t in (0.0, 1.0) for pair in trees]
+    # One plain decoding for all: the same seconds under every figure of a temperature.
+    for temperature in (0.0, 1.0):
+        plain = {m["baseline"]["ms_per_token"] for m in results["measurements"] if m["temperature"] == temperature}
+        assert len(plain) == 1
+    assert results["exact"] == {"prompts": 30, "identical": 30, "divergences": []}
+    assert [head["parameters"] for head in results["heads"]] == [128 * 128, 0, 0]
+    read = json.loads((out / "compare.json").read_text())
+    assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
+    lines = [line for line in (out / "compare.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 10 and "| early_exit:6 | EarlyExit | 0 | tree:2x2x5 | greedy |" in "\n".join(lines)
+    assert "30 of 30 prompts" in text and text.count("3 of 3") == 10
+
+
+def test_auto_finds_each_heads_own_best(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eval.auto.LONGEST_CHAIN", 3)
+    monkeypatch.setattr("eval.auto.WIDTHS", (2,))
+    monkeypatch.setattr("eval.auto.DEEPEST_TREE", 2)
+    heads = contestants(tiny_target, pair_head)[:2]
+    results, text = run(tiny_target, heads, tiny_tokenizer, settings(tmp_path, trees=("auto",)))
+    assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]
+    for search in results["auto"]:
+        own = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"] if m["head"] == search["head"]}
+        assert search["measured"] == own and own[search["chosen"]] == max(own.values())
+    assert len([line for line in text.splitlines() if "3 of 3" in line]) == 2, "the table has the fastest of each"
+
+
+def test_a_tree_that_a_head_cannot_draft_is_named(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"lookup:3: drafts none of tree:2x2x5; name a tree that it can"):
+        run(
+            tiny_target,
+            contestants(tiny_target, pair_head),
+            tiny_tokenizer,
+            settings(tmp_path, trees=("tree:2x2x5",)),
+        )
+
+
+def test_heads_of_different_targets_are_refused(
+    tiny_target: FrozenTarget,
+    tiny_target_dir: Path,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        other = LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_target_dir))
+    other.save_pretrained(tmp_path / "other")
+    tiny_tokenizer.save_pretrained(tmp_path / "other")
+    for name, target in (("one", tiny_target), ("two", load_target(str(tmp_path / "other")))):
+        head = build_head("medusa", {"depth": 2}, target, torch.ones(target.vocab_size, dtype=torch.int64))
+        save_head(head, tmp_path / name, target=target_record(target))
+    arguments = [str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")]
+    capsys.readouterr()
+    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_are_told_apart_by_name() -> None:
+    assert head_names(["/runs/a", "/runs/b/head", "lookup:3"]) == ["a", "b/head", "lookup:3"]
+    assert head_names(["x/run", "y/run"]) == ["x/run", "y/run"]
+    with pytest.raises(UserError, match="runs/a: named twice"):
+        head_names(["runs/a", "runs/b", "runs/a"])
