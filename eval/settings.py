@@ -49,10 +49,8 @@ class BenchSettings:
     def shapes(self, head: object) -> list[TreeShape]:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
-        own = self.is_auto and isinstance(head, TreeHead) and head.tree
+        own = self.is_auto and self.rule == "match" and isinstance(head, TreeHead) and head.tree
         shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
-        if self.is_auto and self.rule != "match":
-            raise UserError(f"--tree {AUTO} looks for drafts under rule match; name the trees for rule {self.rule}")
         for shape in shapes:
             check_rule(self.rule, shape)
         return shapes

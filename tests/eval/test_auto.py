@@ -120,6 +120,8 @@ def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head:
     assert texts == ["chain:10", "chain:5", "chain:1"]
     texts = [str(shape) for shape in probe_shapes(pair_head, tiny_target)]
     assert texts[3:] == ["tree:8x2x31", "tree:2x2x7", "tree:8x4x64", "tree:2x4x8", "tree:8x8x64", "tree:2x8x8"]
+    texts = [str(shape) for shape in probe_shapes(pair_head, tiny_target, "ratio")]
+    assert texts == ["chain:10", "chain:5", "chain:1"], "no rule but match judges dynamic trees"
 
     class Mute:
         def new_state(self, ends: Any, *, batch_size: int, capacity: int, shape: TreeShape) -> None:

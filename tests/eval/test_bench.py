@@ -194,7 +194,6 @@ def test_a_failed_audit_withholds_every_speed(
         ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
         ({"prompts": "nowhere.jsonl"}, "no such file"),
         ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the law of what survives"),
-        ({"trees": ("auto",), "rule": "ratio", "temperatures": (1.0,)}, "looks for drafts under rule match"),
     ],
 )
 def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
