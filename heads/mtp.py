@@ -26,7 +26,7 @@ from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES
 from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.recurrent import Recurrent, Turn
-from heads.target import FrozenTarget
+from heads.target import FrozenTarget, first_line
 from heads.target_block import BlockMaker, block_record
 from heads.vocab import build_vocab, check_vocab, kept_ids
 
@@ -174,7 +174,15 @@ class Mtp(Recurrent):
             defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
             defaults["decoder"] = block_record(target.config, native.count)
         config = MtpConfig(**{**defaults, **settings})
-        head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+        try:
+            head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+        except (TypeError, AttributeError, LookupError) as error:  # what layers of unknown families raise
+            if native is None:
+                raise
+            raise UserError(
+                f"{target.name}: the decoder layers of {target.config.model_type} cannot be blocks of a head "
+                f"({first_line(error)}); leave head.native out"
+            ) from error
         if native is None:
             scale = final_norm_scale(target.base, target.layers, target.hidden_size)
             head.initialise(float(scale.square().mean().sqrt()))

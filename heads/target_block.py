@@ -4,6 +4,7 @@ The class is transformers'. Its attention function is replaced by the head's own
 layer as a keyword, so that training and drafting see the same keys whatever the layer does before and after.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,12 @@ from heads.layers import Attend
 
 ATTENTION = "draftsmith"
 """The name under which transformers finds our attention function."""
-BLOCK_FAMILY = {"mimo": "qwen2", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Model types whose decoder layer another type of transformers has."""
+BLOCK_FAMILY = {"mimo": "qwen2"}
+"""Model types of checkpoints that transformers does not know, and the type whose decoder layer they have."""
+NOT_OF_A_LAYER = (
+    *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
+    *("label2id", "problem_type", "transformers_version"),
+)
 FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3", "proportional")
 """Kinds of rotary positions that do not depend on how long the text is."""
 
@@ -40,8 +45,8 @@ def block_record(config: Any, count: int) -> dict[str, Any]:
 
     As JSON gives it back; nothing of it is about the target's own layers or vocabulary.
     """
-    record: dict[str, Any] = config.to_dict()
-    for name in ("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path"):
+    record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    for name in NOT_OF_A_LAYER:
         record.pop(name, None)
     record["model_type"] = BLOCK_FAMILY.get(record["model_type"], record["model_type"])
     record |= {"num_hidden_layers": count, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None}
@@ -68,6 +73,8 @@ class BlockMaker:
         if kind not in FIXED_ROTATIONS:
             raise UserError(f"rotary positions of kind {kind} depend on the text's length; such modules cannot be used")
         decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        if "experts" in str(decoder):  # the loop over experts knows every type of number, autocast and float64 included
+            decoder.set_experts_implementation("eager")
         self.layers: list[nn.Module] = [TargetBlock(layer) for layer in decoder.layers]
         self.norm: Callable[[], nn.Module] = lambda: type(decoder.norm)(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary: nn.Module = decoder.rotary_emb

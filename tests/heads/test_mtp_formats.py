@@ -1,0 +1,317 @@
+"""Native modules of multi-token prediction: read from the target's files, run, and saved back bit for bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_layers import MtpModel
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.base import Batch, Observation
+from heads.checkpoint import load_head, save_head, target_record
+from heads.errors import UserError
+from heads.mtp import Mtp, MtpConfig
+from heads.mtp_formats import read_native
+from heads.registry import build_head
+from heads.target import FrozenTarget, load_target
+from heads.target_block import block_record
+from heads.tree import parse_shape
+from heads.vocab import build_vocab
+from tests.native_mtp import COMMON, QWEN, V, change_config, change_weights, qwen_shapes, write_native
+from train.features import make_batch
+from train.packing import Rows
+
+COUNTS = torch.arange(V)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[FrozenTarget, dict[str, Tensor]]]:
+    """family and number of modules -> the target in float64 and its modules' tensors."""
+    made = {}
+    for family, modules in (("mimo", 1), ("mimo", 2), ("deepseek", 1), ("deepseek", 2)):
+        folder = tmp_path_factory.mktemp(f"{family}{modules}")
+        native = write_native(folder, family, modules=modules)
+        target = load_target(str(folder))
+        target.model.double()  # after its check: the grouped kernels of experts know no float64
+        if family == "deepseek":
+            untyped: Any = target.model
+            untyped.set_experts_implementation("eager")
+        made[f"{family}{modules}"] = (target, native)
+    return made
+
+
+NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2"]
+
+
+def make_rows(T: int) -> Rows:
+    tokens = torch.randint(2, V, (2, T), generator=torch.Generator().manual_seed(4))
+    positions = torch.arange(T).expand(2, T)
+    return Rows(tokens, torch.ones(2, T, dtype=torch.bool), positions, torch.zeros(2, T, dtype=torch.int64))
+
+
+def batch_of(target: FrozenTarget, T: int = 18) -> Batch:
+    return make_batch(target, make_rows(T), (), torch.float64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_checkpoints_modules_come_back_bit_for_bit(
+    name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    target, native = targets[name]
+    head = build_head("mtp", {"native": True}, target, COUNTS).bfloat16()
+    save_head(head, tmp_path / "head", target=target_record(target))
+    saved = load_file(tmp_path / "head/model.safetensors")
+    assert saved.keys() == native.keys()
+    for key, value in native.items():
+        assert torch.equal(saved[key].float(), value), key
+        wide = torch.float32 if key.endswith("e_score_correction_bias") else torch.bfloat16
+        assert saved[key].dtype == wide, key
+    again = load_head(tmp_path / "head", dtype=torch.bfloat16)
+    assert again.config == head.config
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in head.state_dict().items())
+
+
+def test_qwens_names_and_back() -> None:
+    """Its recurrent layers make it no target here; its module is read and written all the same."""
+    config = AutoConfig.for_model("qwen3_next", **COMMON, **QWEN)
+    record = json.loads(json.dumps(block_record(config, 1)))
+    made = MtpConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        vocab_size=V,
+        num_target_layers=4,
+        draft_vocab_size=V,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+        native=True,
+        decoder=record,
+        layout="qwen",
+    )
+    head = Mtp(made, *build_vocab(COUNTS, V))
+    weights = {name: torch.randn(shape) for name, shape in qwen_shapes(0).items()}
+    head.restore_modules(weights, "qwen")
+    assert head.saved().keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in head.saved().items())
+
+
+def test_qwens_modules_are_found(tmp_path: Path) -> None:
+    native = write_native(tmp_path, "qwen")
+    found = read_native(str(tmp_path), AutoConfig.from_pretrained(tmp_path), {})
+    assert (found.layout, found.count) == ("qwen", 1) and found.weights.keys() == native.keys()
+
+
+@pytest.mark.parametrize("name", ["deepseek1", "deepseek2"])
+def test_deepseeks_states_are_those_of_transformers(
+    name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
+) -> None:
+    """Module by module, against the class with which transformers drafts."""
+    target, native = targets[name]
+    head = build_head("mtp", {"native": True}, target, COUNTS).double()
+    batch, count = batch_of(target), head.num_modules
+    target.model.config.num_mtp_layers = count
+    theirs: Any = MtpModel(target.model, count)
+    theirs.set_attn_implementation("eager")
+    theirs.set_experts_implementation("eager")
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head": "post_norm"}
+    for i in range(count):
+        prefix = f"model.layers.{3 + i}."
+        own = {key.removeprefix(prefix): value for key, value in native.items() if key.startswith(prefix)}
+        state = {}
+        for key, value in own.items():
+            first, _, rest = key.partition(".")
+            if first in names:
+                state[f"{names[first]}.{rest.removeprefix('norm.')}"] = value
+            elif "experts." not in key or "shared" in key:
+                state[f"mtp_block.{key}"] = value
+        gate_up = [
+            torch.cat([own[f"mlp.experts.{e}.gate_proj.weight"], own[f"mlp.experts.{e}.up_proj.weight"]])
+            for e in range(4)
+        ]
+        state["mtp_block.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        state["mtp_block.mlp.experts.down_proj"] = torch.stack(
+            [own[f"mlp.experts.{e}.down_proj.weight"] for e in range(4)]
+        )
+        theirs.layers[i].load_state_dict(state)
+    theirs.double()
+    hidden = batch.hidden
+    with torch.no_grad():
+        for k, ours in enumerate(head.unroll(batch, count), start=1):
+            T = 18 - k
+            hidden = theirs.forward_layer(
+                k - 1, hidden[:, :T], batch.positions[:, :T], None, input_ids=batch.tokens[:, k:]
+            )
+            torch.testing.assert_close(ours[:, :T], hidden, atol=1e-6, rtol=1e-5)  # their norms compute in float32
+
+
+@pytest.mark.parametrize("name", ["mimo1", "mimo2"])
+def test_mimos_states_are_its_formula(name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]) -> None:
+    """Hidden state first, biases in the attention, each module over its own inputs."""
+    target, native = targets[name]
+    head = build_head("mtp", {"native": True}, target, COUNTS).double()
+    batch, state = batch_of(target), batch_of(target).hidden
+    for k, ours in enumerate(head.unroll(batch, head.num_modules), start=1):
+        p = f"model.mtp_layers.{k - 1}."
+        w = {key.removeprefix(p): value.double() for key, value in native.items() if key.startswith(p)}
+
+        def rms(x: Tensor, name: str, w: dict[str, Tensor] = w) -> Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+
+        T = 18 - k
+        both = [rms(state[:, :T], "hidden_layernorm"), rms(batch.embeddings[:, k:], "token_layernorm")]
+        x = torch.cat(both, -1) @ w["input_proj.weight"].T
+        y = rms(x, "input_layernorm")
+        q, key, v = (
+            (y @ w[f"self_attn.{n}_proj.weight"].T + w[f"self_attn.{n}_proj.bias"]).view(2, T, -1, 8).transpose(1, 2)
+            for n in "qkv"
+        )
+        angle = torch.arange(T)[:, None] * 1e4 ** -(torch.arange(0, 8, 2) / 8).float()
+        cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
+
+        def turned(z: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+            return z * cos + torch.cat([-z[..., 4:], z[..., :4]], -1) * sin
+
+        scores = turned(q) @ turned(key).repeat_interleave(2, 1).mT / 8**0.5
+        scores = scores.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf)
+        heard = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
+        x = x + heard @ w["self_attn.o_proj.weight"].T
+        y = rms(x, "post_attention_layernorm")
+        gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
+        state = rms(x + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T, "final_layernorm")
+        torch.testing.assert_close(ours[:, :T], state, atol=1e-5, rtol=1e-5)  # their norms compute in float32
+
+
+def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
+    return columns if token_ids is None else token_ids[columns], logp
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_drafting_step_is_a_training_step(
+    name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = targets[name]
+    head = build_head("mtp", {"native": True, "draft_vocab_size": 90}, target, COUNTS).double()
+    batch, n, seen = batch_of(target), 11, []
+    state = head.new_state(target.ends, batch_size=2, capacity=20, shape=parse_shape("chain:4"))
+    start, count = torch.zeros(2, dtype=torch.int64), torch.tensor([n, n])
+    head.observe(
+        state, Observation(batch.tokens[:, : n + 1], batch.taps[:, :n], batch.hidden[:, :n], start, count, None)
+    )
+    normed = head.normed
+
+    def spy(recycled: Tensor) -> Tensor:
+        seen.append(recycled)
+        return normed(recycled)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(head, "normed", spy)
+    proposal = head.propose(state, greedy)
+    drafted = list(seen)
+    tokens = batch.tokens.clone()
+    tokens[:, n + 1 : n + 5] = proposal.tokens[:, 1:]
+    with torch.no_grad():
+        trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=target.ends.embed(tokens)), 4)
+    assert len(drafted) == 4
+    for ours, theirs in zip(drafted, trained, strict=True):
+        torch.testing.assert_close(ours[:, 0], theirs[:, n - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mimo2", "deepseek1"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_is_the_targets_own(
+    name: str, temperature: float, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
+) -> None:
+    target, _ = targets[name]
+    head = build_head("mtp", {"native": True}, target, COUNTS).double()
+    prompts = [[5, 9, 77], [6], [100, 3, 3, 40, 12]]
+    requests = [Request(prompt, 16, Sampling(temperature, seed=n)) for n, prompt in enumerate(prompts)]
+    plain = [output.tokens for output in Engine(target, max_length=64).generate(requests)]
+    for shape, batch_size in (("chain:3", 1), ("chain:3", 8), ("tree:3x2x6", 2)):
+        engine = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=64)
+        assert [output.tokens for output in engine.generate(requests)] == plain, (shape, batch_size)
+
+
+@pytest.mark.parametrize("name", ["mimo1", "deepseek2"])
+def test_native_modules_are_trained_whole(
+    name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
+) -> None:
+    target, _ = targets[name]
+    head = build_head("mtp", {"native": True, "depth": 3}, target, COUNTS).double()
+    head.loss(batch_of(target), torch.ones(3, dtype=torch.float64)).loss.backward()
+    for key, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "config", "words"),
+    [
+        ("mimo", {"model__mtp_layers__0__input_proj__weight": None}, {}, "holds no module of multi-token prediction"),
+        ("mimo", {}, {"num_nextn_predict_layers": 2}, "promises 2 modules of multi-token prediction, its files hold 1"),
+        (
+            "mimo",
+            {"model__mtp_layers__0__mlp__up_proj__weight": None},
+            {},
+            r"model.mtp_layers.0.mlp.up_proj.weight: by config.json expected \(48, 32\), found none",
+        ),
+        (
+            "mimo",
+            {"model__mtp_layers__0__extra__weight": torch.zeros(3)},
+            {},
+            r"extra.weight: by config.json expected no such tensor, found \(3,\)",
+        ),
+        (
+            "deepseek",
+            {"model__layers__3__mlp__experts__2__down_proj__weight": torch.zeros(32, 8)},
+            {},
+            r"experts.2.down_proj.weight: by config.json expected \(32, 16\), found \(32, 8\)",
+        ),
+        (
+            "deepseek",
+            {"model__layers__3__shared_head__head__weight": torch.zeros(128, 32)},
+            {},
+            "shared_head.head.weight is not the target's own",
+        ),
+        (
+            "deepseek",
+            {"model__layers__3__eh_proj__weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)},
+            {},
+            "eh_proj.weight is torch.float8_e4m3fn; expected a checkpoint whose modules are not quantised",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_used_are_named(
+    family: str, change: dict[str, Tensor | None], config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_native(tmp_path, family)
+    change_weights(tmp_path, **change)
+    change_config(tmp_path, **config)
+    target = load_target(str(tmp_path))
+    with pytest.raises(UserError, match=words) as caught:
+        build_head("mtp", {"native": True}, target, COUNTS)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_a_target_without_modules_is_named(tiny_target_dir: Path) -> None:
+    target = load_target(str(tiny_target_dir))
+    with pytest.raises(UserError, match=r"holds no module of multi-token prediction \(looked for model\.mtp_layers\.0"):
+        build_head("mtp", {"native": True}, target, COUNTS)
+
+
+def test_what_the_checkpoint_decides_is_no_setting(
+    targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]],
+) -> None:
+    target, _ = targets["mimo1"]
+    with pytest.raises(UserError, match=r"head.intermediate_size: has no effect with head.native"):
+        build_head("mtp", {"native": True, "intermediate_size": 64}, target, COUNTS)
+    with pytest.raises(UserError, match=r"head.num_modules: expected 1 to head.depth \(1\)"):
+        build_head("mtp", {"native": True, "depth": 1}, targets["mimo2"][0], COUNTS)

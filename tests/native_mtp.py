@@ -1,0 +1,166 @@
+"""Small random targets on disk whose checkpoints hold modules of multi-token prediction, under their families' names.
+
+The names are written out here as the published checkpoints have them, not made by the code under test.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+D, V = 32, 128
+COMMON = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+MIMO = {"num_hidden_layers": 3, "num_key_value_heads": 2}
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+QWEN = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mimo": ("qwen2", MIMO),
+    "deepseek": ("deepseek_v3", DEEPSEEK),
+    "qwen": ("qwen3_next", QWEN),
+}
+
+
+def mlp(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (width, D),
+        f"{prefix}.up_proj.weight": (width, D),
+        f"{prefix}.down_proj.weight": (D, width),
+    }
+
+
+def mimo_shapes(i: int) -> dict[str, tuple[int, ...]]:
+    p = f"model.mtp_layers.{i}"
+    return {
+        **{f"{p}.{norm}.weight": (D,) for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm")},
+        f"{p}.input_proj.weight": (D, 2 * D),
+        **{f"{p}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
+        **{f"{p}.self_attn.{name}_proj.weight": (width, D) for name, width in (("q", D), ("k", 16), ("v", 16))},
+        **{f"{p}.self_attn.{name}_proj.bias": (width,) for name, width in (("q", D), ("k", 16), ("v", 16))},
+        f"{p}.self_attn.o_proj.weight": (D, D),
+        **mlp(f"{p}.mlp", 48),
+    }
+
+
+def deepseek_shapes(i: int) -> dict[str, tuple[int, ...]]:
+    p = f"model.layers.{3 + i}"
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"{p}.{norm}.weight": (D,) for norm in ("enorm", "hnorm", "shared_head.norm")},
+        f"{p}.eh_proj.weight": (D, 2 * D),
+        **{f"{p}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
+        f"{p}.self_attn.q_a_proj.weight": (24, D),
+        f"{p}.self_attn.q_a_layernorm.weight": (24,),
+        f"{p}.self_attn.q_b_proj.weight": (4 * 24, 24),
+        f"{p}.self_attn.kv_a_proj_with_mqa.weight": (16 + 8, D),
+        f"{p}.self_attn.kv_a_layernorm.weight": (16,),
+        f"{p}.self_attn.kv_b_proj.weight": (4 * (16 + 12), 16),
+        f"{p}.self_attn.o_proj.weight": (D, 4 * 12),
+        f"{p}.mlp.gate.weight": (4, D),
+        f"{p}.mlp.gate.e_score_correction_bias": (4,),
+        **mlp(f"{p}.mlp.shared_experts", 16),
+    }
+    for e in range(4):
+        shapes |= mlp(f"{p}.mlp.experts.{e}", 16)
+    return shapes
+
+
+def qwen_shapes(i: int) -> dict[str, tuple[int, ...]]:
+    assert i == 0
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.fc.weight": (D, 2 * D),
+        **{f"mtp.{norm}.weight": (D,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")},
+        **{f"mtp.layers.0.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
+        "mtp.layers.0.self_attn.q_proj.weight": (2 * 4 * 16, D),
+        "mtp.layers.0.self_attn.k_proj.weight": (2 * 16, D),
+        "mtp.layers.0.self_attn.v_proj.weight": (2 * 16, D),
+        "mtp.layers.0.self_attn.o_proj.weight": (D, 4 * 16),
+        "mtp.layers.0.self_attn.q_norm.weight": (16,),
+        "mtp.layers.0.self_attn.k_norm.weight": (16,),
+        "mtp.layers.0.mlp.gate.weight": (4, D),
+        "mtp.layers.0.mlp.shared_expert_gate.weight": (1, D),
+        **mlp("mtp.layers.0.mlp.shared_expert", 16),
+    }
+    for e in range(4):
+        shapes |= mlp(f"mtp.layers.0.mlp.experts.{e}", 16)
+    return shapes
+
+
+SHAPES = {"mimo": mimo_shapes, "deepseek": deepseek_shapes, "qwen": qwen_shapes}
+
+
+def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Tensor]:
+    """A target of `family` with its modules in `folder`; the modules' own tensors, in bfloat16's numbers."""
+    model_type, size = TARGETS[family]
+    config = AutoConfig.for_model(model_type, **COMMON, **size, num_nextn_predict_layers=modules)
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        native: dict[str, Tensor] = {}
+        for i in range(modules):
+            for name, shape in SHAPES[family](i).items():
+                value = torch.randn(shape) * 0.2 + (1.0 if "norm" in name and family != "qwen" else 0.0)
+                native[name] = value.bfloat16().float()
+    weights = load_file(folder / "model.safetensors")
+    shared = {}
+    if family == "deepseek":  # stored once more, as the published checkpoint does
+        for i in range(modules):
+            shared[f"model.layers.{3 + i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+            shared[f"model.layers.{3 + i}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | native | shared, folder / "model.safetensors", metadata={"format": "pt"})
+    return native
+
+
+def change_weights(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of the checkpoint, or take them away; two underscores stand for a dot."""
+    weights = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        weights.pop(name.replace("__", "."), None)
+        if value is not None:
+            weights[name.replace("__", ".")] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
