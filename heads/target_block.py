@@ -34,7 +34,8 @@ def _attention(
     factor = scaling * query.shape[-1] ** 0.5
     if abs(factor - 1) > 1e-6:
         query = query * factor
-    return attend(query, key, value).transpose(1, 2), None
+    # Under autocast some layers rotate in float32 what they projected in bfloat16.
+    return attend(query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
