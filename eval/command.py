@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
-from heads.checkpoint import check_fits, find_head, load_head, read_config
+from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE, shape_for
 from heads.quantization import SCHEMES
@@ -144,6 +144,8 @@ def open_head(options: argparse.Namespace) -> Opened:
     if options.quantize is None and not untrained_kind(options.head):
         options.quantize = read_config(find_head(options.head))["target"].get("quantize")
     target, tokenizer = open_target(options.target or target_path(options.head), options)
+    if not untrained_kind(options.head):
+        adapt_target(options.head, target)
     return Opened(fitting_head(options.head, target), target, tokenizer)
 
 

@@ -174,6 +174,14 @@ def sample_rounds(sample: Results) -> Results:
     return {**sample, "rounds_shown": rounds}
 
 
+def adapter_facts(adapter: Results | None) -> list[tuple[str, Any]]:
+    """The line that says that the target is an adapted one."""
+    if not adapter:
+        return []
+    size = count(adapter["parameters"])
+    return [("adapter", f"LoRA of rank {adapter['rank']}, {size} parameters; the audit is of the adapted target")]
+
+
 def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
     """Everything a reader needs to measure the same again."""
     target, head, settings = results["target"], results["head"], results["settings"]
@@ -190,6 +198,7 @@ def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
                 ("vocabulary", f"{target['vocab_size']:,}"),
                 ("weights", f"{target['weight_bytes'] / 1e6:,.1f} MB"),
                 ("fingerprint", target["fingerprint"]),
+                *adapter_facts(target.get("adapter")),
             ],
         ),
         (

@@ -23,6 +23,7 @@ from eval.wording import (
     device_text,
     divergence_text,
     exact_cell,
+    is_adapted,
     is_exact,
     number,
     percent,
@@ -123,7 +124,8 @@ def heading(results: Results) -> str:
     """What was measured; a grown target is called so wherever its figures stand."""
     grown = results["target"].get("grown_from")
     origin = f" (grown from {short_name(grown)})" if grown else ""
-    return f"{results['head']['kind']} on {short_name(results['target']['name'])}{origin}"
+    adapted = " with its adapter" if is_adapted(results) else ""
+    return f"{results['head']['kind']} on {short_name(results['target']['name'])}{origin}{adapted}"
 
 
 def setting_line(results: Results) -> str:
@@ -154,6 +156,12 @@ def write_model_card(results: Results, path: Path, *, training: str = "") -> Non
         f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for `{short_name(name)}`. It proposes "
         f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
     )
+    if is_adapted(results):
+        intro += (
+            " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
+            "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
+            f"target. Its text is not that of `{short_name(name)}` as it is."
+        )
     parts = ["\n".join(front), f"# {heading(results)}", intro, training.strip(), card_section(results)]
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
 

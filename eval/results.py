@@ -147,6 +147,7 @@ def target_facts(target: FrozenTarget) -> Results:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "grown_from": getattr(target.config, "grown_from", None),
+        "adapter": target.adapter,
     }
 
 

@@ -48,7 +48,13 @@ def audit_line(results: Results) -> str:
             f"{greedy['identical']} of {greedy['prompts']} prompts"
         )
     pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
-    return f"output identical to plain decoding: {exact['identical']} of {exact['prompts']} prompts{pooled}"
+    of = " of the adapted target" if is_adapted(results) else ""
+    return f"output identical to plain decoding{of}: {exact['identical']} of {exact['prompts']} prompts{pooled}"
+
+
+def is_adapted(results: Results) -> bool:
+    """Whether the target is the one that its name says with an adapter that came with the head."""
+    return bool(results["target"].get("adapter"))
 
 
 def is_exact(results: Results) -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError
 from heads.registry import HEADS
 from heads.target import FrozenTarget, first_line
@@ -46,6 +48,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
+        "adapter": target.adapter,
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
@@ -53,9 +56,17 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
 
 
 def save_head(
-    head: Any, folder: str | Path, *, target: dict[str, Any], provenance: dict[str, Any] | None = None
+    head: Any,
+    folder: str | Path,
+    *,
+    target: dict[str, Any],
+    provenance: dict[str, Any] | None = None,
+    write_adapter: Callable[[Path], dict[str, Any]] | None = None,
 ) -> None:
-    """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to."""
+    """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to.
+
+    `write_adapter` writes the adapter of that target into a folder, and returns what is to be said of it.
+    """
     folder = Path(folder)
     fresh, old = _beside(folder, "new"), _beside(folder, "old")
     kind = next(name for name, cls in HEADS.items() if type(head) is cls)
@@ -74,11 +85,13 @@ def save_head(
         save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
         (fresh / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner alone
         ours["sha256"] = file_hash(fresh / WEIGHTS)
+        if write_adapter is not None:
+            ours["target"] = {**target, "adapter": write_adapter(fresh / ADAPTER)}
         config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if isinstance(head, WithFiles):
             head.write_beside(fresh, target)
-        for path in sorted(fresh.iterdir()):
+        for path in sorted(path for path in fresh.rglob("*") if path.is_file()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         if folder.exists():
@@ -167,7 +180,12 @@ def find_head(path: str | Path) -> Path:
         config, _ = (cached_file(str(path), name) for name in (CONFIG, WEIGHTS))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: neither a folder here nor a head on the hub ({first_line(error)})") from error
-    return Path(str(config)).parent
+    folder = Path(str(config)).parent
+    if read_config(folder)["target"].get("adapter"):
+        with suppress(OSError, ValueError):  # said by who reads them
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                cached_file(str(path), f"{ADAPTER}/{name}")
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -189,12 +207,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     return record
 
 
+def adapt_target(path: str | Path, target: FrozenTarget) -> None:
+    """Give a target the adapter that lies beside a head, if there is one. UserError where they do not belong
+    together."""
+    folder = find_head(path)
+    trained_for = read_config(folder)["target"]
+    if facts := trained_for.get("adapter"):
+        _check_base(path, trained_for, target)
+        merge_adapter(target, folder / ADAPTER, facts)
+
+
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
-    """Refuse a head that was trained for another target: another width, vocabulary, depth or other weights.
+    """Refuse a head that was trained for another target: another width, vocabulary, depth, other weights or with
+    another adapter.
 
     A target's quantised forms count as that target: which of them a head is run on is its user's choice.
     """
     trained_for = read_config(find_head(path))["target"]
+    _check_base(path, trained_for, target)
+    if trained_for.get("adapter") != target.adapter:
+        which = "the target with the adapter in its folder" if trained_for.get("adapter") else "the target as it is"
+        raise UserError(f"{path}: trained for {which}, which this one is not; measure it on its own target")
+
+
+def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTarget) -> None:
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),

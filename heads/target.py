@@ -59,6 +59,8 @@ class FrozenTarget:
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.adapter: dict[str, Any] | None = None
+        """What is said of the adapter in its weights, if there is one; the fingerprint is of the weights without."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from eval.bench import run_bench
 from eval.command import exit_status
 from eval.settings import BenchSettings
-from heads.checkpoint import load_head
+from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
 from train.interrupts import Interrupted
 from train.launch import leave, on_main
 from train.loop import Outcome, fit
+from train.preparing import load_ground
 from train.recipe import Eval, Recipe, load_recipe
 
 USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
@@ -52,6 +53,9 @@ def finish(recipe: Recipe, outcome: Outcome) -> int:
         if folder.results.is_file():
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
+        if recipe.target.adapter is not None:  # the best head's, and not the last step's
+            ground = load_ground(outcome.accelerator, recipe)
+            adapt_target(folder.head, ground.target)
         head = load_head(folder.head, dtype=ground.target.dtype, device=ground.target.device)
         results = run_bench(
             ground.target,

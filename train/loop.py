@@ -12,6 +12,8 @@ from accelerate import Accelerator
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.checkpoint import save_head, target_record
+from heads.errors import UserError
+from train.adapter import Joint, make_adapter
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -22,7 +24,7 @@ from train.checkpointing import (
 )
 from train.interrupts import Interrupted, Interrupts
 from train.interval import Interval, check_finite
-from train.launch import die_with_launcher, make_accelerator, on_main
+from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.measuring import Measured, load_requests, measure, nodes_needed
 from train.optim import lr_factor
 from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, make_head
@@ -85,15 +87,23 @@ class Training:
         self.recipe, self.interrupts = recipe, interrupts
         self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
         self.target = run.ground.target
-        nodes = nodes_needed(recipe.eval, check_head(recipe, run.ground))
+        drafts = check_head(recipe, run.ground)
+        nodes = nodes_needed(recipe.eval, drafts)
         self.requests: Sequence[Request] = load_requests(
             recipe.eval, run.ground.tokenizer, self.target.context_length, nodes
         )
+        adapter = None
+        if recipe.target.adapter is not None:
+            if run.accelerator.distributed_type in SHARDED:
+                raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
+            adapter = make_adapter(self.target, recipe.target.adapter, drafts, recipe.train.seed)
         mixture = load_data(run.accelerator, recipe, run.ground, run.folder, run.tracker)
         head = make_head(recipe, run.ground, mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
-        self.stepper = Stepper(head, self.target, mixture, run.accelerator, recipe.train)
+        self.adapter = adapter
+        trained = head if adapter is None else Joint(head, adapter)
+        self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
         check_supervision(self.stepper.head, mixture)
         self.state = RunState(
             data=mixture.digest(), num_processes=run.accelerator.num_processes, num_threads=torch.get_num_threads()
@@ -198,7 +208,13 @@ class Training:
             "tau": self.state.best_tau,
             "measured": self.recipe.eval.model_dump(),
         }
-        save_head(self.measured, self.folder.head, target=target_record(self.target), provenance=provenance)
+        save_head(
+            self.measured,
+            self.folder.head,
+            target=target_record(self.target),
+            provenance=provenance,
+            write_adapter=None if self.adapter is None else self.adapter.save,
+        )
 
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:

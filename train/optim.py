@@ -6,30 +6,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from train.adapter import Joint
 from train.recipe import Train
 
 
 def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.Optimizer:
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
+    with a head has groups of its own, with what `set_lr` makes of the rate.
     """
-    trained = [(name, parameter) for name, parameter in head.named_parameters() if parameter.requires_grad]
-    inner = [p for name, p in trained if settings.optimizer == "muon" and p.dim() == 2 and "lm_head" not in name]
-    outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
-    groups = [
-        {"params": [parameter for parameter in outer if parameter.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [parameter for parameter in outer if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.lr, betas=(settings.betas[0], settings.betas[1])
-    )
+    muon = settings.optimizer == "muon"
+    if isinstance(head, Joint):
+        adapter = head.adapter.settings
+        inner, outer = _groups(head.head, settings.weight_decay, muon, lr_multiple=adapter.head_lr_multiple)
+        outer += _groups(head.adapter, settings.weight_decay, False, lr_from=adapter.first_step)[1]
+    else:
+        inner, outer = _groups(head, settings.weight_decay, muon)
+    adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
     if settings.optimizer == "adamw":
         return adamw
-    muon = torch.optim.Muon(
+    orthogonal = torch.optim.Muon(
         inner, lr=settings.lr, momentum=0.95, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
-    return Paired(muon, adamw)
+    return Paired(orthogonal, adamw)
+
+
+def _groups(
+    module: nn.Module, weight_decay: float, muon: bool, **extra: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Muon's groups, if it is wanted, and AdamW's; each says `extra` too."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    inner = [p for name, p in trained if muon and p.dim() == 2 and "lm_head" not in name]
+    outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
+    groups = [
+        {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay, **extra},
+        {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0, **extra},
+    ]
+    return [{"params": inner, **extra}] if inner else [], [group for group in groups if group["params"]]
 
 
 class Paired(torch.optim.Optimizer):
@@ -88,7 +102,13 @@ def lr_factor(step: int, settings: Train) -> float:
     return floor + (1 - floor) * min(1.0, left)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One rate for all groups; no scheduler object, which Accelerate would step once for every process."""
+def set_lr(optimizer: torch.optim.Optimizer, step: int, settings: Train) -> None:
+    """The rate of every group; no scheduler object, which Accelerate would step once for every process.
+
+    A group may have `lr_multiple`, and `lr_from`, the step with which it begins, by a warm-up of its own.
+    """
+    lr = settings.lr * lr_factor(step, settings)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        begun = step - group.get("lr_from", 0)
+        warm = min(1.0, max(0, begun + 1) / (settings.warmup_steps + 1)) if group.get("lr_from") else 1.0
+        group["lr"] = lr * group.get("lr_multiple", 1.0) * warm

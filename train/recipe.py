@@ -25,6 +25,25 @@ Name = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+class Adapter(Settings):
+    """Medusa-2 (arXiv 2401.10774, section 2.2.2): a LoRA adapter of the target, trained with the heads and for them.
+
+    `train.lr` is the adapter's rate. The loss is KL(target as it was || adapted target) on every label, plus
+    `heads_weight` times the heads' own.
+    """
+
+    first_step: Annotated[int, Field(ge=0)]
+    """Until then the heads are trained alone; with it the adapter begins, with a warm-up of its own."""
+    rank: Count = 32
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Momentum = 0.05
+    modules: Annotated[list[Name], Field(min_length=1)] | None = None
+    """Names of the layers adapted, by their last part; every linear layer but the output head if null."""
+    heads_weight: Annotated[float, Field(gt=0)] = 0.2
+    head_lr_multiple: Annotated[float, Field(gt=0)] = 4.0
+    """The heads' rate, in parts of `train.lr`."""
+
+
 class Target(Settings):
     path: Name
     """A folder or a hub id of any Hugging Face causal language model."""
@@ -33,6 +52,7 @@ class Target(Settings):
     trust_remote_code: bool = False
     quantize: Literal["int8"] | None = None
     """int8: the matrices of the decoder layers, through torchao; a quarter of float32's memory."""
+    adapter: Adapter | None = None
 
 
 class PythonSource(Settings):
@@ -234,6 +254,8 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
         return
     if recipe.train.warmup_steps >= recipe.train.max_steps:
         yield ("train", "warmup_steps"), f"expected less than train.max_steps ({recipe.train.max_steps})"
+    if recipe.target.adapter and recipe.target.adapter.first_step >= recipe.train.max_steps:
+        yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({recipe.train.max_steps})"
     weights = [source.weight is not None for source in recipe.data.sources]
     if any(weights) and not all(weights):
         missing = weights.index(False)

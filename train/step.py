@@ -5,6 +5,7 @@ number, which the masks give before the first forward pass: the step is the same
 random state of a step are functions of (seed, step, process), so a resumed run goes on bit for bit.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from heads.base import Batch, DraftHead
 from heads.target import FrozenTarget
+from train.adapter import Joint
 from train.features import make_batch
 from train.interrupts import Interrupted
 from train.interval import Interval
 from train.launch import SHARDED
-from train.optim import lr_factor, make_optimizer, set_lr
+from train.optim import make_optimizer, set_lr
 from train.packing import Mixture
 from train.recipe import Train
 
@@ -60,6 +62,8 @@ class Stepper:
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
+        if isinstance(self.module, Joint):
+            self.module.begin_step(number)
         micros = [
             self.mixture.batch(
                 number,
@@ -76,13 +80,13 @@ class Stepper:
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
             raise Interrupted
-        set_lr(self.optimizer, settings.lr * lr_factor(number, settings))
+        set_lr(self.optimizer, number, settings)
         # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over
         # both already.
         scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * settings.grad_accum)
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
-            with accelerator.autocast():
+            with accelerator.autocast(), self.as_it_was():
                 batch = make_batch(self.target, rows, self.head.taps, self.dtype)
             with accelerator.accumulate(self.model):
                 loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
@@ -95,6 +99,10 @@ class Stepper:
         interval.add_step(counts, tokens)
         return tokens
 
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """Features are of the target without the adapter that is trained with the head, where there is one."""
+        return self.module.adapter.off() if isinstance(self.module, Joint) else nullcontext()
+
     def grad_norm(self) -> float | None:
         """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
         if self.norm is None:
@@ -105,7 +113,7 @@ class Stepper:
     def whole_weights(self) -> dict[str, Tensor]:
         """The whole head's weights; on the main process if they are sharded."""
         if self.accelerator.distributed_type not in SHARDED:
-            return self.module.state_dict()
+            return (self.module.head if isinstance(self.module, Joint) else self.module).state_dict()
         weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
         return {name.removeprefix("head."): tensor for name, tensor in (weights or {}).items()}
 

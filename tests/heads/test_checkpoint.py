@@ -152,12 +152,14 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
     loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
+    loaded["adapter"] = {"rank": 4}
     target: Any = SimpleNamespace(name="t", model=object(), **loaded, **sizes)
     assert target_record(target) == {
         "name": "t",
         "architecture": "object",
         "fingerprint": "abcd-int8",
         "quantize": "int8",
+        "adapter": {"rank": 4},
         **sizes,
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -332,7 +334,7 @@ def test_where_there_is_no_head(tmp_path: Path) -> None:
 
 def fake_target(**changes: Any) -> Any:
     facts = {"name": "this-target", "hidden_size": 16, "vocab_size": 40, "num_layers": 12, "fingerprint": "f00d"}
-    return SimpleNamespace(**{**facts, **changes})
+    return SimpleNamespace(**{**facts, "adapter": None, **changes})
 
 
 def test_a_head_fits_its_own_target_only(folder: Path) -> None:
@@ -342,6 +344,7 @@ def test_a_head_fits_its_own_target_only(folder: Path) -> None:
         ({"vocab_size": 48}, "vocabulary 40, but this-target has 48"),
         ({"num_layers": 8}, "number of layers 12, but this-target has 8"),
         ({"fingerprint": "beef"}, "fingerprint of the weights f00d, but this-target has beef"),
+        ({"adapter": {"rank": 4}}, "trained for the target as it is, which this one is not"),
     ):
         assert words in refusal(check_fits, folder, fake_target(**change))
 

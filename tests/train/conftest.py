@@ -108,7 +108,9 @@ def build_linear(kind: str, settings: dict[str, Any], target: FrozenTarget, coun
     return LinearHead(LinearConfig(**settings, hidden_size=target.hidden_size, vocab_size=target.vocab_size))
 
 
-def save_linear(head: nn.Module, folder: Path, *, target: dict[str, Any], provenance: dict[str, Any]) -> None:
+def save_linear(
+    head: nn.Module, folder: Path, *, target: dict[str, Any], provenance: dict[str, Any], write_adapter: None
+) -> None:
     folder.mkdir(exist_ok=True)
     torch.save(head.state_dict(), folder / "weights.pt")
 

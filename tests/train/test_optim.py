@@ -34,16 +34,17 @@ def test_norms_and_biases_do_not_decay() -> None:
 
 def test_paired_optimizers_resume_as_one() -> None:
     """Muon for the matrix, AdamW for the rest: a saved state goes on bit for bit, under one learning rate."""
+    settings = Train(max_steps=4, optimizer="muon", lr=0.1, weight_decay=0.1, schedule="wsd", decay_fraction=0.5)
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         layers = {"fc": nn.Linear(6, 4), "act": nn.Tanh(), "lm_head": nn.Linear(4, 5, bias=False)}
         module = nn.Sequential(OrderedDict(layers))
-        return module, make_optimizer(module, Train(max_steps=4, optimizer="muon", lr=0.1, weight_decay=0.1))
+        return module, make_optimizer(module, settings)
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)
-        set_lr(optimizer, 0.05)
+        set_lr(optimizer, seed, settings)
         module(torch.randn(3, 6)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -60,4 +61,4 @@ def test_paired_optimizers_resume_as_one() -> None:
         step(half, again, seed)
     for a, b in zip(whole.parameters(), half.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert {group["lr"] for group in again.param_groups} == {0.05}
+    assert {group["lr"] for group in again.param_groups} == {0.1 * lr_factor(3, settings)}
