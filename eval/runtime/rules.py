@@ -140,6 +140,7 @@ class Draws:
         q = torch.cat(self.laws, dim=1).exp()
         if self.token_ids is not None:
             return q.new_zeros(*q.shape[:2], vocab).index_copy_(2, self.token_ids, q)
+        assert q.shape[2] <= vocab, f"a draft over {q.shape[2]} tokens, a target of {vocab}"
         return torch.nn.functional.pad(q, (0, vocab - q.shape[2]))
 
 

@@ -271,6 +271,7 @@ class EveryDraw:
         self.ways = list(product(*ways))
         self.replace, self.done = replace, 0
         self.weight = torch.ones(len(self.ways), dtype=torch.float64)
+        self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 where every child is the best there is
         self.laws: list[Tensor] = []
         self.token_ids = None
 
@@ -281,6 +282,7 @@ class EveryDraw:
         picked = torch.tensor([way[self.done : self.done + W] for way in self.ways])  # (rows, W, R)
         self.done += W
         self.laws.append(logits)
+        self.likeliest *= (picked == logits.topk(count).indices).all(-1).all(-1)
         left = logits.exp()
         for r in range(count):
             x = picked[..., r, None]

@@ -38,18 +38,19 @@ def outcome(
     shape: TreeShape,
     rule: str,
     *,
-    drawn: str | None = None,
+    likeliest: bool = False,
     judge: Judge = Rejection.weigh,
 ) -> tuple[Tensor, float]:
     """The law (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
 
-    The draft is drawn as rule `drawn` draws it, `rule`'s own by default.
+    `likeliest`: the draft is not drawn, but the best children that there are.
     """
-    replace, K, V = (drawn or rule) == "ratio-wr", shape.depth, toy.vocab
-    pick = every_draw(draws_of(shape), V, replace=replace)
+    K, V = shape.depth, toy.vocab
+    pick = every_draw(draws_of(shape), V, replace=rule == "ratio-wr")
     rows = len(pick.ways)
     proposal, prefixes = toy.grow(shape, pick, rows)
-    assert abs(pick.weight.sum() - 1) < EXACT
+    drawn = pick.likeliest if likeliest else pick.weight
+    assert abs(drawn.sum() - 1) < EXACT
     sampling = RowSampling(rows)
     sampling.temperature.fill_(1.0)
     judging = Rejection(rule, shape, sampling, torch.device("cpu"))
@@ -61,7 +62,7 @@ def outcome(
     parts = [torch.zeros(V**n, V, dtype=torch.float64) for n in range(K + 1)]  # by tokens accepted
     for passed in product([False, True], repeat=shape.nodes - 1):
         tests = torch.tensor([True, *passed]).expand(rows, -1)
-        weight = pick.weight * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
+        weight = drawn * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
         accepted, path = judging.settle(tests, proposal, None if shape.top_k == 1 else above)
         end = path.gather(1, accepted[:, None])
         law = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
@@ -217,17 +218,23 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("rule", "drawn", "shape", "judge"),
+    ("rule", "shape", "judge"),
     [
-        ("ratio", "ratio", "static:2.2", stale_law),
-        ("ratio-wr", "ratio-wr", "static:2.2", shrinking_law),
-        ("ratio", "ratio", "chain:3", unprocessed_bonus),
-        ("block", "block", "chain:3", unprocessed_bonus),
-        ("ratio", "ratio", "chain:3", fresh_draw),
-        ("block", "block", "chain:3", untested_prefix),
+        ("ratio", "static:2.2", stale_law),
+        ("ratio-wr", "static:2.2", shrinking_law),
+        ("ratio", "chain:3", unprocessed_bonus),
+        ("block", "chain:3", unprocessed_bonus),
+        ("ratio", "chain:3", fresh_draw),
+        ("block", "chain:3", untested_prefix),
     ],
 )
-def test_the_sums_tell_a_wrong_rule(rule: str, drawn: str, shape: str, judge: Judge, toy: Any, every_draw: Any) -> None:
+def test_the_sums_tell_a_wrong_rule(rule: str, shape: str, judge: Judge, toy: Any, every_draw: Any) -> None:
     laws, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
-    assert distance(laws, outcome(laws, every_draw, tree, rule, drawn=drawn)[0], tree) < EXACT
-    assert distance(laws, outcome(laws, every_draw, tree, rule, drawn=drawn, judge=judge)[0], tree) > 0.002
+    assert distance(laws, outcome(laws, every_draw, tree, rule)[0], tree) < EXACT
+    assert distance(laws, outcome(laws, every_draw, tree, rule, judge=judge)[0], tree) > 0.002
+
+
+@pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
+def test_the_sums_tell_a_draft_that_was_not_drawn(rule: str, shape: str, toy: Any, every_draw: Any) -> None:
+    laws, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
+    assert distance(laws, outcome(laws, every_draw, tree, rule, likeliest=True)[0], tree) > 0.02
