@@ -1,0 +1,220 @@
+"""Attention of a draft tree over a static cache: split over the keys, masked by ancestor bits.
+
+A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
+and itself, which are bits in words of 64. Query heads that share a key head, and all nodes, are rows of one tile, so
+that keys and values are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts
+are merged in order: a row's sums are made in the same order whatever else is in the batch or the tree, which is what
+makes chains bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
+
+Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
+2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
+
+Letters: B rows of the batch, N nodes, W words, H query heads, Hkv key heads, G query heads a key head, S slots a row, d
+head width, dv width of values.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+
+SPLIT = 256
+"""Slots of one split. A number of the function: another one rounds differently."""
+LOG2E = 1.4426950408889634
+
+
+def ancestor_words(above: Tensor) -> Tensor:
+    """(B, N, N) bool, `heads.tree.ancestors` -> (B, N, W) int64: bit j % 64 of word j // 64 is node j."""
+    B, N, _ = above.shape
+    W = -(-N // 64)
+    padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
+    return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    rope: int = 0,
+    split: int = SPLIT,
+) -> Tensor:
+    """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
+
+    words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: node j stands at
+    position length + depth_j; window: keys fewer positions away are seen, 0 for all; soft_cap: scores x become
+    cap * tanh(x / cap), 0 for none; scale: of the scores, 1 / sqrt(d) if None; rope: how many of the last of d columns
+    the kernel handles apart, where d is no power of two but for them.
+    """
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if runs_kernels(q):
+        return _kernel(q, keys, values, words, length, depths, scale, window, soft_cap, rope, split)
+    return tree_attention_twin(q, keys, values, words, length, depths, scale=scale, window=window, soft_cap=soft_cap)
+
+
+def tree_attention_twin(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """The same in torch operations, in float32 or wider."""
+    B, N, H, _ = q.shape
+    S, Hkv = keys.shape[1:3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    slot = torch.arange(S, device=q.device)
+    node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
+    inside = (node >= 0) & (node < N)
+    at = node.clamp(0, N - 1).expand(B, N, S)
+    bit = (words.gather(2, at // 64) >> (at % 64)) & 1  # (B, N, S)
+    seen = (node < 0) | (inside & (bit == 1))
+    if window:
+        key_position = torch.where(node < 0, slot, length[:, None, None] + depths.gather(1, at[:, 0])[:, None])
+        seen &= (length[:, None] + depths)[:, :, None] - key_position < window
+    grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
+    scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.to(wide)) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bkgns,bskd->bnkgd", weights, values.to(wide))
+    return out.reshape(B, N, H, -1).to(q.dtype)
+
+
+def _kernel(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    rope: int,
+    split: int,
+) -> Tensor:
+    B, N, H, d = q.shape
+    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
+    G, splits = H // Hkv, triton.cdiv(S, split)
+    rows = max(16, min(64, next_power_of_2(N * G)))  # tensor cores want sixteen rows at least
+    sums = q.new_empty(B, splits, N, H, dv, dtype=torch.float32)
+    tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
+    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
+    _split_attention[(B * Hkv, splits, triton.cdiv(N * G, rows))](
+        q, keys, values, words.contiguous(), length, depths.contiguous(), sums, tops[0], tops[1],
+        scale, soft_cap, N, Hkv, splits, window,
+        q.stride(0), q.stride(1), q.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        G=G, W=words.shape[2], SPLIT=split, ROWS=rows, SLOTS=min(64, split),
+        D=d - rope, PAD_D=next_power_of_2(d - rope), ROPE=rope, DV=dv, PAD_DV=next_power_of_2(dv),
+        WINDOW=window > 0, CAP=soft_cap > 0,
+    )  # fmt: skip
+    _merge_splits[(B, N, H)](
+        sums, tops[0], tops[1], length, out, N, H, splits, SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), MOST=splits
+    )
+    return out
+
+
+@jit
+def _split_attention(  # type: ignore[no-untyped-def]
+    Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES,
+    scale, soft_cap, N, HKV, splits, window,
+    q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    G: constexpr, W: constexpr, SPLIT: constexpr, ROWS: constexpr, SLOTS: constexpr,
+    D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
+    WINDOW: constexpr, CAP: constexpr,
+):  # fmt: skip
+    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses."""
+    b, h = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    part = tl.program_id(1)
+    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    live, node, head = r < N * G, r // G, h * G + r % G
+    length = tl.load(LENGTH + b)
+    end = length + N
+    d, dv = tl.arange(0, PAD_D), tl.arange(0, PAD_DV)
+    q_at = Q + b * q_b + node * q_n + head * q_h
+    q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    if ROPE > 0:
+        turned = tl.arange(0, ROPE)
+        q_rope = tl.load(q_at[:, None] + D + turned[None], mask=live[:, None], other=0.0)
+    position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, PAD_DV], tl.float32)
+    for start in range(0, SPLIT, SLOTS):
+        first = part * SPLIT + start
+        if first < end:
+            slot = first + tl.arange(0, SLOTS)
+            here = slot < end
+            k_at = K + b * k_b + slot * k_s + h * k_h
+            k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
+            x = tl.dot(q, k)
+            if ROPE > 0:
+                k_rope = tl.load(k_at[None] + D + turned[:, None], mask=here[None], other=0.0)
+                x += tl.dot(q_rope, k_rope)
+            x = x * scale
+            if CAP:
+                e = tl.exp(-2.0 * tl.abs(x / soft_cap))
+                x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
+            j = slot - length
+            in_tree = here & (j >= 0)
+            word = tl.load(
+                WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
+            )
+            bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
+            seen = here[None] & ((j < 0)[None] | (bit == 1))
+            if WINDOW:
+                depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
+                seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
+            x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
+            newer = tl.maximum(top, tl.max(x, 1))
+            base = tl.where(newer == -float("inf"), 0.0, newer)
+            shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
+            v_at = V + b * v_b + slot * v_s + h * v_h
+            v = tl.load(v_at[:, None] + dv[None], mask=here[:, None] & (dv < DV)[None], other=0.0)
+            mass = mass * shrink + tl.sum(p, 1)
+            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v).to(tl.float32)
+            top = newer
+    at = ((b * splits + part) * N + node) * (HKV * G) + head
+    tl.store(TOPS + at, top, mask=live)
+    tl.store(MASSES + at, mass, mask=live)
+    tl.store(SUMS + at[:, None] * DV + dv[None], total, mask=live[:, None] & (dv < DV)[None])
+
+
+@jit
+def _merge_splits(  # type: ignore[no-untyped-def]
+    SUMS, TOPS, MASSES, LENGTH, OUT, N, H, splits,
+    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, MOST: constexpr,
+):  # fmt: skip
+    """The splits of one (row, node, head), first to last."""
+    b, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.load(LENGTH + b) + N
+    dv = tl.arange(0, PAD_DV)
+    top, mass = -float("inf"), 0.0
+    total = tl.zeros([PAD_DV], tl.float32)
+    for part in range(0, MOST):
+        if part * SPLIT < end:
+            at = ((b * splits + part) * N + n) * H + h
+            own = tl.load(TOPS + at)
+            newer = tl.maximum(top, own)
+            base = tl.where(newer == -float("inf"), 0.0, newer)
+            old, new = tl.exp2(top - base), tl.exp2(own - base)
+            total = total * old + new * tl.load(SUMS + at * DV + dv, mask=dv < DV, other=0.0)
+            mass = mass * old + new * tl.load(MASSES + at)
+            top = newer
+    tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)

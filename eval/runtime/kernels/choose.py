@@ -1,0 +1,120 @@
+"""The chosen token straight from the output head's tiles: no (M, V) logits are ever written.
+
+    choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
+
+A program forms one tile of logits in float32 for all M rows, adds the noise of `eval.runtime.sampling.gumbel` and keeps
+the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole law and take
+the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it by a constant.
+
+Letters: M rows, D width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from eval.runtime.sampling import gumbel
+
+TILE = 64
+"""Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
+DEPTH = 64
+
+
+def choose(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
+) -> Tensor:
+    """hidden (M, D), weight (V, D), temperature (M,) float32, seeds and positions (M,) int64 -> (M,) int64 ids.
+
+    `noisy`: whether any row has a temperature above 0. Scaled or soft-capped logits are not for this.
+    """
+    if runs_kernels(hidden):
+        return _kernel(hidden, weight, temperature, seeds, positions, noisy)
+    return choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy)
+
+
+def choose_twin(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
+) -> Tensor:
+    """The same with logits."""
+    logits = hidden.float() @ weight.float().T  # (M, V)
+    if not noisy:
+        return logits.argmax(-1)
+    hot = (temperature > 0)[:, None]
+    noise = gumbel(seeds, positions[:, None], torch.arange(len(weight), device=hidden.device))[:, 0]
+    return torch.where(hot, logits / torch.where(hot, temperature[:, None], 1.0) + noise, logits).argmax(-1)
+
+
+def _kernel(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, noisy: bool
+) -> Tensor:
+    (M, D), V = hidden.shape, len(weight)
+    tiles = triton.cdiv(V, TILE)
+    best = hidden.new_empty(tiles, M, dtype=torch.float32)
+    ids = hidden.new_empty(tiles, M, dtype=torch.int64)
+    out = hidden.new_empty(M, dtype=torch.int64)
+    _best_of_tile[(tiles,)](
+        hidden, weight, temperature, seeds, positions, best, ids, M, V, hidden.stride(0), weight.stride(0),
+        D=D, DEPTH=min(DEPTH, next_power_of_2(D)), TILE=TILE, ROWS=max(16, next_power_of_2(M)), NOISY=noisy,
+    )  # fmt: skip
+    _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
+    return out
+
+
+@jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    """splitmix64's finaliser on unsigned integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit
+def _noise(seed, position, token):  # type: ignore[no-untyped-def]
+    """Gumbel noise of `eval.runtime.sampling.gumbel`, whose 52 bits and formula it shares.
+
+    log(1 - w) loses what small w say; w / (1 - (1 - w)) times it gives that back (Kahan's log1p).
+    """
+    golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    key = _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * golden)
+    bits = _mix(key[:, None] + token.to(tl.uint64)[None] * golden)
+    w = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    u = 1.0 - w
+    log1p = tl.where(u == 1.0, -w, tl.log(u) * (w / (1.0 - u)))
+    return (-tl.log(-log1p)).to(tl.float32)
+
+
+@jit
+def _best_of_tile(  # type: ignore[no-untyped-def]
+    HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, h_m, w_v,
+    D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr,
+):  # fmt: skip
+    """The best score and id of one tile of the vocabulary, for every row."""
+    tile = tl.program_id(0)
+    m, v = tl.arange(0, ROWS), tile * TILE + tl.arange(0, TILE)
+    live, real = m < M, v < V
+    logits = tl.zeros([ROWS, TILE], tl.float32)
+    for start in range(0, D, DEPTH):
+        d = start + tl.arange(0, DEPTH)
+        x = tl.load(HIDDEN + m[:, None] * h_m + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+        w = tl.load(WEIGHT + v[None] * w_v + d[:, None], mask=real[None] & (d < D)[:, None], other=0.0)
+        logits += tl.dot(x, w)
+    if NOISY:
+        temperature = tl.load(TEMPERATURE + m, mask=live, other=0.0)
+        seed, position = tl.load(SEEDS + m, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
+        hot = temperature > 0
+        warm = logits / tl.where(hot, temperature, 1.0)[:, None] + _noise(seed, position, v)
+        logits = tl.where(hot[:, None], warm, logits)
+    logits = tl.where(real[None], logits, -float("inf"))
+    best = tl.max(logits, 1)
+    first = tl.min(tl.where(logits == best[:, None], v[None], V), 1)
+    tl.store(BEST + tile * M + m, best, mask=live)
+    tl.store(IDS + tile * M + m, first.to(tl.int64), mask=live)
+
+
+@jit
+def _best_of_tiles(BEST, IDS, OUT, M, tiles, PAD: constexpr):  # type: ignore[no-untyped-def]
+    """The best tile of one row, the first on ties."""
+    m, t = tl.program_id(0), tl.arange(0, PAD)
+    best = tl.load(BEST + t * M + m, mask=t < tiles, other=-float("inf"))
+    ids = tl.load(IDS + t * M + m, mask=t < tiles, other=2**62)
+    tl.store(OUT + m, tl.min(tl.where(best == tl.max(best, 0), ids, 2**62), 0))

@@ -1,0 +1,185 @@
+"""Kernels in Triton's interpreter against their twins in torch, over random shapes, ragged lengths and full caches."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.runtime.accept import Acceptance
+from heads.tree import Proposal, ancestors
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", True)
+    torch.manual_seed(0)
+
+
+def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
+    """Parents and depths of trees in which every node hangs on any earlier one."""
+    parents, depths = torch.zeros(2, B, N, dtype=torch.int64)
+    for b in range(B):
+        for j in range(1, N):
+            parents[b, j] = torch.randint(j, ())
+            depths[b, j] = depths[b, parents[b, j]] + 1
+    return parents, depths
+
+
+@pytest.mark.parametrize(
+    ("B", "N", "heads", "widths", "options"),
+    [
+        (2, 5, (4, 2), (16, 16), {}),  # grouped queries
+        (1, 1, (3, 3), (16, 16), {}),  # plain decoding, a key head for each query head
+        (3, 9, (5, 1), (24, 24), {}),  # one key head; widths that are no powers of two
+        (1, 70, (2, 1), (16, 16), {}),  # two words of ancestors
+        (2, 6, (4, 1), (48, 32), {"rope": 16}),  # latent attention: values are the keys' first columns
+        (2, 12, (4, 2), (16, 16), {"window": 6, "soft_cap": 5.0}),
+    ],
+)
+def test_tree_attention(
+    B: int, N: int, heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
+) -> None:
+    from eval.runtime.kernels.attention import ancestor_words, tree_attention, tree_attention_twin
+
+    (H, Hkv), (d, dv), S = heads, widths, 150
+    parents, depths = random_tree(B, N)
+    words = ancestor_words(ancestors(parents, N))
+    q, keys = torch.randn(B, N, H, d), torch.randn(B, S, Hkv, d)
+    values = keys[..., :dv] if "rope" in options else torch.randn(B, S, Hkv, dv)
+    length = torch.randint(S - N + 1, (B,))
+    length[0] = S - N  # a full cache
+    for b in range(B):
+        keys[b, length[b] + N :] = torch.nan if "rope" not in options else 1e30  # what is past the tree is never read
+    out = tree_attention(q, keys, values, words, length, depths, split=64, **options)
+    options.pop("rope", None)
+    k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
+    expected = tree_attention_twin(q.double(), k, v, words, length, depths, scale=d**-0.5, **options)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_the_twin_is_softmax_over_the_path() -> None:
+    """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
+    from eval.runtime.kernels.attention import ancestor_words, tree_attention_twin
+
+    parents, depths = torch.tensor([[0, 0, 0, 2, 3]]), torch.tensor([[0, 1, 1, 2, 3]])
+    q, keys, values = torch.randn(1, 5, 2, 8), torch.randn(1, 12, 1, 8), torch.randn(1, 12, 1, 8)
+    words = ancestor_words(ancestors(parents, 3))
+    out = tree_attention_twin(q, keys, values, words, torch.tensor([6]), depths, scale=0.3)
+    seen = [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
+    weights = (0.3 * q[0, 4] @ keys[0, seen, 0].T).softmax(-1)
+    torch.testing.assert_close(out[0, 4], weights @ values[0, seen, 0])
+
+
+@pytest.mark.parametrize(("M", "D", "V"), [(1, 16, 70), (7, 48, 333), (20, 40, 64)])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
+    from eval.runtime.kernels.choose import choose, choose_twin
+
+    hidden, weight = torch.randint(-4, 5, (M, D)).float(), torch.randint(-4, 5, (V, D)).float()  # sums are exact
+    weight[V // 2] = weight[3]  # ties go to the lowest id
+    weight[3, :2] = weight[V // 2, :2] = 9
+    hidden[0] = 5 * weight[3]
+    temperature = torch.where(torch.arange(M) % 3 == 0, 0.0, 0.7) if noisy else torch.zeros(M)
+    seeds, positions = torch.randint(-(2**62), 2**62, (M,)), torch.randint(5000, (M,))
+    found = choose(hidden, weight, temperature, seeds, positions, noisy=noisy)
+    assert found.tolist() == choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy).tolist()
+    assert found[0] == 3
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("M", "D"), [(1, 16), (5, 48)])
+def test_add_norm(M: int, D: int, adds: bool) -> None:
+    from eval.runtime.kernels.layers import add_norm, add_norm_twin
+
+    residual, x, weight = torch.randn(M, D), torch.randn(M, D) if adds else None, torch.rand(D)
+    ours, theirs = residual.clone(), residual.clone()
+    torch.testing.assert_close(add_norm(ours, x, weight, 1e-6), add_norm_twin(theirs, x, weight, 1e-6))
+    assert torch.equal(ours, theirs) and torch.equal(ours, residual if x is None else residual + x)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "d"), [((6, 2), 24), ((1, 1), 8)])
+def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
+    from eval.runtime.kernels.layers import rope_write, rope_write_twin
+
+    (H, Hkv), M = heads, 4
+    qkv, (cos, sin) = torch.randn(M, (H + 2 * Hkv) * d), torch.randn(2, M, d // 2)
+    slots = torch.tensor([3, 1, 9, 0])
+    norms: dict[str, Any] = {"q_norm": torch.rand(d), "k_norm": torch.rand(d)} if normed else {}
+    caches = [torch.zeros(2, 10, Hkv, d) for _ in range(2)]
+    ours = rope_write(qkv, cos, sin, slots, *caches[0], num_heads=H, **norms)
+    theirs = rope_write_twin(qkv, cos, sin, slots, *caches[1], num_heads=H, **norms)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(caches[0], caches[1])
+    assert int((caches[0][1].abs().sum((1, 2)) > 0).sum()) == M
+
+
+@pytest.mark.parametrize(("M", "I"), [(1, 5), (3, 1500)])
+def test_silu_mul(M: int, I: int) -> None:  # noqa: E741
+    from eval.runtime.kernels.layers import silu_mul, silu_mul_twin
+
+    fused = torch.randn(M, 2 * I)
+    torch.testing.assert_close(silu_mul(fused), silu_mul_twin(fused))
+
+
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 1100, 65), (64, 128, 10)])
+def test_skinny_mm(M: int, K: int, N: int) -> None:
+    from eval.runtime.kernels.gemm import parts_of, skinny_mm
+
+    x, weight = torch.randn(M, K), torch.randn(N, K)
+    torch.testing.assert_close(skinny_mm(x, weight).double(), x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
+    assert parts_of(4096, 4096) > 1 and parts_of(28672, 4096) == 1
+
+
+def test_a_row_of_a_product_depends_on_nothing_else() -> None:
+    from eval.runtime.kernels.gemm import skinny_mm
+
+    x, weight = torch.randn(16, 1100), torch.randn(65, 1100)
+    assert torch.equal(skinny_mm(x[3:4].expand(16, -1).contiguous(), weight)[7], skinny_mm(x, weight)[3])
+
+
+def random_round(B: int, N: int, V: int) -> tuple[Proposal, Tensor]:
+    """A tree over a small vocabulary, with duplicate siblings, and choices that often follow it."""
+    parents, depths = random_tree(B, N)
+    tokens = torch.randint(V, (B, N))
+    return Proposal(tokens, parents, depths, torch.zeros(B, N)), torch.randint(V, (B, N))
+
+
+@pytest.mark.parametrize(("B", "N", "V"), [(1, 1, 2), (4, 9, 2), (3, 33, 2), (5, 12, 1)])
+def test_accept(B: int, N: int, V: int) -> None:
+    from eval.runtime.kernels.accept import accept, accept_twin
+
+    for _ in range(3):
+        proposal, choice = random_round(B, N, V)
+        K = int(proposal.depths.max()) + 1
+        ours, theirs = accept(proposal, choice, K), accept_twin(proposal, choice, K)
+        assert kept(ours) == kept(theirs)
+
+
+def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
+    return [
+        (n, path[: n + 1], emitted[: n + 1])
+        for n, path, emitted in zip(
+            acceptance.accepted.tolist(), acceptance.path.tolist(), acceptance.emitted.tolist(), strict=True
+        )
+    ]
+
+
+def test_compact() -> None:
+    from eval.runtime.kernels.accept import accept, compact, compact_twin
+
+    proposal, choice = random_round(3, 20, 1)  # one token: the deepest path is always taken
+    K = int(proposal.depths.max())
+    acceptance = accept(proposal, choice, K)
+    assert int(acceptance.accepted.max()) == K
+    ours = torch.randn(4, 3, 40, 6)
+    theirs, length = ours.clone(), torch.tensor([0, 7, 20])
+    compact(ours, length, acceptance.path, acceptance.accepted)
+    compact_twin(theirs, length, acceptance.path, acceptance.accepted)
+    for b in range(3):
+        end = int(length[b] + acceptance.accepted[b]) + 1
+        assert torch.equal(ours[:, b, :end], theirs[:, b, :end])
