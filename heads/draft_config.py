@@ -14,18 +14,17 @@ LABELS = "labels"
 class LoraSettings:
     """Low-rank adapters to train in place of whole matrices (LoRA, arXiv 2106.09685); merged in what is saved."""
 
-    r: int = 16
-    """Rank."""
+    rank: int = 16
     alpha: float = 32.0
-    """The update is alpha / r * B A."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Last parts of the names of the linear layers that get one."""
+    """The update is alpha / rank * B A."""
+    modules: tuple[str, ...] | None = None
+    """Names of the layers that get one, by their last part; every linear layer but the output head if null."""
 
     def __post_init__(self) -> None:
-        if self.r < 1 or not self.alpha > 0 or not self.targets:
+        if self.rank < 1 or not self.alpha > 0 or self.modules == ():
             raise UserError(
-                f"head.lora: expected r of at least 1, alpha above 0 and some targets, got r {self.r}, "
-                f"alpha {self.alpha}, targets {list(self.targets)}"
+                f"head.lora: expected a rank of at least 1, alpha above 0 and some modules, got rank {self.rank}, "
+                f"alpha {self.alpha}, modules {None if self.modules is None else list(self.modules)}"
             )
 
 
@@ -76,7 +75,7 @@ def typed_settings(settings: dict[str, Any]) -> dict[str, Any]:
         typed["layers"] = tuple(typed["layers"])
     if typed.get("lora") is not None:
         given = {name: value for name, value in typed["lora"].items() if value is not None}
-        if "targets" in given:
-            given["targets"] = tuple(given["targets"])
+        if "modules" in given:
+            given["modules"] = tuple(given["modules"])
         typed["lora"] = LoraSettings(**given)
     return typed

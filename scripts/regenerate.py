@@ -34,7 +34,7 @@ def regenerate(arguments: list[str]) -> int:
     folder.lock()
     try:
         ground = load_ground(make_accelerator(recipe.train), recipe)
-        prompts = read_prompts(recipe, ground.tokenizer)
+        prompts = read_prompts(recipe, ground.tokenizer, settings, "data.regenerate")
         answers = make_answers(ground.target, prompts, settings, folder.path, progress=answering(tracker))
         records = [
             {"text": ground.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}

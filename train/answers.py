@@ -44,12 +44,12 @@ def make_answers(
         )
         wait()
         if process == 0:
-            shares = [_read_part(part) for part in parts]
-            _write_whole(whole, [shares[n % num_processes][n // num_processes] for n in range(len(prompts))])
+            shares = [read_answers(part) for part in parts]
+            write_answers(whole, [shares[n % num_processes][n // num_processes] for n in range(len(prompts))])
             for part in parts:
                 part.unlink()
         wait()
-    answers = _read_part(whole)
+    answers = read_answers(whole)
     if len(answers) != len(prompts):
         raise UserError(
             f"{whole}: expected {len(prompts)} answers, found {len(answers)}; delete the file to make them again"
@@ -123,7 +123,9 @@ def _repair_part(part: Path) -> int:
     return whole.count(b"\n")
 
 
-def _read_part(path: Path) -> list[list[int]]:
+def read_answers(path: Path) -> list[list[int]]:
+    """Token ids, a list a line. UserError for a line that is none."""
+
     def parse() -> Iterator[list[int]]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -137,7 +139,8 @@ def _read_part(path: Path) -> list[list[int]]:
     return list(parse())
 
 
-def _write_whole(path: Path, answers: Sequence[list[int]]) -> None:
+def write_answers(path: Path, answers: Sequence[list[int]]) -> None:
+    """Write a file that `read_answers` reads, whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for answer in answers:

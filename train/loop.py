@@ -5,13 +5,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.checkpoint import save_head, target_record
+from heads.draft import Draft
 from heads.errors import UserError
 from train.adapter import Joint, make_adapter
 from train.checkpointing import (
@@ -25,9 +28,10 @@ from train.checkpointing import (
 from train.interrupts import Interrupted, Interrupts
 from train.interval import Interval, check_finite
 from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
+from train.lora import add_adapters, merged_weights
 from train.measuring import Measured, load_requests, measure, nodes_needed
 from train.optim import lr_factor
-from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, make_head
+from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, load_samples, make_head
 from train.provenance import make_provenance
 from train.recipe import Recipe
 from train.run_folder import RunFolder
@@ -101,7 +105,9 @@ class Training:
         head = make_head(recipe, run.ground, mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
-        self.adapter = adapter
+        add_adapters(head)
+        self.samples = load_samples(recipe, run.ground, mixture, run.folder)
+        self.head, self.adapter = head, adapter
         trained = head if adapter is None else Joint(head, adapter)
         self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
         check_supervision(self.stepper.head, mixture)
@@ -109,6 +115,8 @@ class Training:
             data=mixture.digest(), num_processes=run.accelerator.num_processes, num_threads=torch.get_num_threads()
         )
         self.saved_step: int | None = None
+        self.samples_of = 0
+        """The step whose samples the mixture holds."""
 
     def run(self, found: Checkpoint | None) -> None:
         """Steps, measurements and checkpoints up to `max_steps`, from a checkpoint on if there is one."""
@@ -122,6 +130,7 @@ class Training:
             try:
                 self._between_steps()
                 while self.state.step < self.recipe.train.max_steps:
+                    self._renew_samples()
                     self._step()
                     self._between_steps()
             except Interrupted:
@@ -174,7 +183,7 @@ class Training:
     def _measure(self) -> None:
         """Measure tau with the runtime; keep the head if it is the best so far."""
         started = time.perf_counter()
-        weights = self.stepper.whole_weights()
+        weights = self._weights()
 
         def act() -> Measured:
             self.measured.load_state_dict(weights)
@@ -200,6 +209,32 @@ class Training:
                 "seconds": seconds,
             }
         )
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The head's weights as they are measured and saved."""
+        return merged_weights(self.head, self.stepper.whole_weights())
+
+    def _renew_samples(self) -> None:
+        """Let the draft write what the coming steps learn from, where that is due."""
+        samples, step = self.samples, self.state.step
+        if samples is None or (begin := samples.begin(step)) == self.samples_of:
+            return
+        if begin == step > 0:
+            started, weights = time.perf_counter(), self._weights()
+
+            def act() -> None:
+                if samples.file(begin).is_file():
+                    return  # the run was interrupted after it had written them
+                self.measured.load_state_dict(weights)
+                with self.interrupts.released():
+                    tokens = samples.write(begin, cast(Draft, self.measured), self.target)
+                self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
+
+            on_main(self.accelerator, act)
+            seconds = time.perf_counter() - started
+            self.state.seconds += seconds
+            self.interval.leave_out(seconds)
+        self.stepper.mixture, self.samples_of = samples.mixture(begin), begin
 
     def _keep_head(self) -> None:
         provenance = {

@@ -37,13 +37,18 @@ def _groups(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Muon's groups, if it is wanted, and AdamW's; each says `extra` too."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    inner = [p for name, p in trained if muon and p.dim() == 2 and "lm_head" not in name]
+    inner = [p for name, p in trained if muon and p.dim() == 2 and not _is_end(name)]
     outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
     groups = [
         {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay, **extra},
         {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0, **extra},
     ]
     return [{"params": inner, **extra}] if inner else [], [group for group in groups if group["params"]]
+
+
+def _is_end(name: str) -> bool:
+    """Whether a matrix has a row for each token or position: no update of those should be orthogonal."""
+    return any(part in name for part in ("lm_head", "embed", "wte", "wpe"))
 
 
 class Paired(torch.optim.Optimizer):

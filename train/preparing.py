@@ -16,6 +16,7 @@ from heads.registry import build_head
 from heads.target import FrozenTarget
 from train.answers import answer_documents, make_answers
 from train.launch import unpartitioned
+from train.on_policy import Samples
 from train.packing import Document, Mixture, Pool
 from train.recipe import Recipe
 from train.run_folder import RunFolder
@@ -79,13 +80,7 @@ def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: 
             add(read_documents(source, tokenizer, tracker.say), source.weight, f"data.sources.{number}")
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        prompts = read_prompts(recipe, tokenizer)
-        too_long = max(map(len, prompts)) + regenerate.new_tokens
-        if too_long > recipe.data.context_length:
-            raise UserError(
-                f"data.context_length: expected at least {too_long}, the longest prompt and answer of data.regenerate, "
-                f"got {recipe.data.context_length}"
-            )
+        prompts = read_prompts(recipe, tokenizer, regenerate, "data.regenerate")
         answers = make_answers(
             ground.target,
             prompts,
@@ -99,6 +94,15 @@ def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: 
         documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
         add(documents, regenerate.share, "data.regenerate")
     return Mixture(pools, weights, recipe.train.seed)
+
+
+def load_samples(recipe: Recipe, ground: Ground, mixture: Mixture, folder: RunFolder) -> Samples | None:
+    """Where the draft's own text comes from, if the recipe wants any beside `mixture`."""
+    settings = recipe.data.on_policy
+    if settings is None:
+        return None
+    prompts = read_prompts(recipe, ground.tokenizer, settings, "data.on_policy")
+    return Samples(mixture, prompts, settings, folder.path / "on_policy")
 
 
 def answering(tracker: Tracker) -> Callable[[int, int, int], None]:

@@ -110,11 +110,31 @@ class Regenerate(Settings):
     """Whether prompt tokens are labels too."""
 
 
+class OnPolicy(Settings):
+    """Train on what the draft itself writes, as it stands (arXiv 2310.08461, section 4); head.kind draft only."""
+
+    every: Count
+    """Steps between two renewals; the first samples are written after so many."""
+    prompts: Count
+    """How many prompts there are, to be answered in turn."""
+    samples: Count
+    """How many of them are answered at each renewal."""
+    prompt_tokens: Count = 512
+    new_tokens: Count = 256
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    batch_size: Count = 8
+    seed: Seed = 0
+    share: Share = 0.5
+    """The share of training rows that are samples; the rest are the other data."""
+    train_on_prompts: bool = False
+
+
 class Data(Settings):
     sources: Annotated[list[AnySource], Field(min_length=1)]
     context_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens in one packed row."""
     regenerate: Regenerate | None = None
+    on_policy: OnPolicy | None = None
 
 
 class Train(Settings):
@@ -241,6 +261,11 @@ def _rules(recipe: Recipe) -> Iterator[_Rule]:
         yield _Rule(("eval", name), greedy, "at eval.temperature 0, which is greedy")
     if regenerate:
         yield _Rule(("data", "regenerate", "seed"), regenerate.temperature == 0, "at data.regenerate.temperature 0")
+    on_policy = recipe.data.on_policy
+    if on_policy:
+        yield _Rule(("data", "on_policy", "seed"), on_policy.temperature == 0, "at data.on_policy.temperature 0")
+    kind = recipe.head["kind"]
+    yield _Rule(("data", "on_policy"), kind != "draft", f"with head.kind {kind}: only a draft model writes text")
     for n, source in enumerate(recipe.data.sources):
         useless = source.weight is None or len(recipe.data.sources) == 1
         yield _Rule(("data", "sources", n, "weight"), useless, "with one source")
@@ -256,6 +281,8 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
         yield ("train", "warmup_steps"), f"expected less than train.max_steps ({recipe.train.max_steps})"
     if recipe.target.adapter and recipe.target.adapter.first_step >= recipe.train.max_steps:
         yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({recipe.train.max_steps})"
+    if recipe.data.on_policy and recipe.data.on_policy.every >= recipe.train.max_steps:
+        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({recipe.train.max_steps})"
     weights = [source.weight is not None for source in recipe.data.sources]
     if any(weights) and not all(weights):
         missing = weights.index(False)

@@ -13,7 +13,7 @@ from eval.records import read_records
 from heads.errors import UserError
 from train.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.packing import Document, shares
-from train.recipe import AnySource, ChatSource, PythonSource, Recipe
+from train.recipe import AnySource, ChatSource, OnPolicy, PythonSource, Recipe, Regenerate
 
 Say = Callable[[str], None]
 MIN_PROMPT_CHARACTERS = 40
@@ -60,14 +60,14 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
     return path.read_text(encoding="utf-8")
 
 
-def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The prompts of `data.regenerate`, in a fixed order, shared among the sources by weight."""
-    settings = recipe.data.regenerate
-    assert settings is not None
+def read_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Regenerate | OnPolicy, name: str
+) -> list[list[int]]:
+    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
     sources = recipe.data.sources
     if settings.prompts < len(sources):
         raise UserError(
-            f"data.regenerate.prompts: expected at least one for each of {len(sources)} sources, got {settings.prompts}"
+            f"{name}.prompts: expected at least one for each of {len(sources)} sources, got {settings.prompts}"
         )
     prompts: list[list[int]] = []
     for source, wanted in zip(
@@ -79,10 +79,16 @@ def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[lis
             found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, recipe.train.seed)
         if len(found) < wanted:
             raise UserError(
-                f"data.regenerate.prompts: {source_name(source)} gives {len(found)} prompts of at most "
+                f"{name}.prompts: {source_name(source)} gives {len(found)} prompts of at most "
                 f"{settings.prompt_tokens} tokens, expected {wanted}; lower prompts or raise prompt_tokens"
             )
         prompts += found
+    too_long = max(map(len, prompts)) + settings.new_tokens
+    if too_long > recipe.data.context_length:
+        raise UserError(
+            f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+            f"got {recipe.data.context_length}"
+        )
     return prompts
 
 

@@ -105,15 +105,21 @@ def test_prompts_come_from_every_source_by_weight(
     chats.write_text("".join(json.dumps({"instruction": f"say {n}", "response": "so"}) + "\n" for n in range(20)))
     text = settings["data"]["sources"][0] | {"weight": 1.0}
     settings["data"]["sources"] = [text, {"kind": "chat", "path": str(chats), "weight": 3.0}]
-    settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 12}
+    settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 16}
     settings["head"] = {"kind": "eagle3"}
     tokenizer = load_tokenizer(str(tiny_target_dir))
-    prompts = read_prompts(load_recipe(write_recipe(settings)), tokenizer)
+
+    def read() -> list[list[int]]:
+        recipe = load_recipe(write_recipe(settings))
+        assert recipe.data.regenerate is not None
+        return read_prompts(recipe, tokenizer, recipe.data.regenerate, "data.regenerate")
+
+    prompts = read()
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
     assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
     settings["data"]["regenerate"]["prompts"] = 40
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
-        read_prompts(load_recipe(write_recipe(settings)), tokenizer)
+        read()
 
 
 def test_a_file_whose_every_label_is_masked_is_refused(

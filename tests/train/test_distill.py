@@ -1,0 +1,252 @@
+"""A draft model in the loop: distilled, by adapters, on its own text, to the last bit where a run is broken off."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.checkpoint import load_head
+from heads.errors import UserError
+from heads.registry import build_head
+from heads.target import FrozenTarget, load_target
+from train.entry import attempt
+from train.interrupts import Interrupted
+from train.loop import Training, fit
+from train.lora import add_adapters, merged_weights
+from train.optim import make_optimizer
+from train.recipe import Train, load_recipe
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    """A run of a draft model that takes a second."""
+    settings["head"] = {"kind": "draft", "layers": [0, 7]}
+    settings["train"] |= {"lr": 1e-3}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir))
+
+
+def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
+    folder = fit(load_recipe(write_recipe(settings))).folder
+    folder.unlock()
+    return folder.path
+
+
+def weights(run: Path, step: int) -> dict[str, Tensor]:
+    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def adapted(target: FrozenTarget, lora: Settings) -> tuple[Any, Any]:
+    """A draft without adapters, and one with adapters that do something."""
+    settings = {"layers": [0, 2], "lora": lora}
+    plain = build_head("draft", settings, target, torch.ones(target.vocab_size))
+    head = build_head("draft", settings, target, torch.ones(target.vocab_size))
+    add_adapters(head)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    return plain, head
+
+
+@pytest.mark.parametrize("modules", [None, ["q_proj", "down_proj"]])
+def test_merged_weights_are_the_adapted_model(modules: list[str] | None, target: FrozenTarget) -> None:
+    plain, head = adapted(target, {"rank": 3, "alpha": 5.0} | ({} if modules is None else {"modules": modules}))
+    ids = torch.arange(20)[None]
+    before = plain.model(input_ids=ids).logits
+    wanted = head.model(input_ids=ids).logits
+    plain.load_state_dict(merged_weights(head, head.state_dict()))
+    assert not torch.allclose(before, wanted, atol=1e-2)
+    torch.testing.assert_close(plain.model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    adapters = {name.split(".lora_")[0].split(".")[-1] for name in trained}
+    projections = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert adapters == (projections if modules is None else set(modules))
+
+
+def test_a_fused_layer_is_merged_the_right_way_round() -> None:
+    """gpt2 keeps its matrices transposed."""
+    config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=4, n_head=2, n_positions=64, eos_token_id=1)
+    auto: Any = AutoModelForCausalLM
+    plain, head = adapted(FrozenTarget(auto.from_config(config), "gpt2"), {"rank": 3})
+    ids = torch.arange(20)[None]
+    plain.load_state_dict(merged_weights(head, head.state_dict()))
+    torch.testing.assert_close(plain.model(input_ids=ids).logits, head.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("wanted", ["q_prj", "lm_head", "embed_tokens", "proj"])
+def test_adapters_that_fit_nothing_are_refused(
+    wanted: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small["head"]["lora"] = {"modules": ["q_proj", wanted]}
+    assert attempt("distill", ["draft"], [str(write_recipe(small))]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"head.lora.modules: '{wanted}' fits no linear layer of the draft" in line and "down_proj" in line
+    assert not Path(small["output_dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (["head.lora={rnk: 3}"], "head.lora.rnk: unknown key; did you mean 'rank'?"),
+        (["head.lora={rank: many}"], "head.lora.rank: should be a valid integer, got 'many'"),
+        (["head.layers=[0, x]"], "head.layers.1: should be a valid integer, got 'x'"),
+        (["head.fresh={hidden_size: 16}"], "head: a draft needs one of path"),
+        (["data.on_policy={every: 6, prompts: 2, samples: 2}"], "data.on_policy.every: expected less than train.max"),
+        (["data.on_policy={every: 2, prompts: 4, samples: 2}"], "expected at least"),
+        (
+            ["data.on_policy={every: 2, prompts: 4, samples: 2, temperature: 0, seed: 3}"],
+            "data.on_policy.seed: has no effect at data.on_policy.temperature 0",
+        ),
+        (
+            ["head={kind: eagle3, layers: null}", "data.on_policy={every: 2, prompts: 4, samples: 2}"],
+            "data.on_policy: has no effect with head.kind eagle3: only a draft model writes text",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    change: list[str], fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "eagle3" in change[0]:
+        small["head"] = {"kind": "eagle3"}
+        change = change[1:]
+    assert attempt("distill", ["draft", "eagle3"], [str(write_recipe(small)), *change]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and fault in errors[0], errors
+    assert not Path(small["output_dir"]).exists()
+
+
+def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: WriteRecipe) -> None:
+    """Every option at once; the published form is a plain model, its outputs the target's own."""
+    small["head"]["lora"] = {"rank": 4}
+    small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
+    small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
+    assert attempt("distill", ["draft"], [str(write_recipe(small))]) == 0
+    folder = Path(small["output_dir"])
+    results = json.loads((folder / "results.json").read_text())
+    assert results["exact"]["identical"] == results["exact"]["prompts"] == 8
+    head = load_head(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "head")
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, head.model(input_ids=ids).logits)
+    assert not any("lora" in name for name in load_file(folder / "head/model.safetensors"))
+    assert head.config.lora.rank == 4
+    assert sorted(path.name for path in (folder / "on_policy").iterdir()) == ["step-2.jsonl", "step-4.jsonl"]
+
+
+def test_frozen_weights_stay_and_the_adapters_learn(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["head"]["lora"] = {"rank": 2, "modules": ["q_proj"]}
+    small["train"] |= {"checkpoint_every": 3}
+    folder = run(small, write_recipe)
+    early, late = weights(folder, 3), weights(folder, 6)
+    changed = {name for name in early if not torch.equal(early[name], late[name])}
+    assert changed == {name for name in early if "lora_" in name} != set()
+
+
+@pytest.mark.parametrize("step", [2, 3, 4, 5])
+def test_a_run_on_its_own_text_goes_on_bit_for_bit(
+    step: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off before it writes, in the midst of what it wrote, and just before it writes anew."""
+    small["data"]["on_policy"] = ON_POLICY
+    small["eval"]["report"] |= {"repeats": 1}
+    unbroken = run(small, write_recipe)
+    small["output_dir"] = str(tmp_path / "broken")
+    act = Training._step
+
+    def stop(self: Training) -> None:
+        if self.state.step == step:
+            raise Interrupted
+        act(self)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Training, "_step", stop)
+        run(small, write_recipe)
+    broken = run(small, write_recipe)
+    assert same(weights(unbroken, 6), weights(broken, 6))
+    for name in ("step-2.jsonl", "step-4.jsonl"):
+        assert (unbroken / "on_policy" / name).read_bytes() == (broken / "on_policy" / name).read_bytes()
+
+
+def test_samples_are_the_drafts_own_and_are_learnt_from(
+    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
+    small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
+    rows: list[Tensor] = []
+    prompts: list[list[int]] = []
+    act = Training._step
+
+    def look(self: Training) -> None:
+        if self.state.step == 4:
+            assert self.samples is not None
+            prompts.extend(list(request.prompt) for request in self.samples.requests(4))
+            rows.extend(
+                self.stepper.mixture.pools[0].row(n).tokens[0] for n in range(len(self.stepper.mixture.pools[0]))
+            )
+        act(self)
+
+    monkeypatch.setattr(Training, "_step", look)
+    folder = run(small, write_recipe)
+    samples = [json.loads(line) for line in (folder / "on_policy/step-4.jsonl").read_text().splitlines()]
+    head: Any = build_head("draft", {"layers": [0, 7]}, load_target(small["target"]["path"]), torch.ones(128))
+    head.load_state_dict(weights(folder, 4))
+    packed = " ".join(" ".join(map(str, row.tolist())) for row in rows)
+    assert len(samples) == len(prompts) == 4
+    for prompt, sample in zip(prompts, samples, strict=True):
+        naive = list(prompt)
+        while len(naive) < len(prompt) + 12 and naive[-1] != 1:  # the end of text
+            naive.append(int(head.model(input_ids=torch.tensor([naive])).logits[0, -1].argmax()))
+        assert naive == [*prompt, *sample]
+        assert " ".join(map(str, naive)) in packed
+
+
+def test_a_run_whose_samples_are_lost_says_so(
+    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small["data"]["on_policy"] = ON_POLICY
+    act = Training._step
+
+    def stop(self: Training) -> None:
+        if self.state.step == 3:
+            raise Interrupted
+        act(self)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Training, "_step", stop)
+        run(small, write_recipe)
+    (Path(small["output_dir"]) / "on_policy/step-2.jsonl").unlink()
+    with pytest.raises(UserError, match=r"step-2.jsonl: missing: what the draft wrote at step 2"):
+        run(small, write_recipe)
+
+
+def test_tables_of_tokens_are_not_orthogonalised(target: FrozenTarget) -> None:
+    head = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
+    optimizer: Any = make_optimizer(head, Train(max_steps=2, optimizer="muon"))
+    muon = {id(parameter) for group in optimizer.parts[0].param_groups for parameter in group["params"]}
+    names = {name for name, parameter in head.named_parameters() if id(parameter) in muon}
+    assert names and all("proj" in name for name in names)
+    assert {name for name, p in head.named_parameters() if p.dim() == 2} - names == {
+        "model.model.embed_tokens.weight",
+        "model.lm_head.weight",
+    }
