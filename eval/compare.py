@@ -36,7 +36,7 @@ from eval.files import check_folder, write_text
 from eval.measure import Entry
 from eval.pilot import can_draft
 from eval.prompts import prompts_hash
-from eval.report import SHOWN_DIVERGENCES, depth_warning, setting_line
+from eval.report import SHOWN_DIVERGENCES, setting_line
 from eval.results import (
     SCHEMA_VERSION,
     Results,
@@ -51,6 +51,7 @@ from eval.wording import (
     MISSING,
     audit_line,
     count,
+    depth_warning,
     divergence_text,
     exact_cell,
     is_exact,

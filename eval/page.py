@@ -6,10 +6,12 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from eval.curves import depth_curves, kinds, latency_chart, speedup_chart
 from eval.wording import (
     Results,
     audit_line,
     count,
+    depth_warning,
     device_text,
     divergence_text,
     exact_cell,
@@ -17,6 +19,7 @@ from eval.wording import (
     number,
     percent,
     sampling_text,
+    search_line,
     short_name,
     speedup_text,
     with_interval,
@@ -33,6 +36,7 @@ def render_page(results: Results) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "sampling": sampling_text, "short": short_name}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    curves = depth_curves(results)
     return template.render(
         r=results,
         exact=is_exact(results),
@@ -43,6 +47,11 @@ def render_page(results: Results) -> str:
         acceptance=acceptance_bars(results),
         histogram=histogram_bars(results),
         time=time_bars(results) if results["speedup"] else None,
+        speeds=speedup_chart(curves) if curves else None,
+        latencies=latency_chart(curves) if curves else None,
+        drawn=kinds(curves) if curves else [],
+        searches=[search_line(search) for search in results.get("auto", ()) if search["chosen"]],
+        warning=depth_warning(results["head"], results["measurements"]),
         settings=setting_rows(results),
         suites=suite_rows(results),
         samples=[sample_rounds(sample) for sample in results["samples"]],
@@ -196,7 +205,7 @@ def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
                     f"{count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}",
                 ),
                 ("vocabulary", f"{target['vocab_size']:,}"),
-                ("weights", f"{target['weight_bytes'] / 1e6:,.1f} MB"),
+                *([("weights", f"{size / 1e6:,.1f} MB")] if (size := target.get("weight_bytes")) else []),
                 ("fingerprint", target["fingerprint"]),
                 *adapter_facts(target.get("adapter")),
             ],

@@ -8,11 +8,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.curves import Curves, Dot, depth_curves, kinds
 from eval.files import write_bytes
 from eval.wording import Results, sampling_text
 
 BLUE, ORANGE, GREEN, GREY, LIGHT = "#0a6ebd", "#c4570c", "#2e7d5b", "#6b7280", "#d5d9e0"
 PHASE_COLOURS = {"draft": BLUE, "verify": ORANGE, "accept": GREEN, "commit": GREY}
+KIND_COLOURS = {"chain": BLUE, "tree": ORANGE, "plain": GREY}
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -30,7 +32,8 @@ STYLE: dict[Any, Any] = {
 
 
 def write_plots(results: Results, folder: Path) -> list[Path]:
-    """acceptance.png, and round.png where the audit allows a speed; -> the files written."""
+    """acceptance.png, and where the audit allows a speed round.png and, of several settings, depth.png; -> the files
+    written."""
     files = []
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.2, 3.4), layout="constrained")
@@ -42,6 +45,12 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
             figure = Figure(figsize=(9.2, 2.3), layout="constrained")
             draw_round(figure.subplots(), results)
             files.append(save(figure, folder / "round.png"))
+        if (curves := depth_curves(results)) is not None:
+            figure = Figure(figsize=(9.2, 3.4), layout="constrained")
+            left, right = figure.subplots(1, 2)
+            draw_speedup(left, curves)
+            draw_latency(right, curves)
+            files.append(save(figure, folder / "depth.png"))
     return files
 
 
@@ -90,6 +99,41 @@ def draw_round(axes: Axes, results: Results) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.02), ncols=4, frameon=False)
     setting = f"{results['tree']}, {sampling_text(results['temperature'])}"
     axes.set_title(f"Where a round's time goes ({setting}): {results['speedup']['measured']:.2f}x measured")
+
+
+def draw_speedup(axes: Axes, curves: Curves) -> None:
+    """Speedup against the depth of the draft: measured with intervals, and by the cost model."""
+    axes.axhline(1, color=LIGHT, zorder=0)
+    for kind, line in curves.model.items():
+        axes.plot([depth for depth, _ in line], [v for _, v in line], "--", color=KIND_COLOURS[kind], alpha=0.7, lw=1.2)
+    for kind, dots in by_kind(curves):
+        reach = [[dot.speedup - dot.low for dot in dots], [dot.high - dot.speedup for dot in dots]]
+        at, speeds = [dot.at for dot in dots], [dot.speedup for dot in dots]
+        axes.errorbar(at, speeds, yerr=reach, fmt="o", color=KIND_COLOURS[kind], ms=5, lw=1.8, label=f"{kind}s")
+    axes.set(xticks=range(1, curves.deepest_known + 1))
+    axes.set_xlabel("depth of the draft")
+    axes.set_title("Speedup: measured, and by the costs (broken)" if any(curves.model.values()) else "Speedup")
+    axes.legend(frameon=False)
+
+
+def draw_latency(axes: Axes, curves: Curves) -> None:
+    """The time between tokens against the depth of the draft; plain decoding's at 0."""
+    spreads = [("plain", [0.0], [curves.plain_ms])]
+    spreads += [(kind, [dot.at for dot in dots], [dot.token_ms for dot in dots]) for kind, dots in by_kind(curves)]
+    for kind, at, values in spreads:
+        low, mid, high = ([spread[share] for spread in values] for share in ("p50", "p95", "p99"))
+        axes.vlines(at, low, high, color=KIND_COLOURS[kind], lw=1.8)
+        axes.plot(at, low, "o", color=KIND_COLOURS[kind], ms=5)
+        axes.plot(at, mid, "_", color=KIND_COLOURS[kind], ms=9, mew=1.8)
+    axes.set(xticks=range(curves.deepest + 1), xticklabels=["plain", *map(str, range(1, curves.deepest + 1))])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("depth of the draft")
+    axes.set_title("Milliseconds between tokens: median, 95%, 99%")
+
+
+def by_kind(curves: Curves) -> list[tuple[str, list[Dot]]]:
+    """The settings measured, chains and trees apart."""
+    return [(kind, [dot for dot in curves.dots if dot.chain == (kind == "chain")]) for kind in kinds(curves)]
 
 
 def save(figure: Figure, path: Path) -> Path:

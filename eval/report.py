@@ -5,7 +5,6 @@ python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ an
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -20,6 +19,7 @@ from eval.plots import write_plots
 from eval.results import Results, read_results
 from eval.wording import (
     audit_line,
+    depth_warning,
     device_text,
     divergence_text,
     exact_cell,
@@ -29,6 +29,7 @@ from eval.wording import (
     percent,
     rule_text,
     sampling_text,
+    search_line,
     short_name,
     speedup_text,
     with_interval,
@@ -92,32 +93,6 @@ def settings_table(results: Results) -> Table:
         cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
         table.add_row(*cells, speedup_text(m), exact_cell(m))
     return table
-
-
-def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
-    """What was measured of a head that drafted deeper than it was trained; None if none of its drafts did."""
-    trained = head["config"].get("depth")
-    deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
-    if not deep:
-        return None
-    deepest = max(deep, key=lambda m: len(m["alpha"]))
-    beyond = [(depth, alpha) for depth, alpha in enumerate(deepest["alpha"], start=1) if depth > trained]
-    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
-    return (
-        f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
-        f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
-    )
-
-
-def search_line(search: Results) -> str:
-    """What a search for the best draft came to."""
-    model = {point["tree"]: point["speedup"] for point in search["curve"]}
-    proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
-    chosen = search["chosen"]
-    return (
-        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; "
-        f"of {len(search['measured'])} measured {chosen} is fastest ({search['measured'][chosen]:.2f}x)"
-    )
 
 
 def heading(results: Results) -> str:

@@ -111,3 +111,29 @@ def divergence_text(divergence: Results) -> str:
         f"{reference} {tokens[0]}, here {tokens[1]}; "
         f"top-two margin {divergence['top_two_margin']:.2e}"
     )
+
+
+def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
+    """What was measured of a head that drafted deeper than it was trained; None if none of its drafts did."""
+    trained = head["config"].get("depth")
+    deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
+    if not deep:
+        return None
+    deepest = max(deep, key=lambda m: len(m["alpha"]))
+    beyond = [(depth, alpha) for depth, alpha in enumerate(deepest["alpha"], start=1) if depth > trained]
+    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
+    return (
+        f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
+        f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
+    )
+
+
+def search_line(search: Results) -> str:
+    """What a search for the best draft came to."""
+    model = {point["tree"]: point["speedup"] for point in search["curve"]}
+    proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
+    chosen = search["chosen"]
+    return (
+        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; "
+        f"of {len(search['measured'])} measured {chosen} is fastest ({search['measured'][chosen]:.2f}x)"
+    )

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eval.results import Results, read_results
 from eval.runtime.rejection import Verdict
 from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
+from eval.wording import percent
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -92,6 +94,11 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert "## Measured" in (out / "README.md").read_text()
     assert (out / "plots" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "plots" / "round.png").is_file()
+    assert "Speedup by depth" in page and "Time between tokens" in page
+    assert (out / "plots" / "depth.png").read_bytes().startswith(b"\x89PNG")
+    for measurement in read["measurements"]:
+        spread = measurement["speculative"]["token_ms"]
+        assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"] and measurement["baseline"]["token_ms"]["p50"] > 0
     assert not [path for path in out.rglob("*") if path.suffix == ".tmp"]
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
 
@@ -148,6 +155,54 @@ def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
     assert results["speedup"] is None and results["exact"]["divergences"]
     assert all(d["temperature"] == 0 for d in results["exact"]["divergences"])
     assert "no speedup is stated" in text
+
+
+def test_auto_records_its_curve_and_its_choice(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("eval.auto.LONGEST_CHAIN", 3)
+    monkeypatch.setattr("eval.auto.WIDTHS", (2,))
+    monkeypatch.setattr("eval.auto.DEEPEST_TREE", 2)
+    results, text = run(
+        tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,)
+    )
+    (search,) = read_results(tmp_path / "results.json")["auto"]
+    assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2", "chain:3"]
+    assert {p["tree"] for p in search["curve"] if p["width"] == 2} == {"tree:2x2x7"}
+    assert len(search["alpha"]) == 3 and all(cost["verify"] > 0 for cost in search["costs_ms"])
+    measured = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"]}
+    assert search["measured"] == measured and "static:2.1" in measured and set(search["proposed"]) <= set(measured)
+    assert measured[search["chosen"]] == max(measured.values()) == results["speedup"]["measured"]
+    assert results["tree"] == search["chosen"] and "auto, greedy: the costs promised most of" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "<polyline" in page and f"measured {search['chosen']} is fastest" in page
+
+
+def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Trained:
+        depth: int
+
+    lines = {}
+    for depth in (1, 3):
+        monkeypatch.setattr(pair_head, "config", Trained(depth))
+        results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("chain:2", "chain:3"))
+        lines[depth] = [line for line in text.splitlines() if line.startswith("drafted ")]
+    assert lines[3] == [] and len(lines[1]) == 1
+    alpha = results["measurements"][1]["alpha"]
+    assert lines[1][0].startswith("drafted 3 deep, trained for 1: beyond that, chain:3 (greedy) accepted ")
+    assert f"{percent(alpha[1])} at depth 2" in lines[1][0]
 
 
 def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:

@@ -19,6 +19,8 @@ from eval.metrics import (
     speedup_interval,
     tau,
     tau_interval,
+    token_percentiles,
+    token_seconds,
     tokens_per_second,
 )
 
@@ -119,3 +121,12 @@ def test_what_is_no_loop() -> None:
     assert not is_loop([0] * 100 + [1])
     assert loop_share([[0] * 48, list(range(48))]) == 0.5
     assert loop_share([]) == 0.0
+
+
+def test_a_rounds_time_is_shared_among_its_tokens() -> None:
+    seconds = token_seconds([3, 1, 2], [0.3, 0.2, 0.1])
+    assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.05, 0.05])
+    assert sum(seconds) == pytest.approx(0.6), "no time is lost or counted twice"
+    spread = token_percentiles([0.001 * n for n in range(1, 102)])
+    assert spread == pytest.approx({"p50": 51.0, "p95": 96.0, "p99": 100.0})
+    assert all(math.isnan(value) for value in token_percentiles([]).values())

@@ -301,3 +301,22 @@ def test_bad_engines_are_refused(target_of: TargetOf, scripted_head: HeadType) -
         Engine(target, scripted_head(target, []), shape=ROOT_ONLY, max_length=64)
     with pytest.raises(UserError, match="batch size"):
         Engine(target, batch_size=0, max_length=64)
+
+
+def test_every_round_is_timed_and_outputs_know_theirs(
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
+) -> None:
+    target = target_of("llama")
+    requests = make_requests(prompts[4:], eos=True)
+    plain = decode_plainly(target, requests)
+    for poll_interval in (1, 3):
+        head = scripted_head(target, sequences(requests, plain))
+        engine = Engine(target, head, shape=CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
+        outputs = engine.generate(requests)
+        timings = engine.timings
+        assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0
+        assert sum(timings.round_seconds) == pytest.approx(timings.decode_seconds)
+        for output in outputs:
+            assert sum(output.emitted()) == len(output.tokens) - 1 and min(output.emitted(), default=1) >= 1
+            assert output.first_round + output.rounds <= timings.rounds
+        assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a seat"
