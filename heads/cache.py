@@ -77,15 +77,19 @@ class RowCache(Cache):
         self.batch_size_, self.capacity = batch_size, capacity
         self.rows, self.extent = slice(0, batch_size), capacity
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
+        self.prompt = False
+        """Whether the step aimed at reads prompts whole."""
+        self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
         self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
         self.num_layers = num_layers
         self.row_layers = [RowLayer(self, i) for i in range(num_layers)]
         super().__init__(layers=list(self.row_layers))
 
-    def aim(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
+    def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
         """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
-        slots."""
+        slots. `prompt`: the tokens are prompts from position 0 on, which an encoder is to read."""
+        self.prompt = prompt
         rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
         self.slots = (slots + self.row_starts[rows]).flatten()
         if (rows, extent) != (self.rows, self.extent):

@@ -29,6 +29,7 @@ from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import RowCache
 from heads.draft_config import LABELS, DraftConfig, typed_settings
 from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
+from heads.encoder_decoder import cache_layers, find_base
 from heads.errors import UserError
 from heads.families import OutputHead
 from heads.labels import supervised
@@ -144,9 +145,7 @@ class Draft(nn.Module):
     @property
     def base(self) -> nn.Module:
         """The decoder without its output head."""
-        untyped: Any = self.model
-        base: nn.Module = untyped.get_decoder()
-        return base
+        return find_base(self.model, "head.path")
 
     @property
     def output(self) -> OutputHead:
@@ -234,7 +233,7 @@ class Draft(nn.Module):
         scratch = scratch_slots(shape) if shape.top_k > 1 else 0
         slots = capacity + 1 + scratch
         cache = RowCache(
-            num_layers=self.text_config.num_hidden_layers, batch_size=batch_size, capacity=slots, device=device
+            num_layers=cache_layers(self.base, self.text_config), batch_size=batch_size, capacity=slots, device=device
         )
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
@@ -252,7 +251,7 @@ class Draft(nn.Module):
         if observation.nodes is None:
             positions = (start[:, None] + offset).clamp_max(state.junk - 1)
             key = state.slot[: state.junk]
-            state.cache.aim(slots, extent=state.junk)
+            state.cache.aim(slots, extent=state.junk, prompt=True)
             self.read(tokens[:, :-1], positions, key <= positions[..., None], key.expand(len(tokens), -1), state.cache)
         elif state.shape.top_k > 1:
             # Only the last accepted node may not have been expanded; the next round reads it with its root.

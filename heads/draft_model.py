@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from heads.encoder_decoder import auto_class
 from heads.errors import UserError
 from heads.target import FrozenTarget, first_line, load_target, load_tokenizer
 
@@ -53,7 +54,10 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
     for name, value in config.to_dict().items():
         if "layer" in name and isinstance(value, (list, tuple)) and len(value) == n:
             setattr(config, name, [value[k] for k in layers])  # what is said of each layer
-    config.num_hidden_layers = len(layers)
+    if target.start_token is None:
+        config.num_hidden_layers = len(layers)
+    else:
+        config.num_decoder_layers = len(layers)  # the encoder stays whole
     model = _build(config, target)
     prefix = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
     weights: dict[str, Tensor] = {}
@@ -157,6 +161,5 @@ def _build(config: Any, target: FrozenTarget) -> PreTrainedModel:
 
 
 def _from_config(config: Any) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     return model

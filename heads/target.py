@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from heads.base import TargetEnds
+from heads.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.errors import UserError
 from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
 from heads.quantization import quantize_layers
@@ -44,15 +45,17 @@ class FrozenTarget:
         self.name = name
         self.config = config = model.config.get_text_config()
         check_layers(model, config, name)
-        self.base: nn.Module = untyped.get_decoder()
+        self.base = find_base(model, name)
+        self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
+        """What parts the encoder's input from the decoder's tokens in every sequence; None without an encoder."""
         self.head: Any = untyped.get_output_embeddings()
         if self.head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
-        self.num_layers: int = config.num_hidden_layers
+        self.num_layers = count_layers(self.base, config)
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
-        self.layers = find_layers(self.base, self.num_layers, name)
+        self.layers = find_layers(decoder_of(self.base), self.num_layers, name)
         self.ends = TargetEnds(
             embed=model.get_input_embeddings(), logits=OutputHead(self.head, config), weight=self.head.weight
         )
@@ -130,6 +133,30 @@ class FrozenTarget:
 
         return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
 
+    def sample(self, length: int, starts: Sequence[int]) -> Tensor:
+        """(1, length) some token ids; with an encoder, `starts` are where answers begin, and only those."""
+        ids = (torch.arange(length, device=self.device) + 1) * self.vocab_size // (length + 2)
+        if self.start_token is not None:
+            ids[ids == self.start_token] = (self.start_token + 1) % self.vocab_size
+            ids[list(starts)] = self.start_token
+        return ids[None]
+
+    def arguments(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the model itself is called with for whole sequences (B, T); its logits are those of the last slots."""
+        if not isinstance(self.base, EncoderDecoder):
+            return {"input_ids": tokens}
+        inputs, answers = self.base.split(tokens)
+        return {"input_ids": inputs, "decoder_input_ids": answers}
+
+    @torch.no_grad()
+    def alone(self, tokens: Tensor) -> Tensor:
+        """The states after the final norm as the model forms them of whole sequences (B, T) by its own masks: of the
+        last slots, with an encoder; else of all."""
+        if isinstance(self.base, EncoderDecoder):
+            return self.base.alone(tokens)
+        hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden
+
     @torch.no_grad()
     def check(self) -> None:
         """Refuse a model whose logits are not what `packed_features` and `ends` make of it.
@@ -137,12 +164,13 @@ class FrozenTarget:
         A short document packed behind another must get the logits that the model itself gives it alone. Encoders,
         masks that are not heeded and unknown scalings of the logits fail that.
         """
-        ids = torch.arange(12, device=self.device)[None] % self.vocab_size
-        document = (ids >= 5).long()
+        slot = torch.arange(12, device=self.device)[None]
+        ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
         try:
-            features = self.packed_features(ids, ids - 5 * document, document, ())
-            ours = self.ends.logits(features.hidden[:, 5:])
-            own = self.model(input_ids=ids[:, 5:], use_cache=False).logits.to(ours.dtype)
+            features = self.packed_features(ids, slot - 5 * document, document, ())
+            own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
+            ours = self.ends.logits(features.hidden[:, -own.shape[1] :])
+            own = own.to(ours.dtype)
             distance = float((ours - own).norm() / own.norm())
             reason = f"its logits differ by {distance:.0%}"
             fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
@@ -168,6 +196,9 @@ def decode(
     cache: Cache | None = None,
 ) -> Tensor:
     """A Hugging Face decoder's states after its final norm, (B, N, D); arguments as in `FrozenTarget.features`."""
+    if isinstance(base, EncoderDecoder):
+        whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
+        return whole
     hidden: Tensor = base(
         input_ids=tokens,
         attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
@@ -259,7 +290,7 @@ def load_target(
     config = load_config(path, trust_remote_code=trust_remote_code)
     how: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             path, config=config, trust_remote_code=trust_remote_code, **how
         )
     except (
