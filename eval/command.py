@@ -17,6 +17,7 @@ from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
+from heads.encoder_decoder import give_template
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE, shape_for
 from heads.quantization import SCHEMES
@@ -191,7 +192,10 @@ def load_pair(
     transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
     try:
         target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
-        return target, load_tokenizer(path, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if target.start_token is not None:
+            give_template(tokenizer, target.start_token)
+        return target, tokenizer
     finally:
         transformers_logging.set_verbosity(level)
 

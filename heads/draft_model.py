@@ -25,7 +25,14 @@ DECIDED = frozenset(
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     """The causal LM at `path`, in float32. UserError if it cannot be masked as a draft is, or has another tokenizer."""
     check_tokenizers(path, target.name)
-    model = load_target(path, dtype=torch.float32).model
+    loaded = load_target(path, dtype=torch.float32)
+    if loaded.start_token not in (None, target.start_token):
+        raise UserError(
+            f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "
+            + ("are the text going on" if target.start_token is None else f"with {target.start_token}")
+            + "; a draft model must read the same sequences"
+        )
+    model = loaded.model
     model.requires_grad_(True)
     return model
 

@@ -161,7 +161,8 @@ class RowPair(EncoderDecoderCache):
     """One row cache as the pair that the family's layers ask for; made anew for every step."""
 
     def __init__(self, cache: RowCache, num_layers: int) -> None:
-        self.self_attention_cache, self.cross_attention_cache = cache, CrossCache(cache, num_layers)
+        untyped: Any = self  # annotated with the library's own kinds of cache
+        untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -18,7 +18,7 @@ from train.answers import answer_documents, make_answers
 from train.launch import unpartitioned
 from train.on_policy import Samples
 from train.packing import Document, Mixture, Pool
-from train.recipe import Recipe
+from train.recipe import ChatSource, Recipe
 from train.run_folder import RunFolder
 from train.sources import read_documents, read_prompts
 from train.tracker import Tracker
@@ -62,6 +62,8 @@ def check_head(recipe: Recipe, ground: Ground) -> DraftHead:
 def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: RunFolder, tracker: Tracker) -> Mixture:
     """The packed training rows: the sources, the target's answers to prompts from them, or both."""
     regenerate, tokenizer = recipe.data.regenerate, ground.tokenizer
+    if ground.target.start_token is not None:
+        check_answers(recipe)
     pools: list[Pool] = []
     weights: list[float] = []
     kept = 1.0 if regenerate is None else 1 - regenerate.share
@@ -103,6 +105,21 @@ def load_samples(recipe: Recipe, ground: Ground, mixture: Mixture, folder: RunFo
         return None
     prompts = read_prompts(recipe, ground.tokenizer, settings, "data.on_policy")
     return Samples(mixture, prompts, settings, folder.path / "on_policy")
+
+
+def check_answers(recipe: Recipe) -> None:
+    """Refuse data in which nothing is an answer: a decoder behind an encoder writes nothing else."""
+    for number, source in enumerate(recipe.data.sources):
+        if not isinstance(source, ChatSource):
+            raise UserError(
+                f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
+                f"{source.kind}; use kind chat"
+            )
+    for name, answers in (("regenerate", recipe.data.regenerate), ("on_policy", recipe.data.on_policy)):
+        if answers is not None and answers.train_on_prompts:
+            raise UserError(
+                f"data.{name}.train_on_prompts: an encoder-decoder target never writes prompts; leave it out"
+            )
 
 
 def answering(tracker: Tracker) -> Callable[[int, int, int], None]:

@@ -154,6 +154,12 @@ class Engine:
             raise UserError(f"request {index}: the prompt is empty; expected at least one token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocab_size:
             raise UserError(f"request {index}: the prompt has token ids outside 0 .. {self.target.vocab_size - 1}")
+        start = self.target.start_token
+        if start is not None and start not in request.prompt[1:]:
+            raise UserError(
+                f"request {index}: the prompt of an encoder-decoder is its encoder's input, then its start token "
+                f"{start}, which begins the answer; a chat template puts it there"
+            )
         if request.max_new_tokens < 1:
             raise UserError(f"request {index}: max_new_tokens must be at least 1, got {request.max_new_tokens}")
         needed = prompt + request.max_new_tokens + nodes

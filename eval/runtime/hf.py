@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.cache import RowCache, round_up
+from heads.encoder_decoder import cache_layers
 from heads.errors import UserError
 from heads.native.architectures import native_decoder, why_not_native
 from heads.native.decoder import NativeDecoder
@@ -47,9 +48,8 @@ class TargetStep:
         device = target.device
         if decoder is None:
             check_family(target)
-            self.cache = RowCache(
-                num_layers=target.num_layers, batch_size=batch_size, capacity=self.capacity, device=device
-            )
+            layers = cache_layers(target.base, target.config)
+            self.cache = RowCache(num_layers=layers, batch_size=batch_size, capacity=self.capacity, device=device)
         else:
             self.cache = decoder.new_cache(batch_size=batch_size, capacity=self.capacity)
             self.turns = decoder.turns(self.capacity)
@@ -58,8 +58,10 @@ class TargetStep:
         """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
 
     def chunk_size(self, remaining: int) -> int:
-        """Slots of the next prefill step; with padding a power of two, less than half of it in vain."""
-        return min(CHUNK, max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining)
+        """Slots of the next prefill step; with padding a power of two, less than half of it in vain. An encoder reads a
+        prompt at once."""
+        size = max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining
+        return size if self.target.start_token is not None else min(CHUNK, size)
 
     def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
         """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
@@ -71,7 +73,10 @@ class TargetStep:
         extent = min(round_up(start + C), self.capacity)
         positions = self.slot[start : start + C] if start + C <= self.capacity else self._clamped(start, C)
         key = self.slot[:extent]
-        self.cache.aim(positions[None], extent=extent, row=row)
+        if isinstance(self.cache, RowCache):
+            self.cache.aim(positions[None], extent=extent, row=row, prompt=True)
+        else:
+            self.cache.aim(positions[None], extent=extent, row=row)
         visible = key[None, None] <= positions[None, :, None]
         return self._features(tokens, positions[None], visible, key[None])
 
@@ -174,7 +179,7 @@ def probe(step: TargetStep) -> None:
     """
     target, P = step.target, 4
     device = target.device
-    ids = (torch.arange(P + 5, device=device) + 1) * target.vocab_size // (P + 7)
+    ids = target.sample(P + 5, starts=(P - 1,))[0]
     prompt, nodes = ids[:P], ids[P:]
     parents = torch.tensor([[0, 0, 0, 1, 2]], device=device)  # a root, two children, a child of each
     depths = torch.tensor([[0, 1, 1, 2, 2]], device=device)
@@ -185,7 +190,7 @@ def probe(step: TargetStep) -> None:
     length = torch.full((B,), P, device=device)
     features, _ = step.verify(proposal, ancestors(proposal.parents, 2), length, min(round_up(P + 5), step.capacity))
     paths = torch.stack([torch.cat([prompt, nodes[path]]) for path in torch.tensor([[0, 1, 3], [0, 2, 4]])])
-    true = target.base(input_ids=paths, use_cache=False).last_hidden_state[:, P:]  # (2, 3, D)
+    true = target.alone(paths)[:, -3:]  # (2, 3, D)
     found = features.hidden[:, [[0, 1, 3], [0, 2, 4]]].double()  # (B, 2, 3, D)
     error = ((found - true.double()).norm(dim=-1) / true.double().norm(dim=-1)).max().item()
     if not error < TOLERANCE.get(target.dtype, 0.15):

@@ -1,0 +1,146 @@
+"""A T5 and a draft distilled from it, the case of the first paper on speculative decoding (arXiv 2211.17192)."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from eval.command import load_pair
+from eval.prompts import load_prompts
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.checkpoint import load_head
+from heads.encoder_decoder import give_template
+from heads.errors import UserError
+from heads.target import load_tokenizer
+from heads.tree import parse_shape
+from train.chats import encode_chat
+from train.loop import fit
+from train.recipe import load_recipe
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+WORDS = ["the sea", "ten birds in the den", "a stone", "trees on the sand", "there it is", "read on", "so", "no end"]
+
+
+def save_t5(folder: Path, tokenizer_folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A random T5 with the tiny tokenizer, which loses its chat template: the family has none."""
+    sizes: dict[str, Any] = dict(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, tie_word_embeddings=False)
+    tokens: dict[str, Any] = dict(vocab_size=128, decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+    config = T5Config(**{**tokens, **sizes, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = T5ForConditionalGeneration(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    tokenizer: Any = load_tokenizer(str(tokenizer_folder))
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Settings:
+    """A recipe on the T5's own answers to questions."""
+    path = save_t5(tmp_path / "t5", tiny_target_dir)
+    save_t5(tmp_path / "small", tiny_target_dir, seed=1, d_model=16, num_layers=1, num_heads=2)
+    chats = [{"instruction": f"say {a} and {b}", "response": b} for a in WORDS for b in WORDS]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": f"write {a}"}) + "\n" for a in WORDS))
+    data = {
+        "sources": [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}],
+        "context_length": 96,
+        "regenerate": {"prompts": 24, "prompt_tokens": 48, "new_tokens": 24},
+    }
+    train = {"max_steps": 12, "batch_size": 8, "lr": 0.01, "log_every": 1}
+    measured = {"prompts": str(tmp_path / "questions.jsonl"), "max_new_tokens": 12, "tree": "chain:3"}
+    return settings | {"target": {"path": str(path)}, "data": data, "train": train, "eval": measured}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"kind": "draft", "layers": [0, 2]},
+        pytest.param({"kind": "draft", "fresh": {"d_model": 16, "num_layers": 1}}, marks=pytest.mark.slow),
+        pytest.param({"kind": "draft", "path": "small"}, marks=pytest.mark.slow),
+        pytest.param({"kind": "eagle3", "taps": [1, 2, 3], "depth": 3}, marks=pytest.mark.slow),
+    ],
+    ids=["layers", "fresh", "path", "eagle3"],
+)
+def test_a_head_learns_and_its_output_is_the_targets_own(
+    head: dict[str, Any], t5_settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    settings = t5_settings | {"head": head | ({"path": str(tmp_path / "small")} if "path" in head else {})}
+    outcome = fit(load_recipe(write_recipe(settings)))
+    outcome.folder.unlock()
+    records = [json.loads(line) for line in (outcome.folder.path / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+    measured = records[-1]
+    assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=0.05)
+    target, kept = outcome.ground.target, load_head(outcome.folder.path)
+    prompts = load_prompts(settings["eval"]["prompts"], outcome.ground.tokenizer, max_prompt_tokens=64)
+    requests = [
+        Request(prompt.ids, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
+    ]
+    plain = [output.tokens for output in Engine(target, max_length=128).generate(requests)]
+    drafted = 0
+    for batch_size in (1, 8):
+        for text in ("chain:3", "tree:3x4x12"):
+            engine = Engine(target, kept, shape=parse_shape(text), batch_size=batch_size, max_length=128)
+            outputs = engine.generate(requests)
+            assert [output.tokens for output in outputs] == plain, (text, batch_size)
+            drafted += sum(sum(output.accepted) for output in outputs)
+    assert drafted > 0
+
+
+def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_dir: Path) -> None:
+    target, tokenizer = load_pair(
+        str(save_t5(tmp_path, tiny_target_dir)), dtype="auto", device=torch.device("cpu"), trust_remote_code=False
+    )
+    question, answer = (list(tokenizer(text)["input_ids"]) for text in ("so it is", "ten"))
+    messages = [{"role": "user", "content": "so it is"}, {"role": "assistant", "content": "ten"}]
+    (document,) = encode_chat(tokenizer, messages)
+    assert target.start_token == 0
+    assert document.ids.tolist() == [*question, 1, 0, *answer, 1]
+    assert document.labels.tolist() == [False] * (len(question) + 2) + [True] * (len(answer) + 1)
+    with pytest.raises(UserError, match="an encoder-decoder answers one turn"):
+        encode_chat(tokenizer, messages * 2)
+
+
+def test_a_tokenizers_own_template_stays(tiny_target_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    own = tokenizer.chat_template
+    give_template(tokenizer, 0)
+    assert tokenizer.chat_template == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data.sources.0.kind": "text"}, r"data\.sources\.0: an encoder-decoder target learns from questions"),
+        ({"data.regenerate.train_on_prompts": True}, r"data\.regenerate\.train_on_prompts: "),
+    ],
+)
+def test_data_that_no_decoder_writes_is_refused(
+    changes: dict[str, Any], words: str, t5_settings: Settings, write_recipe: WriteRecipe
+) -> None:
+    path = write_recipe(t5_settings | {"head": {"kind": "draft", "layers": [0, 2]}})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    with pytest.raises(UserError, match=words):
+        fit(load_recipe(path, overrides))
+
+
+def test_a_draft_that_reads_other_sequences_is_refused(
+    t5_settings: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    settings = t5_settings | {"head": {"kind": "draft", "path": str(tmp_path / "small")}}
+    settings["target"] = {"path": str(tiny_target_dir)}
+    with pytest.raises(UserError, match=r"answers begin with token 0, those of .* are the text going on"):
+        fit(load_recipe(write_recipe(settings)))
