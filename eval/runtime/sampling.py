@@ -97,6 +97,10 @@ class RowSampling:
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Children for the rule `match` (`heads.base.Pick`): the likeliest to be chosen, noise and all."""
+        W = logits.shape[1]
+        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
+            ids, logp = self.pick(logits[:, :1], positions[:, :1], count, token_ids)
+            return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         scores = self.perturb(logits, positions, token_ids).log_softmax(-1)
         logp, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
         return columns if token_ids is None else token_ids[columns], logp
@@ -114,7 +118,8 @@ class RowSampling:
             token_ids = torch.arange(logits.shape[-1], device=logits.device)
         hot = (self.temperature > 0)[:, None, None]
         warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
-        noise = gumbel(self.seed, positions, token_ids)
+        together = positions.shape[1] > 1 and positions.stride(1) == 0  # a level of a tree stands at one position
+        noise = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
         return torch.where(hot, logits / warmth + noise, logits)
 
 

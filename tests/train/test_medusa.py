@@ -77,6 +77,17 @@ def test_every_output_is_the_targets_own(
     assert drafted > 0  # or nothing was put to the test
 
 
+def test_tau_by_the_training_step_is_the_runtimes(small: Settings, write_recipe: WriteRecipe) -> None:
+    small["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 8, "new_tokens": 40}
+    small["train"] |= {"lr": 0.02, "max_steps": 60, "log_every": 30, "checkpoint_every": 60}
+    small["eval"] |= {"tree": "chain:3", "max_new_tokens": 48, "report": {}}
+    fit(load_recipe(write_recipe(small))).folder.unlock()
+    lines = (Path(small["output_dir"]) / "metrics.jsonl").read_text().splitlines()
+    measured = next(line for line in map(json.loads, lines) if line["kind"] == "eval")
+    assert measured["tau"] > 1.05  # or nothing was drafted rightly
+    assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=1e-6)
+
+
 def test_a_tree_of_its_own_is_asked_of_heads_that_grow_one(small: Settings, write_recipe: WriteRecipe) -> None:
     small["head"]["tree_nodes"] = 0
     small["eval"]["tree"] = "chain:3"

@@ -186,3 +186,19 @@ def test_greedy_rows_choose_alike_in_greedy_and_mixed_batches() -> None:
 def test_bad_settings_are_refused(settings: dict[str, float], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Sampling(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["laws of their own", "one law"])
+def test_a_level_at_one_position_is_picked_as_its_nodes_would_be_alone(shared: bool) -> None:
+    """Whether the rows of a level are views of one, as a tree's positions are, or copies of it."""
+    rows = RowSampling(2)
+    rows.set_row(0, Sampling(temperature=0.7, seed=5))
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 1 if shared else 4, 11, generator=generator).expand(-1, 4, -1)
+    positions = torch.tensor([[7], [9]]).expand(-1, 4)
+    ids = torch.arange(11) * 3
+    found = rows.pick(logits, positions, 3, ids)
+    for w in range(4):
+        alone = rows.pick(logits[:, w : w + 1].clone(), positions[:, w : w + 1].clone(), 3, ids)
+        for part, expected in zip(found, alone, strict=True):
+            assert torch.equal(part[:, w : w + 1], expected)
