@@ -15,6 +15,7 @@ Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C to
 nodes of one level, S slots of the cache that hold positions, P scratch slots.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
-from heads.cache import RowCache
+from heads.cache import RowCache, round_up
 from heads.draft_config import LABELS, DraftConfig, typed_settings
 from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
 from heads.encoder_decoder import cache_layers, find_base
@@ -154,6 +155,11 @@ class Draft(nn.Module):
         return OutputHead(untyped.get_output_embeddings(), self.text_config)
 
     @property
+    def context_length(self) -> int:
+        """Positions that it reads; without a limit of its own, as many as anyone could ask for."""
+        return getattr(self.text_config, "max_position_embeddings", None) or sys.maxsize
+
+    @property
     def text_config(self) -> Any:
         return self.model.config.get_text_config()
 
@@ -184,7 +190,10 @@ class Draft(nn.Module):
 
     def states(self, batch: Batch) -> Tensor:
         """(B, T, D): what slot t makes of x_0 .. x_t of its document."""
-        self._check_length(batch.tokens.shape[1])
+        if (length := batch.tokens.shape[1]) > self.context_length:
+            raise UserError(
+                f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
+            )
         return self.read(batch.tokens, batch.positions, packed_visible(batch.documents), batch.positions)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -230,6 +239,11 @@ class Draft(nn.Module):
             raise UserError(
                 f"tree {shape}: {shape.top_k} children of a node, the draft knows {self.config.common_size}"
             )
+        if capacity > round_up(self.context_length):
+            raise UserError(
+                f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
+                "shorter ones"
+            )
         scratch = scratch_slots(shape) if shape.top_k > 1 else 0
         slots = capacity + 1 + scratch
         cache = RowCache(
@@ -249,7 +263,7 @@ class Draft(nn.Module):
         offset = state.slot[: tokens.shape[1] - 1]  # (M,)
         slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
         if observation.nodes is None:
-            positions = (start[:, None] + offset).clamp_max(state.junk - 1)
+            positions = (start[:, None] + offset).clamp_max(min(state.junk, self.context_length) - 1)
             key = state.slot[: state.junk]
             state.cache.aim(slots, extent=state.junk, prompt=True)
             self.read(tokens[:, :-1], positions, key <= positions[..., None], key.expand(len(tokens), -1), state.cache)
@@ -296,8 +310,3 @@ class Draft(nn.Module):
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal
-
-    def _check_length(self, length: int) -> None:
-        context = getattr(self.text_config, "max_position_embeddings", None) or length
-        if length > context:
-            raise UserError(f"data.context_length: the draft model reads {context} positions, a row has {length}")

@@ -441,6 +441,8 @@ def test_rows_longer_than_the_drafts_context_are_refused() -> None:
     head = make_head(target, fresh={"max_position_embeddings": 8})
     with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
         head.loss(make_batch(target, [[18]]), torch.ones(1))
+    with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
+        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))
 
 
 def test_gradients_reach_every_parameter() -> None:
