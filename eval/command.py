@@ -142,12 +142,19 @@ def add_head_options(parser: argparse.ArgumentParser) -> None:
 
 def open_head(options: argparse.Namespace) -> Opened:
     """Load the head that the command line names, and its target."""
-    if options.quantize is None and not untrained_kind(options.head):
-        options.quantize = read_config(find_head(options.head))["target"].get("quantize")
-    target, tokenizer = open_target(options.target or target_path(options.head), options)
-    if not untrained_kind(options.head):
-        adapt_target(options.head, target)
+    target, tokenizer = open_target_of(options.head, options)
     return Opened(fitting_head(options.head, target), target, tokenizer)
+
+
+def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
+    if untrained_kind(head):
+        return open_target(options.target or target_path(head), options)
+    if options.quantize is None:
+        options.quantize = read_config(find_head(head))["target"].get("quantize")
+    target, tokenizer = open_target(options.target or target_path(head), options)
+    adapt_target(head, target)
+    return target, tokenizer
 
 
 def target_path(head: str) -> str:

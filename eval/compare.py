@@ -28,8 +28,7 @@ from eval.command import (
     add_target_options,
     exit_status,
     fitting_head,
-    open_target,
-    target_path,
+    open_target_of,
 )
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder, write_text
@@ -69,6 +68,7 @@ from heads.registry import untrained_kind
 from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
+WIDE = 160
 COLUMNS = (
     "head",
     "kind",
@@ -213,7 +213,9 @@ def show(results: Results, console: Console) -> None:
     console.print(f"[bold]{escape(title(results))}[/bold]", highlight=False)
     console.print(f"[dim]{escape(setting_line(results))}; {plain_line(results)}[/dim]", highlight=False, soft_wrap=True)
     console.print()
-    console.print(table, highlight=False)
+    width, console.width = console.width, max(WIDE, console.width)  # lines may wrap, but no figure is cut short
+    console.print(table, highlight=False, crop=False)
+    console.width = width
     console.print()
     for line in warnings(results):
         console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
@@ -251,7 +253,7 @@ def compare_command(options: argparse.Namespace) -> int:
     settings = to_settings(options)
     check_folder(options.out, "--out")
     trained = [path for path in options.heads if not untrained_kind(path)]
-    target, tokenizer = open_target(options.target or target_path((trained or options.heads)[0]), options)
+    target, tokenizer = open_target_of((trained or options.heads)[0], options)
     names = head_names(options.heads)
     contestants = [
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)

@@ -125,6 +125,20 @@ def test_heads_of_different_targets_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_command_compares_trained_heads_with_others(
+    tiny_target: FrozenTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = build_head("medusa", {"depth": 2}, tiny_target, torch.ones(128, dtype=torch.int64))
+    save_head(head, tmp_path / "one", target=target_record(tiny_target))
+    prompts, out = settings(tmp_path).prompts, tmp_path / "out"
+    given = ["--prompts", prompts, "--max-new-tokens", "6", "--tree", "chain:2,chain:3", "--out", str(out)]
+    arguments = [str(tmp_path / "one"), "lookup:2", *given, "--repeats", "1"]
+    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
+    assert [row[1:4:2] for row in rows] == [["medusa", "chain:2"], ["lookup", "chain:2"], ["lookup", "chain:3"]]
+    assert json.loads((out / "compare.json").read_text())["exact"]["identical"] == 9
+
+
 def test_heads_are_told_apart_by_name() -> None:
     assert head_names(["/runs/a", "/runs/b/head", "lookup:3"]) == ["a", "b/head", "lookup:3"]
     assert head_names(["x/run", "y/run"]) == ["x/run", "y/run"]

@@ -46,6 +46,15 @@ def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> 
     assert load_recipe(path) == recipe
 
 
+def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(GOOD)
+    recipe = load_recipe(path, ["eval.report.trees=[auto, 'chain:2']"])
+    assert recipe.eval.report.trees == ["auto", "chain:2"]
+    (fault,) = faults(tmp_path, GOOD, "eval.tree=auto")
+    assert "eval.tree: tree 'auto': expected none, chain:K" in fault
+
+
 def test_all_faults_are_told_at_once_with_line_key_and_suggestion(tmp_path: Path) -> None:
     text = GOOD.replace("lr: 1e-4", "lr: fast\n  grad_acum: 2").replace("limit: 10", "limt: 10")
     text = text.replace("depth: 3", "dept: 3").replace("max_steps: 10", "max_steps: 1.5\n  schedule: cosin")
