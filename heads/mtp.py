@@ -6,8 +6,8 @@
 Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
 2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see,
 as `heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored.
-Loss = sum over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP, equation 3, with the target's law p in
-the place of its token), over a draft vocabulary if there is one.
+Loss = sum over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP's weights, with the target's law p in the
+place of its token), over a draft vocabulary if there is one.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
 """
