@@ -21,6 +21,7 @@ from heads.base import TargetEnds
 from heads.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.errors import UserError
 from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
+from heads.mimo import register_mimo
 from heads.quantization import quantize_layers
 
 FINGERPRINT_SAMPLES = 512
@@ -317,6 +318,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of the model at `path`, or a UserError that says what is missing."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
+    register_mimo()
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own

@@ -148,6 +148,8 @@ def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Te
             shared[f"model.layers.{3 + i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
             shared[f"model.layers.{3 + i}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights | native | shared, folder / "model.safetensors", metadata={"format": "pt"})
+    if family == "mimo":
+        change_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"])
     return native
 
 
