@@ -13,6 +13,7 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, TargetEnds
+from heads.registry import build_untrained
 from heads.target import FrozenTarget
 from heads.tree import Proposal, TreeShape, grow, parse_shape
 
@@ -99,6 +100,20 @@ def test_a_round_never_waits_for_the_host(family: str, shape: str, rule: str, ta
                 engine.decoder.round(128)
         assert [getattr(state, f.name).data_ptr() for f in fields(state)] == places
         assert (state.rounds == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("lookup:3", "chain:3"), ("early_exit:2", "chain:3"), ("early_exit:2", "tree:3x3x10")]
+)
+def test_nor_do_drafts_that_need_no_training(name: str, shape: str, target_of: TargetOf) -> None:
+    target = target_of("llama")
+    engine = Engine(target, build_untrained(name, target), shape=parse_shape(shape), batch_size=2, max_length=128)
+    with torch.inference_mode():
+        read_prompts(engine.decoder, {n: Request([5, 6, 7], 40, s, ignore_eos=True) for n, s in enumerate(SAMPLINGS)})
+        with NoWaiting():  # type: ignore[no-untyped-call]
+            for _ in range(3):
+                engine.decoder.round(128)
+        assert (engine.decoder.state.rounds == 3).all()
 
 
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
