@@ -155,17 +155,30 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
     return HeadLoss(own.loss + last.loss, torch.cat([own.sums, last.sums]), metrics)
 
 
-def make_adapter(target: FrozenTarget, settings: Adapter, head: DraftHead, seed: int) -> TargetAdapter:
-    """Put an adapter into the target, which changes nothing until it is trained. UserError where it cannot bear one."""
+def check_adapter(target: FrozenTarget, settings: Adapter, head: DraftHead) -> None:
+    """Refuse an adapter that the target or the head cannot bear, before time is spent on data."""
     if head.taps:
         raise UserError(
             "target.adapter: the head reads taps of the target, only heads on its last hidden state are trained with "
             "an adapter; use head.kind medusa"
         )
     if target.quantize:
-        raise UserError(
-            f"target.adapter: needs the target's whole weights; leave target.quantize={target.quantize} out"
-        )
+        raise UserError(f"target.adapter: needs whole weights; leave target.quantize={target.quantize} out")
+    linear = {path: module for path, module in target.model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    names = sorted({path.split(".")[-1] for path, module in linear.items() if module is not target.head})
+    for name in settings.modules or [""]:
+        matched = [path for path in linear if path == name or path.endswith(f".{name}" if name else "")]
+        if any(linear[path] is target.head for path in matched) and name:
+            raise UserError(f"target.adapter.modules: {name}: the output head stays as it is; leave it out")
+        if not matched:
+            raise UserError(
+                f"target.adapter.modules: {name or 'null'} matches no linear layer of {target.name}; it has "
+                f"{', '.join(names) or 'none'}"
+            )
+
+
+def make_adapter(target: FrozenTarget, settings: Adapter, seed: int) -> TargetAdapter:
+    """Put an adapter into the target, which changes nothing until it is trained."""
     torch.manual_seed(seed)
     return TargetAdapter(target, settings)
 
@@ -174,13 +187,6 @@ def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:
     """The model as peft wraps it; its layers are changed in place."""
     from peft import LoraConfig, get_peft_model
 
-    modules = dict(target.model.named_modules())
-    for name in settings.modules or ():
-        matched = [modules[path] for path in modules if path == name or path.endswith(f".{name}")]
-        if any(module is target.head for module in matched):
-            raise UserError(f"target.adapter.modules: {name}: the output head stays as it is; leave it out")
-        if not all(isinstance(module, (nn.Linear, Conv1D)) for module in matched):
-            raise UserError(f"target.adapter.modules: {name}: {type(matched[0]).__name__}, expected linear layers")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -188,14 +194,6 @@ def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:
         target_modules=settings.modules or "all-linear",
         task_type="CAUSAL_LM",
     )
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
-            return get_peft_model(target.model, config)
-    except ValueError as error:
-        linear = [path for path, module in modules.items() if isinstance(module, (nn.Linear, Conv1D))]
-        names = sorted({path.split(".")[-1] for path in linear if modules[path] is not target.head})
-        raise UserError(
-            f"target.adapter.modules: {settings.modules} match no layer of {target.name} that can be adapted; "
-            f"it has {', '.join(names) or 'no linear layers'}"
-        ) from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
+        return get_peft_model(target.model, config)

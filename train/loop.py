@@ -16,7 +16,7 @@ from eval.runtime.engine import Request
 from heads.checkpoint import save_head, target_record
 from heads.draft import Draft
 from heads.errors import UserError
-from train.adapter import Joint, make_adapter
+from train.adapter import Joint, check_adapter, make_adapter
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -96,19 +96,20 @@ class Training:
         self.requests: Sequence[Request] = load_requests(
             recipe.eval, run.ground.tokenizer, self.target.context_length, nodes
         )
-        adapter = None
         if recipe.target.adapter is not None:
             if run.accelerator.distributed_type in SHARDED:
                 raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
-            adapter = make_adapter(self.target, recipe.target.adapter, drafts, recipe.train.seed)
+            check_adapter(self.target, recipe.target.adapter, drafts)
         mixture = load_data(run.accelerator, recipe, run.ground, run.folder, run.tracker)
         head = make_head(recipe, run.ground, mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
         add_adapters(head)
         self.samples = load_samples(recipe, run.ground, mixture, run.folder)
-        self.head, self.adapter = head, adapter
-        trained = head if adapter is None else Joint(head, adapter)
+        self.head, self.adapter, trained = head, None, head
+        if recipe.target.adapter is not None:
+            self.adapter = make_adapter(self.target, recipe.target.adapter, recipe.train.seed)
+            trained = Joint(head, self.adapter)
         self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
         check_supervision(self.stepper.head, mixture)
         self.state = RunState(

@@ -20,6 +20,7 @@ from eval.command import fitting_head
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
+from heads.native.architectures import why_not_native
 from heads.registry import build_head
 from heads.target import FrozenTarget, load_target
 from train.adapter import Joint, make_adapter
@@ -53,7 +54,7 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 def make_joint(target: FrozenTarget, **changes: Any) -> Joint:
     torch.manual_seed(0)
     head = build_head("medusa", {"depth": 2}, target, torch.ones(128, dtype=torch.int64))
-    adapter = make_adapter(target, Adapter(**{"first_step": 1, "rank": 4, "dropout": 0.0, **changes}), head, seed=0)
+    adapter = make_adapter(target, Adapter(**{"first_step": 1, "rank": 4, "dropout": 0.0, **changes}), seed=0)
     return Joint(head, adapter)
 
 
@@ -86,6 +87,7 @@ def test_a_new_adapter_changes_nothing_and_off_it_never_does(target: FrozenTarge
         assert not torch.allclose(target.model(input_ids=ids).logits, before, atol=0.1)
         with joint.adapter.off():
             assert torch.equal(target.model(input_ids=ids).logits, before)
+    assert "has an adapter" in str(why_not_native(target))  # or the runtime would pass it over
     assert all(parameter.requires_grad for parameter in joint.adapter.matrices.values())
     frozen = [name for name, p in target.model.named_parameters() if "lora" not in name and p.requires_grad]
     assert not frozen
@@ -231,9 +233,9 @@ def test_a_head_for_an_adapted_target_is_refused_elsewhere(
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"modules": ["no_proj"]}, "target.adapter.modules: ['no_proj'] match no layer"),
+        ({"modules": ["no_proj"]}, "target.adapter.modules: no_proj matches no linear layer of"),
         ({"modules": ["lm_head"]}, "the output head stays as it is"),
-        ({"modules": ["embed_tokens"]}, "embed_tokens"),
+        ({"modules": ["q_proj", "embed_tokens"]}, "embed_tokens matches no linear layer"),
         ({"first_step": 6}, "target.adapter.first_step: expected less than train.max_steps (6)"),
         ({"ranks": 2}, "target.adapter.ranks: unknown key; did you mean 'rank'?"),
     ],
