@@ -1,6 +1,7 @@
 """The settings of a `draft` head."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from heads.errors import UserError
@@ -63,8 +64,7 @@ class DraftConfig:
     def divergence(self) -> Divergence:
         """What the rows' loss is."""
         if self.beta is not None:
-            beta = self.beta
-            return lambda logq, p, logp: jsd(logq, p, logp, beta=beta)
+            return partial(jsd, beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
 
 

@@ -10,77 +10,120 @@ Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vo
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.linalg import vecdot
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
 LEAST_ROWS = 128
 """Rows of a chunk whatever the vocabulary: with fewer, adding to the output head's gradient takes most of the time."""
+SPAN = 128
+"""Neighbouring logits among which `likeliest` looks for the place of the maximum."""
 
 
-Divergence = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(log q, p, log p), each (C, Vd) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd).
+class Law:
+    """The laws of C rows over the draft vocabulary, softmax of their logits; what only some losses ask is made once."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits  # (C, Vd), at least float32
+        self.probs = logits.softmax(-1)
+        # The log-sum-exp by way of the likeliest token, whose probability is at least 1 / Vd: a tenth of the time.
+        self.lse = logits.amax(-1) - self.probs.amax(-1).log_()  # (C,)
+
+    @cached_property
+    def best(self) -> Tensor:
+        """(C,) int64, the likeliest token; the lowest on ties."""
+        return likeliest(self.logits)
+
+    @cached_property
+    def logs(self) -> Tensor:
+        """(C, Vd) log-probabilities."""
+        return self.logits - self.lse[:, None]
+
+    @cached_property
+    def negative_entropy(self) -> Tensor:
+        """(C,) the sum of p log p."""
+        total: Tensor = vecdot(self.probs, self.logits)
+        return total - self.lse
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """argmax of each row (C, n), the lowest on ties.
+
+    In two stages: a CPU finds a maximum many times faster than its place."""
+    if logits.shape[-1] % SPAN:
+        return logits.argmax(-1)
+    spans = logits.unflatten(-1, (-1, SPAN))  # (C, n / SPAN, SPAN)
+    span = spans.amax(-1).argmax(-1, keepdim=True)  # (C, 1)
+    inside = spans.gather(1, span[..., None].expand(-1, 1, SPAN))[:, 0].argmax(-1)
+    best: Tensor = span[:, 0] * SPAN + inside
+    return best
+
+
+Divergence = Callable[[Law, Law], tuple[Tensor, Tensor]]
+"""(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
+of its own.
 
 Written out, because a step spends much of its time here: through q = softmax(z), a gradient g in q becomes
-q * (g - sum q g)."""
+q * (g - sum q g). Each pass over (C, Vd) counts, exp and log above all."""
 
 
-def kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def kl(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which no gradient sees."""
-    return (p * (logp - logq)).sum(-1), logq.exp().sub_(p)
+    return p.negative_entropy - vecdot(p.probs, q.logits) + q.lse, q.probs - p.probs
 
 
-def cross_entropy(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """-log q of the target's likeliest token."""
-    best = p.argmax(-1, keepdim=True)
-    grad = logq.exp()
-    return -logq.gather(-1, best)[..., 0], grad.scatter_add_(-1, best, torch.full_like(grad[..., :1], -1.0))
+    best = p.best[:, None]
+    value = q.lse - q.logits.gather(-1, best)[:, 0]
+    return value, q.probs.scatter_add(-1, best, torch.full_like(q.probs[:, :1], -1.0))
 
 
-def reverse_kl(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def reverse_kl(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """KL(q || p); p is kept from zero, where the divergence would be infinite."""
-    q, ratio = logq.exp(), logq - logp.clamp_min(-23.0)
-    value = (q * ratio).sum(-1)
-    return value, q * (ratio - value[..., None])
+    ratio = q.logs - p.logs.clamp_min(-23.0)
+    value = vecdot(q.probs, ratio)
+    return value, ratio.sub_(value[:, None]).mul_(q.probs)
 
 
-def total_variation(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def total_variation(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
-    q = logq.exp()
-    below = (q < p).to(q.dtype)
-    held = q * below
-    return 1 - torch.minimum(q, p).sum(-1), q * held.sum(-1, keepdim=True) - held
+    below = (q.probs < p.probs).to(q.probs.dtype)
+    held = below.mul_(q.probs)
+    return 1 - torch.minimum(q.probs, p.probs).sum(-1), (q.probs * held.sum(-1, keepdim=True)).sub_(held)
 
 
-def negative_log_acceptance(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def negative_log_acceptance(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """-log sum min(p, q): the same optimum as total variation, without its vanishing gradient (arXiv 2602.23881)."""
-    distance, grad = total_variation(logq, p, logp)
+    distance, grad = total_variation(q, p)
     acceptance = (1 - distance).clamp_min(1e-5)
-    return -acceptance.log(), grad / acceptance[..., None]
+    return -acceptance.log(), grad.div_(acceptance[:, None])
 
 
-def jsd(logq: Tensor, p: Tensor, logp: Tensor, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+def jsd(q: Law, p: Law, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
     2306.13649, section 2): divided by beta, close to KL(p || q) for a small one; by 1 - beta, to KL(q || p) for a
     large."""
-    logm = torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
-    q, ratio = logq.exp(), logq - logm
-    reverse = (q * ratio).sum(-1)  # KL(q || m)
-    value = beta * (p * (logp - logm)).sum(-1) + (1 - beta) * reverse
-    return value, (1 - beta) * q * (ratio - reverse[..., None])
+    logm = torch.logaddexp(p.logs + math.log(beta), q.logs + math.log1p(-beta))
+    ratio = q.logs - logm
+    reverse = vecdot(q.probs, ratio)  # KL(q || m)
+    value = beta * vecdot(p.probs, p.logs - logm) + (1 - beta) * reverse
+    return value, ratio.sub_(reverse[:, None]).mul_(q.probs).mul_(1 - beta)
 
 
-def kl_tv(logq: Tensor, p: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
+def kl_tv(q: Law, p: Law) -> tuple[Tensor, Tensor]:
     """w KL(p || q) + (1 - w) TV(p, q), w = exp(-3 acceptance) held fixed: KL leads while the laws share little, and
     total variation once they share much (arXiv 2602.23881)."""
-    distance, pull = total_variation(logq, p, logp)
-    divergence, grad = kl(logq, p, logp)
+    distance, pull = total_variation(q, p)
+    divergence, grad = kl(q, p)
     w = (-3 * (1 - distance)).exp()
-    return w * divergence + (1 - w) * distance, grad.mul_(w[..., None]) + (1 - w[..., None]) * pull
+    return w * divergence + (1 - w) * distance, grad.mul_(w[:, None]).add_(pull.mul_((1 - w)[:, None]))
 
 
 LOSSES: dict[str, Divergence] = {
@@ -149,46 +192,43 @@ class _DraftLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
-        start = 0
         with torch.autocast(states.device.type, enabled=False):
-            while start < R:
-                if chunk is None:
-                    width = target_logits(hidden[:1]).shape[-1]
-                    chunk = max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
-                part = slice(start, start + chunk)
-                start += chunk
+            width = target_logits(hidden[:1]).shape[-1]
+            places = _places(kept, width)
+            C = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
+            for start in range(0, R, C):
+                part = slice(start, start + C)
                 logits = target_logits(hidden[part]).to(wide)  # (C, V)
-                best = logits.argmax(-1)
-                mass = logits.logsumexp(-1)  # over the whole vocabulary
-                logits = logits[:, kept]  # (C, Vd)
-                inside = kept[logits.argmax(-1)] == best
-                logp = logits.log_softmax(-1)
-                p = logp.exp()
-                # What the draft vocabulary leaves out cannot be accepted: the target's law over the whole vocabulary.
-                whole = p * (logits.logsumexp(-1) - mass).exp_()[:, None]
+                whole = Law(logits)
+                place = places[whole.best]  # (C,) where the draft vocabulary holds the likeliest token, -1 if nowhere
+                p, acceptable = whole, whole.probs
+                if len(kept) < width:
+                    p = Law(logits.index_select(1, kept))
+                    # What the draft vocabulary leaves out cannot be accepted: the target's law over the whole one.
+                    acceptable = p.probs * (p.lse - whole.lse).exp_()[:, None]  # (C, Vd)
                 for k in range(K):
-                    state = states[k, part]
-                    live = valid[k, part]
+                    state, live = states[k, part], valid[k, part]
                     z = (state @ matrix.T).to(wide)  # (C, Vd)
                     if soft_cap is not None:
                         bend = torch.tanh(z / soft_cap)
                         z = bend * soft_cap
-                    logq = z.log_softmax(-1)
-                    value, grad = divergence(logq, p, logp)
+                    q = Law(z)
+                    value, grad = divergence(q, p)
                     if soft_cap is not None:
                         grad = grad * (1 - bend * bend)
-                    counted = live & inside
-                    grad = (grad.mul_((counted * scale[k])[:, None])).to(states.dtype)
-                    grad_states[k, part] = grad @ matrix
+                    grad = grad.to(states.dtype)
+                    counted = live & (place >= 0)
+                    rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales what is D wide, not Vd
+                    grad_states[k, part] = (grad @ matrix) * rows
                     if grad_weight is None:
                         pass
                     elif grad.dtype == wide:
-                        grad_weight.addmm_(grad.T, state)  # in place: the matrix is large and the chunks are many
+                        grad_weight.addmm_(grad.T, state * rows)  # in place: the matrix is large, the chunks many
                     else:
-                        grad_weight += grad.T @ state
-                    sums[k] += (value * counted).sum()
-                    correct[k, part] = (kept[logq.argmax(-1)] == best) & live
-                    overlap[k] += (torch.minimum(logq.exp_(), whole).sum(-1) * live).sum()
+                        grad_weight += grad.T @ (state * rows)
+                    sums[k] += vecdot(value, counted.to(wide))
+                    correct[k, part] = (q.best == place) & live
+                    overlap[k] += vecdot(torch.minimum(q.probs, acceptable).sum(-1), live.to(wide))
         ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap
@@ -199,3 +239,10 @@ class _DraftLoss(torch.autograd.Function):
         grad_states, grad_weight = ctx.saved_tensors
         by_weight = None if grad_weight is None else grad_weight * grads[0]
         return grad_states * grads[0], by_weight, *[None] * 8
+
+
+def _places(kept: Tensor, width: int) -> Tensor:
+    """(V,) int64: the place of each target id in the draft vocabulary, -1 where it has none."""
+    places = kept.new_full((width,), -1)
+    places[kept] = torch.arange(len(kept), device=kept.device)
+    return places

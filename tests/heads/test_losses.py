@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.losses import LOSSES, draft_loss, jsd
+from heads.losses import LOSSES, SPAN, Law, draft_loss, jsd, likeliest
 
 K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
 
@@ -88,7 +88,7 @@ def test_every_loss_has_its_reference() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_losses_vanish_where_the_laws_agree(loss: str) -> None:
     p = torch.softmax(torch.randn(4, 9, dtype=torch.float64), -1)
-    value, grad = LOSSES[loss](p.log(), p.clone(), p.log())
+    value, grad = LOSSES[loss](Law(p.log()), Law(p.log()))
     if loss == "cross_entropy":
         torch.testing.assert_close(value, -p.amax(-1).log())
     else:
@@ -115,11 +115,9 @@ def test_jsd_at_every_beta(beta: float) -> None:
 
 def test_jsd_nears_both_divergences() -> None:
     """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
-    p, q = torch.softmax(torch.randn(2, 6, 9, dtype=torch.float64), -1)
-    forward, _ = jsd(q.log(), p, p.log(), beta=1e-7)
-    reverse, _ = jsd(q.log(), p, p.log(), beta=1 - 1e-7)
-    torch.testing.assert_close(forward / 1e-7, LOSSES["kl"](q.log(), p, p.log())[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(reverse / 1e-7, LOSSES["reverse_kl"](q.log(), p, p.log())[0], rtol=1e-5, atol=1e-5)
+    q, p = (Law(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))
+    for beta, loss in ((1e-7, "kl"), (1 - 1e-7, "reverse_kl")):
+        torch.testing.assert_close(jsd(q, p, beta=beta)[0] / 1e-7, LOSSES[loss](q, p)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -145,9 +143,9 @@ def test_the_written_gradients_by_finite_differences(loss: str) -> None:
     p = torch.softmax(1.5 * torch.randn(2, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64), -1)
 
     def value(z: Tensor) -> Tensor:
-        return LOSSES[loss](z.log_softmax(-1), p, p.log())[0].sum()
+        return LOSSES[loss](Law(z), Law(p.log()))[0].sum()
 
-    _, grad = LOSSES[loss](z.log_softmax(-1), p, p.log())
+    _, grad = LOSSES[loss](Law(z), Law(p.log()))
     for i, j in ((0, 0), (0, 3), (1, 5), (1, 6)):
         nudge = torch.zeros_like(z)
         nudge[i, j] = 1e-6
@@ -160,8 +158,16 @@ def test_laws_that_share_nothing_stay_finite(loss: str) -> None:
     """In float32, where probabilities underflow to zero on both sides."""
     z = torch.tensor([[200.0, -200.0, 0.0]])
     logp = torch.tensor([[-200.0, 200.0, 0.0]]).log_softmax(-1)
-    value, grad = LOSSES[loss](z.log_softmax(-1), logp.exp(), logp)
+    value, grad = LOSSES[loss](Law(z), Law(logp))
     assert value.isfinite().all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("width", [3 * SPAN, 3 * SPAN + 1])
+def test_the_likeliest_is_the_lowest_on_ties(width: int) -> None:
+    few = torch.randint(5, (40, width), generator=torch.Generator().manual_seed(1)).float()
+    assert likeliest(few).tolist() == [row.index(max(row)) for row in few.tolist()]
+    distinct = torch.stack([torch.randperm(width) for _ in range(20)]).float()
+    assert torch.equal(likeliest(distinct), distinct.argmax(-1))
 
 
 def test_correct_and_overlap_by_hand() -> None:
