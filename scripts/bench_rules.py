@@ -36,7 +36,7 @@ from eval.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
 from eval.results import environment, target_facts, write_results
 from eval.runtime.accept import Acceptance
 from eval.runtime.engine import Engine, Request
-from eval.runtime.rejection import block, ratio
+from eval.runtime.rejection import block, expected_tokens, ratio
 from eval.runtime.rules import RULES, Rejection, check_rule
 from eval.runtime.sampling import Sampling
 from eval.wording import number, with_interval
@@ -84,11 +84,9 @@ class OnOneDraft(Rejection):
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         q = self.draws.law(consulted.shape[2])
-        one = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds[:, 1:].double()
-        whole = block(consulted, q, proposal.tokens).odds[:, 1:].double()
-        # ratio accepts at least k where the first k tests pass; block where any from the k-th on does.
-        none_from = (1 - whole).flip(1).cumprod(1)
-        self.expected.append((1 + one.cumprod(1).sum(1), 1 + (1 - none_from).sum(1)))
+        single = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds
+        whole = block(consulted, q, proposal.tokens).odds
+        self.expected.append((expected_tokens(single, whole=False), expected_tokens(whole, whole=True)))
         return super().accept(proposal, consulted, positions, above)
 
 

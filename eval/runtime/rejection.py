@@ -113,6 +113,17 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
     return Verdict(odds[..., 0], torch.cat([rest, p[:, -1:]], dim=1))
 
 
+def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
+    """Tokens that a chain of these odds (B, K + 1) gives on average, the last one included: (B,).
+
+    It is one more than the sum over k of the probability that at least k are accepted: for `ratio` that the first k
+    tests pass, for `block` (`whole`) that one from the k-th on does.
+    """
+    tests = odds[:, 1:]
+    reached = 1 - (1 - tests).flip(1).cumprod(1) if whole else tests.cumprod(1)
+    return 1 + reached.sum(1)
+
+
 def quotient(p: Tensor, q: Tensor) -> Tensor:
     """p / q; 0 where q is 0, which no drawn token has."""
     return torch.where(q > 0, p / q, 0.0)

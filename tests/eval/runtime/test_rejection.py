@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import match
-from eval.runtime.rejection import Verdict, ratio
+from eval.runtime.rejection import Verdict, expected_tokens, ratio
 from eval.runtime.rules import RULES, Rejection
 from eval.runtime.sampling import RowSampling
 from heads.tree import Proposal, TreeShape, ancestors, parse_shape, static_shape
@@ -160,6 +160,21 @@ def test_block_emits_no_fewer_tokens_than_ratio_in_expectation(toy: Any, every_d
         gains.append(tokens[0] / tokens[1])
     assert min(gains) > 1 - EXACT
     assert sum(gains) / len(gains) > 1.02
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str, toy: Any, every_draw: Any) -> None:
+    laws = toy(3, 4, 6)
+    expected = []
+
+    def watch(judging: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
+        verdict = Rejection.weigh(judging, proposal, p)
+        draws: Any = judging.draws
+        expected.append(float((draws.weight * expected_tokens(verdict.odds, whole=rule == "block")).sum()))
+        return verdict
+
+    _, tokens = outcome(laws, every_draw, CHAIN, rule, judge=watch)
+    assert expected == [pytest.approx(tokens)]
 
 
 def test_without_replacement_more_is_accepted_than_with(toy: Any, every_draw: Any) -> None:
