@@ -14,6 +14,7 @@ from heads.encoder_decoder import cache_layers
 from heads.errors import UserError
 from heads.native.architectures import native_decoder, why_not_native
 from heads.native.decoder import NativeDecoder
+from heads.native.dense import PackedCache
 from heads.native.slots import SlotCache
 from heads.target import Features, FrozenTarget
 from heads.tree import Proposal, ancestors
@@ -31,7 +32,7 @@ logger = logging.getLogger("draftsmith")
 class TargetStep:
     """The frozen target with the caches of one batch."""
 
-    cache: RowCache | SlotCache
+    cache: RowCache | SlotCache | PackedCache
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class TargetStep:
         decoder: NativeDecoder | None = None,
     ) -> None:
         """`decoder`: the target's native one; None takes its Hugging Face model."""
-        self.target, self.taps, self.decoder = target, taps, decoder
+        self.target, self.taps, self.decoder, self.batch_size = target, taps, decoder, batch_size
         self.capacity = round_up(capacity)
         device = target.device
         if decoder is None:
@@ -103,7 +104,8 @@ class TargetStep:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
-        return self.target.ends.logits(hidden)
+        logits = None if self.decoder is None else self.decoder.logits(hidden)
+        return self.target.ends.logits(hidden) if logits is None else logits
 
     def compact(self, length: Tensor, path: Tensor) -> None:
         """Move the accepted nodes, `path` (B, K + 1), to the slots they will keep: the first after `length`, in
@@ -113,7 +115,7 @@ class TargetStep:
 
     def _features(self, tokens: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor) -> Features:
         if self.decoder is not None:
-            assert isinstance(self.cache, SlotCache)
+            assert not isinstance(self.cache, RowCache)
             return self.decoder.features(
                 tokens,
                 positions=positions,
@@ -183,7 +185,7 @@ def probe(step: TargetStep) -> None:
     prompt, nodes = ids[:P], ids[P:]
     parents = torch.tensor([[0, 0, 0, 1, 2]], device=device)  # a root, two children, a child of each
     depths = torch.tensor([[0, 1, 1, 2, 2]], device=device)
-    B = len(step.cache.row_starts)
+    B = step.batch_size
     for row in range(B):
         step.prefill(row, prompt[None], 0)
     proposal = Proposal(nodes.expand(B, -1), parents.expand(B, -1), depths.expand(B, -1), torch.zeros(B, 5))

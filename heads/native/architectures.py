@@ -1,15 +1,18 @@
 """Which architectures have a native decoder, and how it is read from the Hugging Face model."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from heads.families import OutputHead
 from heads.native.attention import GroupedAttention, LatentAttention
 from heads.native.decoder import Layer, NativeDecoder
+from heads.native.dense import KernelLayer, kernel_layer
 from heads.native.feedforward import Experts, GatedMLP, Router, grouped_router, softmax_router
-from heads.native.linear import Norm
+from heads.native.linear import Norm, Product
 from heads.target import FrozenTarget
 
 GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
@@ -67,13 +70,27 @@ def read_decoder(target: FrozenTarget) -> NativeDecoder:
     """Take the weights of a model of a known architecture."""
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
+    layers = [_read_layer(layer, kind, target) for layer, kind in zip(base.layers, kinds, strict=True)]
+    ends = target.ends.logits
+    plain = type(target.head) is nn.Linear and isinstance(ends, OutputHead) and (ends.scale, ends.soft_cap) == (1, None)
     return NativeDecoder(
         config=target.config,
         embedding=base.embed_tokens.weight.detach(),
-        layers=[_read_layer(layer, kind, target) for layer, kind in zip(base.layers, kinds, strict=True)],
+        layers=layers,
         norm=Norm(base.norm),
         rotary=base.rotary_emb,
+        output=Product(target.head) if plain else None,
+        kernel_layers=_kernel_layers(layers),
     )
+
+
+def _kernel_layers(layers: Sequence[Layer]) -> list[KernelLayer] | None:
+    made = []
+    for layer in layers:
+        if not (isinstance(layer.attention, GroupedAttention) and isinstance(layer.feedforward, GatedMLP)):
+            return None
+        made.append(kernel_layer(layer.attention, layer.feedforward, layer.attention_norm, layer.feedforward_norm))
+    return [layer for layer in made if layer is not None] if all(made) else None
 
 
 def _read_layer(layer: Any, kind: str, target: FrozenTarget) -> Layer:

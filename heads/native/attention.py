@@ -46,6 +46,7 @@ class GroupedAttention:
         self.qkv = Product(module.q_proj, module.k_proj, module.v_proj)
         self.out = Product(module.o_proj)
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
+        self.head_eps = 0.0
         if hasattr(module, "q_norm"):
             norms = Norm(module.q_norm), Norm(module.k_norm)
             self.head_norm = torch.cat(
@@ -58,8 +59,8 @@ class GroupedAttention:
         """W."""
         return 2 * self.num_key_heads * self.d
 
-    def __call__(self, x: Tensor, step: Step, layer: int) -> Tensor:
-        """(R, D) normed states -> (R, D) to be added to the residual stream."""
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
         H, Hkv, d = self.num_heads, self.num_key_heads, self.d
         fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
         heads = fused.view(-1, H + 2 * Hkv, d)
@@ -68,7 +69,7 @@ class GroupedAttention:
             torch.mul(unit(turned, self.head_eps), self.head_norm, out=turned)
         rotate_(turned, step.turn)
         shown = step.cache.write(layer, fused[:, H * d :])  # (B, E, W)
-        return self.out(self.attend(heads[:, :H], shown, step))
+        return self.out(self.attend(heads[:, :H], shown, step), residual)
 
     def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
         """q (R, H, d), shown (B, E, W) -> (R, H * d)."""
@@ -119,8 +120,8 @@ class LatentAttention:
         """W."""
         return self.C + self.P
 
-    def __call__(self, x: Tensor, step: Step, layer: int) -> Tensor:
-        """(R, D) normed states -> (R, D) to be added to the residual stream."""
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
         B, H, C, P = step.batch_size, self.num_heads, self.C, self.P
         fused = self.inputs(x)
         q, latent = fused[:, : -C - P], fused[:, -C - P :]
@@ -138,7 +139,7 @@ class LatentAttention:
         wide = torch.promote_types(scores.dtype, torch.float32)
         mixed = torch.bmm(scores.softmax(-1, dtype=wide).to(x.dtype), shown[..., :C])  # (B, N * H, C)
         values = torch.bmm(mixed.view(-1, H, C).transpose(0, 1), self.to_value)  # (H, R, v)
-        return self.out(values.transpose(0, 1).flatten(1))
+        return self.out(values.transpose(0, 1).flatten(1), residual)
 
 
 def rotate_(heads: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from heads.families import attention_masks
 from heads.native.attention import GroupedAttention, LatentAttention, Step
+from heads.native.dense import KernelLayer, PackedCache, run_layers
 from heads.native.feedforward import Experts, GatedMLP
-from heads.native.linear import Norm
+from heads.native.linear import Norm, Product
 from heads.native.slots import SlotCache
 from heads.target import Features
 
@@ -41,9 +42,15 @@ class NativeDecoder:
     norm: Norm
     rotary: Any
     """The model's own module of rotary positions, with whatever scaling it has."""
+    output: Product | None
+    """The output head, where it is a plain product."""
+    kernel_layers: list[KernelLayer] | None
+    """The layers once more, for the CPU kernels, where they know how."""
 
-    def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache:
-        """A cache for `batch_size` rows of at most `capacity` tokens."""
+    def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache | PackedCache:
+        """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
+        if self.kernel_layers is not None:
+            return PackedCache(self.kernel_layers, batch_size=batch_size, capacity=capacity)
         return SlotCache(
             num_layers=len(self.layers),
             batch_size=batch_size,
@@ -71,27 +78,37 @@ class NativeDecoder:
         positions: Tensor,
         visible: Tensor,
         key_positions: Tensor,
-        cache: SlotCache,
+        cache: SlotCache | PackedCache,
         turns: tuple[Tensor, Tensor],
         taps: Sequence[int] = (),
     ) -> Features:
         """One pass over tokens (B, N), whose slots `cache` was aimed at; the other arguments as in
         `FrozenTarget.features`, and `turns` of all positions there are."""
         B, N = tokens.shape
-        place = positions.flatten()
         masks = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
-        kinds = {layer.attention.kind for layer in self.layers}
-        step = Step(
-            cache=cache,
-            batch_size=B,
-            turn=(turns[0].index_select(0, place), turns[1].index_select(0, place)),
-            masks=masks if isinstance(masks, dict) else dict.fromkeys(kinds, masks),
-        )
+        if not isinstance(masks, dict):
+            masks = dict.fromkeys({layer.attention.kind for layer in self.layers}, masks)
         x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
-        streams = [x]
-        for i, layer in enumerate(self.layers):
-            x = x + layer.attention(layer.attention_norm(x), step, i)
-            x = x + layer.feedforward(layer.feedforward_norm(x))
-            streams.append(x)
-        tapped = torch.cat([streams[k] for k in taps], dim=-1) if taps else x[:, :0]
+        if isinstance(cache, PackedCache):
+            assert self.kernel_layers is not None
+            streams = run_layers(self.kernel_layers, x, cache, positions=positions, turns=turns, masks=masks, taps=taps)
+        else:
+            place = positions.flatten()
+            turn = turns[0].index_select(0, place), turns[1].index_select(0, place)
+            step = Step(cache=cache, batch_size=B, turn=turn, masks=masks)
+            streams = []
+            for i, layer in enumerate(self.layers):
+                streams.append(x)
+                x = layer.attention(layer.attention_norm(x), x, step, i)
+                x = layer.feedforward(layer.feedforward_norm(x), x)
+            streams = [[*streams, x][k] for k in taps]
+        tapped = torch.cat(streams, dim=-1) if taps else x[:, :0]
         return Features(tapped.view(B, N, -1), self.norm(x).view(B, N, -1))
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider; None where the output head
+        is more than a product."""
+        if self.output is None:
+            return None
+        logits: Tensor = self.output(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

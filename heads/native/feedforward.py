@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear, silu
+from transformers.activations import ACT2FN
 
 from heads.native.linear import Product
 
@@ -20,8 +21,8 @@ STATIC_ROWS = 64
 
 
 def activation(module: Any) -> Activation:
-    """The module's own; SiLU in the plainest form."""
-    return silu if isinstance(module.act_fn, nn.SiLU) or module.act_fn is silu else module.act_fn
+    """The module's own; SiLU, which the kernels know, by one name."""
+    return silu if isinstance(module.act_fn, type(ACT2FN["silu"])) else module.act_fn
 
 
 class GatedMLP:
@@ -31,10 +32,10 @@ class GatedMLP:
         self.gate_up, self.down = Product(module.gate_proj, module.up_proj), Product(module.down_proj)
         self.activation = activation(module)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(R, D) -> (R, D)."""
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.activation(gate).mul_(up), residual)
 
 
 class Experts:
@@ -47,11 +48,12 @@ class Experts:
         self.activation = activation(module.experts)
         self.shared = GatedMLP(module.shared_experts) if hasattr(module, "shared_experts") else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(R, D) -> (R, D)."""
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
         weights, ids = self.router(x)
-        out = self.visit(x, ids, weights)
-        return out if self.shared is None else out.add_(self.shared(x))
+        if self.shared is not None:
+            residual = self.shared(x, residual)
+        return self.visit(x, ids, weights).add_(residual)
 
     def visit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts' outputs, weighted and summed over each token's own in the order of its list, whatever the other

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
+from heads.native.kernels import MOST_ROWS, load, pack
+
 
 class Product:
     """x W^T + b, for one projection or for several of the same input side by side."""
@@ -23,9 +25,14 @@ class Product:
                 [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(R, K) -> (R, O)."""
-        return linear(x, self.weight, self.bias)
+        self.packed = pack(self.weight, self.bias)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(R, K) -> (R, O), the residual (R, O) added."""
+        if self.packed is not None and len(x) <= MOST_ROWS:
+            return self.packed(x, residual)
+        y = linear(x, self.weight, self.bias)
+        return y if residual is None else y.add_(residual)
 
 
 def fuse(weights: Sequence[Tensor]) -> Tensor:
@@ -44,14 +51,20 @@ class Norm:
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
         self.eps = float(module.variance_epsilon)
+        lean = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        self.library = load() if lean else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        return (
-            unit(x, self.eps) * self.weight
-            if x.dtype == torch.float64
-            else rms_norm(x, self.weight.shape, self.weight, self.eps)
-        )
+        if self.library is not None and x.stride(-1) == 1 and x.dim() == 2:
+            y = x.new_empty(x.shape)
+            self.library.normalise_rows(
+                x.data_ptr(), x.stride(0), self.weight.data_ptr(), self.eps, y.data_ptr(), y.stride(0), *x.shape
+            )
+            return y
+        if x.dtype == torch.float64:
+            return unit(x, self.eps) * self.weight
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def unit(x: Tensor, eps: float) -> Tensor:

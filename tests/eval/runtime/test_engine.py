@@ -17,7 +17,7 @@ HeadType = Callable[..., Any]
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral-window", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"),
     *("deepseek_v3", "gpt_neox", "olmo2", "granite", "cohere2", "gpt_oss", "glm4", "starcoder2", "smollm3", "gpt2"),
-    "falcon",
+    *("falcon", "llama-float32", "qwen3-float32"),
 )
 WARM = Sampling(temperature=0.9, seed=4)
 FILTERED = Sampling(temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, seed=-8)

@@ -89,13 +89,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_target(variant: str, **settings: Any) -> FrozenTarget:
-    """A random target in float64 whose biases, norms and corrections are random too."""
+def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: Any) -> FrozenTarget:
+    """A random target, in float64 unless told otherwise, whose biases, norms and corrections are random too."""
     family = variant.split()[0].rstrip(",")
     config = AutoConfig.for_model(family, **{**BASE, **VARIANTS.get(variant, {}), **settings})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() == 1 and ("bias" in name or "norm" in name):
                 tensor.data += 0.3 * torch.randn_like(tensor)
@@ -112,22 +112,22 @@ def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: 
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
             positions = key[:, span]
-            cache.aim(positions, extent=40, row=row)
-            visible = key[:, None, :40] <= positions[..., None]
+            cache.aim(positions, extent=64, row=row)
+            visible = key[:, None] <= positions[..., None]
             decoder.features(
                 prompt[None, span],
                 positions=positions,
                 visible=visible,
-                key_positions=key[:, :40],
+                key_positions=key,
                 cache=cache,
                 turns=turns,
             )
     length = torch.tensor([[len(prompt)] for prompt in prompts])
     above = ancestors(parents, 4)
     slots, positions = length + key[:, :N], length + above.sum(-1) - 1
-    cache.aim(slots, extent=48)
-    visible = (key[:, :48] < length)[:, None].repeat(1, N, 1).scatter_(2, slots[:, None].expand(B, N, N), above)
-    key_positions = key[:, :48].repeat(B, 1).scatter_(1, slots, positions)
+    cache.aim(slots, extent=64)
+    visible = (key < length)[:, None].repeat(1, N, 1).scatter_(2, slots[:, None].expand(B, N, N), above)
+    key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
     return decoder.features(
         tokens,
         positions=positions,

@@ -1,0 +1,146 @@
+"""Decoder layers and products of few rows on a CPU, in float32: kernels in C, compiled on first use where there is a
+compiler.
+
+A verify step multiplies 2 to 16 rows with every weight of the target. It ought to cost what one row costs, the time to
+read the weights; with torch's operations it costs several times that (`scripts/bench_native.py`).
+
+Letters: R rows, K inputs, O outputs.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-shared", "-fPIC")
+SERIAL_WEIGHTS = 1 << 16
+"""A matrix of fewer weights is not worth waking a second thread for."""
+MOST_ROWS = 64
+"""Products of more rows are arithmetic, where libraries are good."""
+logger = logging.getLogger("draftsmith")
+
+_POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
+
+
+class ProductStruct(ctypes.Structure):
+    """`Product` of kernels.c."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("K", _INT), ("O", _INT))
+
+
+class LayerStruct(ctypes.Structure):
+    """`Layer` of kernels.c."""
+
+    _fields_ = (
+        *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "feedforward_norm", "head_norm")),
+        *((name, _FLOAT) for name in ("attention_eps", "feedforward_eps", "head_eps", "scale")),
+        *((name, _INT) for name in ("H", "Hkv", "d")),
+    )
+
+
+class PassStruct(ctypes.Structure):
+    """`Pass` of kernels.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots", "mask", "scratch")),
+        *((name, _INT) for name in ("B", "first_row", "N", "D", "E", "S", "threads")),
+    )
+
+
+class PackedWeight:
+    """A weight (O, K) and a bias (O,) or None, laid out for the kernels; copies."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.library, block = library, library.block_size()
+        self.O, self.K = weight.shape
+        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self.O % block))
+        self.weight = padded.view(-1, block, self.K).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.struct = ProductStruct(
+            self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), self.K, self.O
+        )
+        self.reference = ctypes.byref(self.struct)
+        self.splits = weight.numel() >= SERIAL_WEIGHTS
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x (R, K), whose rows lie without gaps in themselves -> (R, O), the residual (R, O) added."""
+        assert x.stride(1) == 1 and (residual is None or residual.is_contiguous())
+        y = x.new_empty(len(x), self.O)
+        threads = torch.get_num_threads() if self.splits else 1
+        added = None if residual is None else residual.data_ptr()
+        self.library.multiply(self.reference, x.data_ptr(), x.stride(0), added, y.data_ptr(), len(x), threads)
+        return y
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
+    """The weight laid out for the kernels; None where it is of no use or cannot be had."""
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    library = load()
+    return None if library is None else PackedWeight(library, weight, bias)
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there is no compiler, or where what it made is wrong."""
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None or sys.platform == "win32":
+        logger.info("no C compiler found: decoding on this CPU takes torch's operations, which are slower")
+        return None
+    try:
+        library = ctypes.CDLL(str(build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("the CPU kernels could not be compiled (%s): torch's operations are used", error)
+        return None
+    declare(library)
+    with torch.random.fork_rng(devices=[]):
+        x, weight, bias, residual = torch.randn(7, 300), torch.randn(70, 300), torch.randn(70), torch.randn(7, 70)
+    if not PackedWeight(library, weight, bias)(x, residual).allclose(x @ weight.T + bias + residual, atol=1e-3):
+        logger.warning("the compiled CPU kernels are wrong: torch's operations are used")
+        return None
+    return library
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """The kernels' arguments."""
+    library.multiply.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
+    library.normalise_rows.argtypes = [_POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT, _INT]
+    library.scratch_size.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
+    library.decoder_layer.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER]
+    library.multiply.restype = library.normalise_rows.restype = library.decoder_layer.restype = None
+    library.scratch_size.restype = _INT
+    library.block_size.restype = library.lanes.restype = ctypes.c_int
+
+
+def build(compiler: str) -> Path:
+    """Compile the kernels for this processor into the user's cache, unless they are there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    digest = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS, processor())).encode())
+    path = folder / f"kernels-{digest.hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+            if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
+                subprocess.run(command, capture_output=True, check=True)  # one thread then
+            made.replace(path)
+    return path
+
+
+def processor() -> str:
+    """What `-march=native` depends on: one home folder may serve several machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine
