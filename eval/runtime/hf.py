@@ -14,8 +14,8 @@ from heads.encoder_decoder import cache_layers
 from heads.errors import UserError
 from heads.native.architectures import native_decoder, why_not_native
 from heads.native.decoder import NativeDecoder
-from heads.native.dense import PackedCache
 from heads.native.slots import SlotCache
+from heads.native.stack import PackedCache
 from heads.target import Features, FrozenTarget
 from heads.tree import Proposal, ancestors
 
@@ -78,6 +78,8 @@ class TargetStep:
             self.cache.aim(positions[None], extent=extent, row=row, prompt=True)
         else:
             self.cache.aim(positions[None], extent=extent, row=row)
+        if self.decoder is not None:
+            return self._features(tokens, positions[None], None, None)
         visible = key[None, None] <= positions[None, :, None]
         return self._features(tokens, positions[None], visible, key[None])
 
@@ -90,8 +92,12 @@ class TargetStep:
         B, N = proposal.tokens.shape
         slots = length[:, None] + self.slot[:N]  # (B, N)
         key = self.slot[:extent]
+        visible: Tensor | None
+        key_positions: Tensor | None
         self.cache.aim(slots, extent=extent)
-        if above is None:
+        if above is None and self.decoder is not None:
+            positions, visible, key_positions = slots, None, None
+        elif above is None:
             positions, key_positions = slots, key.expand(B, extent)
             visible = key <= slots[:, :, None]
         else:
@@ -113,7 +119,9 @@ class TargetStep:
         kept = path.shape[1]
         self.cache.compact(length[:, None] + path, length[:, None] + self.slot[:kept])
 
-    def _features(self, tokens: Tensor, positions: Tensor, visible: Tensor, key_positions: Tensor) -> Features:
+    def _features(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None
+    ) -> Features:
         if self.decoder is not None:
             assert not isinstance(self.cache, RowCache)
             return self.decoder.features(
@@ -125,7 +133,7 @@ class TargetStep:
                 turns=self.turns,
                 taps=self.taps,
             )
-        assert isinstance(self.cache, RowCache)
+        assert isinstance(self.cache, RowCache) and visible is not None and key_positions is not None
         return self.target.features(
             tokens,
             positions=positions,

@@ -10,9 +10,9 @@ from torch import nn
 from heads.families import OutputHead
 from heads.native.attention import GroupedAttention, LatentAttention
 from heads.native.decoder import Layer, NativeDecoder
-from heads.native.dense import KernelLayer, kernel_layer
 from heads.native.feedforward import Experts, GatedMLP, Router, grouped_router, softmax_router
 from heads.native.linear import Norm, Product
+from heads.native.stack import KernelStack
 from heads.target import FrozenTarget
 
 GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
@@ -80,17 +80,18 @@ def read_decoder(target: FrozenTarget) -> NativeDecoder:
         norm=Norm(base.norm),
         rotary=base.rotary_emb,
         output=Product(target.head) if plain else None,
-        kernel_layers=_kernel_layers(layers),
+        stack=_stack(layers, getattr(target.config, "sliding_window", None)),
     )
 
 
-def _kernel_layers(layers: Sequence[Layer]) -> list[KernelLayer] | None:
-    made = []
+def _stack(layers: Sequence[Layer], window: int | None) -> KernelStack | None:
+    blocks = []
     for layer in layers:
-        if not (isinstance(layer.attention, GroupedAttention) and isinstance(layer.feedforward, GatedMLP)):
+        attention, feedforward = layer.attention, layer.feedforward
+        if not (isinstance(attention, GroupedAttention) and isinstance(feedforward, GatedMLP)):
             return None
-        made.append(kernel_layer(layer.attention, layer.feedforward, layer.attention_norm, layer.feedforward_norm))
-    return [layer for layer in made if layer is not None] if all(made) else None
+        blocks.append((layer.attention_norm, attention, layer.feedforward_norm, feedforward))
+    return KernelStack.of(blocks, window)
 
 
 def _read_layer(layer: Any, kind: str, target: FrozenTarget) -> Layer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.native.linear import Norm, Product, fuse, unit
+from heads.native.linear import Norm, Product, unit
 from heads.native.slots import SlotCache
 
 
@@ -38,12 +38,13 @@ class Step:
 class GroupedAttention:
     """Grouped-query attention with rotary positions. A slot holds the keys of all heads, then their values."""
 
-    def __init__(self, module: Any, kind: str) -> None:
-        self.kind, self.scale = kind, float(module.scaling)
+    def __init__(self, module: Any, kind: str, *, shared: bool = True) -> None:
+        self.kind = kind
         self.d: int = module.head_dim
+        self.scale = float(getattr(module, "scaling", self.d**-0.5))
         self.num_heads: int = module.q_proj.out_features // self.d
         self.num_key_heads: int = module.k_proj.out_features // self.d
-        self.qkv = Product(module.q_proj, module.k_proj, module.v_proj)
+        self.qkv = Product(module.q_proj, module.k_proj, module.v_proj, shared=shared)
         self.out = Product(module.o_proj)
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
         self.head_eps = 0.0
@@ -110,7 +111,7 @@ class LatentAttention:
             self.q_norm, self.queries = Norm(module.q_a_layernorm), Product(module.q_b_proj)
         self.latent_norm = Norm(module.kv_a_layernorm)
         self.interleaved = interleaved
-        decompress = fuse([module.kv_b_proj.weight]).view(-1, self.nope + module.v_head_dim, self.C)
+        decompress = module.kv_b_proj.weight.detach().view(-1, self.nope + module.v_head_dim, self.C)
         self.to_key, self.to_value = decompress[:, : self.nope], decompress[:, self.nope :].mT
         self.num_heads = len(decompress)
         self.out = Product(module.o_proj)

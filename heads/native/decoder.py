@@ -15,10 +15,10 @@ from torch import Tensor
 
 from heads.families import attention_masks
 from heads.native.attention import GroupedAttention, LatentAttention, Step
-from heads.native.dense import KernelLayer, PackedCache, run_layers
 from heads.native.feedforward import Experts, GatedMLP
 from heads.native.linear import Norm, Product
 from heads.native.slots import SlotCache
+from heads.native.stack import KernelStack, PackedCache
 from heads.target import Features
 
 
@@ -44,13 +44,13 @@ class NativeDecoder:
     """The model's own module of rotary positions, with whatever scaling it has."""
     output: Product | None
     """The output head, where it is a plain product."""
-    kernel_layers: list[KernelLayer] | None
+    stack: KernelStack | None
     """The layers once more, for the CPU kernels, where they know how."""
 
     def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache | PackedCache:
         """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
-        if self.kernel_layers is not None:
-            return PackedCache(self.kernel_layers, batch_size=batch_size, capacity=capacity)
+        if self.stack is not None:
+            return self.stack.new_cache(batch_size=batch_size, capacity=capacity)
         return SlotCache(
             num_layers=len(self.layers),
             batch_size=batch_size,
@@ -76,22 +76,41 @@ class NativeDecoder:
         tokens: Tensor,
         *,
         positions: Tensor,
-        visible: Tensor,
-        key_positions: Tensor,
+        visible: Tensor | None,
+        key_positions: Tensor | None,
         cache: SlotCache | PackedCache,
         turns: tuple[Tensor, Tensor],
         taps: Sequence[int] = (),
     ) -> Features:
         """One pass over tokens (B, N), whose slots `cache` was aimed at; the other arguments as in
-        `FrozenTarget.features`, and `turns` of all positions there are."""
+        `FrozenTarget.features`, and `turns` of all positions there are.
+
+        `visible` and `key_positions` None: slots are positions, and a token sees those up to its own.
+        """
         B, N = tokens.shape
-        masks = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
-        if not isinstance(masks, dict):
-            masks = dict.fromkeys({layer.attention.kind for layer in self.layers}, masks)
         x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
+        if visible is None and not isinstance(cache, PackedCache):
+            key_positions = torch.arange(cache.extent, device=tokens.device).expand(B, -1)
+            visible = key_positions[:, None] <= positions[..., None]
+        masks: dict[str, Tensor] = {}
+        if visible is not None:
+            assert key_positions is not None
+            made = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
+            kinds = {layer.attention.kind for layer in self.layers}
+            masks = made if isinstance(made, dict) else dict.fromkeys(kinds, made)
         if isinstance(cache, PackedCache):
-            assert self.kernel_layers is not None
-            streams = run_layers(self.kernel_layers, x, cache, positions=positions, turns=turns, masks=masks, taps=taps)
+            assert self.stack is not None
+            near = masks.get("sliding_attention")
+            full = masks.get("full_attention", near)
+            tapped = self.stack.run(
+                x,
+                cache,
+                positions=positions,
+                turns=turns,
+                mask=near if full is None else full,
+                near_mask=near,
+                taps=taps,
+            )
         else:
             place = positions.flatten()
             turn = turns[0].index_select(0, place), turns[1].index_select(0, place)
@@ -101,8 +120,7 @@ class NativeDecoder:
                 streams.append(x)
                 x = layer.attention(layer.attention_norm(x), x, step, i)
                 x = layer.feedforward(layer.feedforward_norm(x), x)
-            streams = [[*streams, x][k] for k in taps]
-        tapped = torch.cat(streams, dim=-1) if taps else x[:, :0]
+            tapped = torch.cat([[*streams, x][k] for k in taps], dim=-1) if taps else x[:, :0]
         return Features(tapped.view(B, N, -1), self.norm(x).view(B, N, -1))
 
     def logits(self, hidden: Tensor) -> Tensor | None:

@@ -21,15 +21,17 @@ STATIC_ROWS = 64
 
 
 def activation(module: Any) -> Activation:
-    """The module's own; SiLU, which the kernels know, by one name."""
-    return silu if isinstance(module.act_fn, type(ACT2FN["silu"])) else module.act_fn
+    """The module's own, SiLU where it names none; SiLU, which the kernels know, by one name."""
+    own = getattr(module, "act_fn", silu)
+    return silu if isinstance(own, type(ACT2FN["silu"])) else own
 
 
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, module: Any) -> None:
-        self.gate_up, self.down = Product(module.gate_proj, module.up_proj), Product(module.down_proj)
+    def __init__(self, module: Any, *, shared: bool = True) -> None:
+        self.gate_up = Product(module.gate_proj, module.up_proj, shared=shared)
+        self.down = Product(module.down_proj)
         self.activation = activation(module)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

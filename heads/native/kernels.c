@@ -39,7 +39,7 @@ typedef struct {
     const float *attention_norm, *feedforward_norm; /* (D); the first NULL where the input comes normed */
     const float *head_norm;                         /* (H + Hkv, d) or NULL */
     float attention_eps, feedforward_eps, head_eps, scale;
-    int64_t H, Hkv, d;
+    int64_t H, Hkv, d, window; /* window: 0 for none */
 } Layer;
 
 typedef struct {
@@ -48,7 +48,8 @@ typedef struct {
     const float *cosines, *sines; /* (positions, d), the first half of the sines negative */
     const int64_t *positions;     /* (R) */
     const int64_t *slots;         /* (R), of each batch row */
-    const float *mask;            /* (B, N, E), to be added to scores */
+    const float *mask, *near_mask; /* (B, N, E), to be added to scores, the second in layers with a window; */
+                                   /* NULL: a token sees the slots up to its own, within the window */
     float *scratch;               /* `scratch_size` floats */
     int64_t B, first_row, N, D, E, S, threads;
 } Pass;
@@ -194,26 +195,55 @@ static void turn(float *head, const float *cosine, const float *sine, int d)
     }
 }
 
+/* Score of a hidden slot, before or after scaling: far below all others, and finite. */
+#define HIDDEN (-1e30f)
+
 /* The slots up to the last that any of the N queries sees, in whole blocks. */
-static int extent(const float *mask, int N, int E)
+static int extent(const Pass *p, const float *mask, int b)
 {
+    const int N = p->N, E = p->E;
     int last = 0;
     for (int n = 0; n < N; n++) {
-        int e = E;
-        while (e > last && mask[(size_t)n * E + e - 1] < -1e30f)
-            e--;
+        int e = mask ? E : p->slots[b * N + n] + 1;
+        if (mask)
+            for (const float *row = mask + (size_t)(b * N + n) * E; e > last && row[e - 1] < HIDDEN;)
+                e--;
         last = most(last, e);
     }
-    return most(BLOCK, (last + BLOCK - 1) / BLOCK * BLOCK);
+    return (most(1, last) + BLOCK - 1) / BLOCK * BLOCK;
 }
 
-/* One key head of one batch row: keys (S / BLOCK, d, BLOCK), values (S, d rounded up to LANES). The G * N queries that
- * share it take part in two products; q, scores and out are room for them. */
-static void attend(const Layer *l, const float *qkv, const float *mask, const float *keys, const float *values,
-                   float *q, float *scores, float *out, int head, int N, int E)
+/* Scores of one query into weights of the first `used` slots, those it sees and 0 for all others. */
+static void weigh(float *score, const float *mask, int64_t slot, int64_t window, float scale, int used)
 {
-    const int d = l->d, G = l->H / l->Hkv, rows = N * G, deep = (d + LANES - 1) / LANES * LANES;
-    const int used = extent(mask, N, E);
+    const int from = window && slot >= window ? slot - window + 1 : 0, to = slot;
+    float highest = HIDDEN, sum = 0;
+    if (mask)
+        for (int e = 0; e < used; e++)
+            score[e] = mask[e] < HIDDEN ? HIDDEN : score[e] * scale + mask[e];
+    else
+        for (int e = 0; e < used; e++)
+            score[e] = e < from || e > to ? HIDDEN : score[e] * scale;
+#pragma omp simd reduction(max : highest)
+    for (int e = 0; e < used; e++)
+        highest = score[e] > highest ? score[e] : highest;
+#pragma omp simd reduction(+ : sum)
+    for (int e = 0; e < used; e++) {
+        score[e] = exponential(score[e] - highest);
+        sum += score[e];
+    }
+    for (int e = 0; e < used; e++)
+        score[e] /= sum;
+}
+
+/* One key head of batch row b: keys (S / BLOCK, d, BLOCK), values (S, d rounded up to LANES). The G * N queries that
+ * share it take part in two products; q and scores are room for them. */
+static void attend(const Layer *l, const Pass *p, int b, int head, const float *qkv, const float *keys,
+                   const float *values, float *q, float *scores, float *out)
+{
+    const int d = l->d, G = l->H / l->Hkv, N = p->N, E = p->E, rows = N * G, deep = (d + LANES - 1) / LANES * LANES;
+    const float *mask = l->window ? p->near_mask : p->mask;
+    const int used = extent(p, mask, b);
     for (int row = 0; row < rows; row++)
         memcpy(q + row * d, qkv + (size_t)(row / G) * l->qkv.O + (head * G + row % G) * d, d * sizeof(float));
     for (int e = 0; e < used; e += BLOCK) {
@@ -222,20 +252,8 @@ static void attend(const Layer *l, const float *qkv, const float *mask, const fl
         add_rows(q, d, keys + (size_t)e * d, BLOCK, d, scores + e, E, rows, VECTORS);
     }
     for (int row = 0; row < rows; row++) {
-        float *score = scores + (size_t)row * E, highest = -INFINITY, sum = 0;
-        const float *hidden = mask + (size_t)(row / G) * E;
-#pragma omp simd reduction(max : highest)
-        for (int e = 0; e < used; e++) {
-            score[e] = score[e] * l->scale + hidden[e];
-            highest = score[e] > highest ? score[e] : highest;
-        }
-#pragma omp simd reduction(+ : sum)
-        for (int e = 0; e < used; e++) {
-            score[e] = exponential(score[e] - highest);
-            sum += score[e];
-        }
-        for (int e = 0; e < used; e++)
-            score[e] /= sum;
+        const int64_t at = (int64_t)b * N + row / G;
+        weigh(scores + (size_t)row * E, mask ? mask + at * E : NULL, p->slots[at], l->window, l->scale, used);
     }
     float *sums = q; /* (rows, deep): the queries are done with */
     memset(sums, 0, (size_t)rows * deep * sizeof(float));
@@ -262,9 +280,9 @@ int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
     return B * N * (width_of(l) + narrow_of(l, D)) + B * l->Hkv * room_of(l, N, E);
 }
 
-/* One decoder layer. keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES), of which the
- * pass has the B rows from first_row on. */
-void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
+/* keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES), of which the pass has the B rows
+ * from first_row on. */
+static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
 {
     const int B = p->B, N = p->N, R = B * N, D = p->D, d = l->d, H = l->H, Hkv = l->Hkv, I = l->down.K;
     const int deep = (d + LANES - 1) / LANES * LANES, threads = p->threads;
@@ -297,13 +315,28 @@ void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
         const int b = pair / Hkv, h = pair % Hkv;
         const size_t head = (size_t)(p->first_row + b) * Hkv + h;
         float *q = rooms + pair * room;
-        attend(l, wide + (size_t)b * N * l->qkv.O, p->mask + (size_t)b * N * p->E, keys + head * p->S * d,
-               values + head * p->S * deep, q, q + (size_t)N * (H / Hkv) * deep, narrow + (size_t)b * N * H * d, h, N,
-               p->E);
+        attend(l, p, b, h, wide + (size_t)b * N * l->qkv.O, keys + head * p->S * d, values + head * p->S * deep, q,
+               q + (size_t)N * (H / Hkv) * deep, narrow + (size_t)b * N * H * d);
     }
     multiply(&l->out, narrow, (int64_t)H * d, p->x, p->x, R, threads);
     normalise_rows(p->x, D, l->feedforward_norm, l->feedforward_eps, narrow, D, R, D);
     multiply(&l->gate_up, narrow, D, NULL, wide, R, threads);
     gate(wide, narrow, R, I);
     multiply(&l->down, narrow, I, p->x, p->x, R, threads);
+}
+
+/* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer
+ * taps[i] (ascending; `count` is what leaves the last) goes to columns i * D .. of tapped (R, num_taps * D). */
+void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
+                    int64_t value_stride, const int64_t *taps, int64_t num_taps, float *tapped)
+{
+    const int64_t R = p->B * p->N;
+    int64_t tap = 0;
+    for (int64_t i = 0; i <= count; i++) {
+        for (; tap < num_taps && taps[tap] == i; tap++)
+            for (int64_t r = 0; r < R; r++)
+                memcpy(tapped + (r * num_taps + tap) * p->D, p->x + r * p->D, p->D * sizeof(float));
+        if (i < count)
+            decoder_layer(layers + i, p, keys + i * key_stride, values + i * value_stride);
+    }
 }

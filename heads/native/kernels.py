@@ -45,7 +45,7 @@ class LayerStruct(ctypes.Structure):
         *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("attention_norm", "feedforward_norm", "head_norm")),
         *((name, _FLOAT) for name in ("attention_eps", "feedforward_eps", "head_eps", "scale")),
-        *((name, _INT) for name in ("H", "Hkv", "d")),
+        *((name, _INT) for name in ("H", "Hkv", "d", "window")),
     )
 
 
@@ -53,7 +53,8 @@ class PassStruct(ctypes.Structure):
     """`Pass` of kernels.c."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots", "mask", "scratch")),
+        *((name, _POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots")),
+        *((name, _POINTER) for name in ("mask", "near_mask", "scratch")),
         *((name, _INT) for name in ("B", "first_row", "N", "D", "E", "S", "threads")),
     )
 
@@ -117,8 +118,10 @@ def declare(library: ctypes.CDLL) -> None:
     library.multiply.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
     library.normalise_rows.argtypes = [_POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT, _INT]
     library.scratch_size.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
-    library.decoder_layer.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER]
-    library.multiply.restype = library.normalise_rows.restype = library.decoder_layer.restype = None
+    library.decoder_layers.argtypes = [
+        *(_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
+    ]
+    library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int
 

@@ -16,8 +16,10 @@ from heads.native.kernels import MOST_ROWS, load, pack
 class Product:
     """x W^T + b, for one projection or for several of the same input side by side."""
 
-    def __init__(self, *modules: nn.Linear) -> None:
-        self.weight = fuse([module.weight for module in modules])  # (O, K)
+    def __init__(self, *modules: nn.Linear, shared: bool = True) -> None:
+        """`shared`: whether the modules go on with parts of the fused weight, so that it is kept once; not where they
+        are trained."""
+        self.weight = fuse([module.weight for module in modules], shared=shared)  # (O, K)
         biases = [module.bias for module in modules]
         self.bias: Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -35,11 +37,13 @@ class Product:
         return y if residual is None else y.add_(residual)
 
 
-def fuse(weights: Sequence[Tensor]) -> Tensor:
-    """The weights (O_i, K) as one tensor, whose parts the modules go on using: they are kept once."""
+def fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
+    """The weights (O_i, K) as one tensor; where it is shared they become its parts."""
     if len(weights) == 1:
         return weights[0].detach()
     fused = torch.cat([weight.detach() for weight in weights])
+    if not shared:
+        return fused
     for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
         weight.data = part
     return fused
@@ -50,21 +54,26 @@ class Norm:
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
-        self.eps = float(module.variance_epsilon)
+        self.eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
         lean = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
         self.library = load() if lean else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.library is not None and x.stride(-1) == 1 and x.dim() == 2:
-            y = x.new_empty(x.shape)
-            self.library.normalise_rows(
-                x.data_ptr(), x.stride(0), self.weight.data_ptr(), self.eps, y.data_ptr(), y.stride(0), *x.shape
-            )
+        if self.library is not None and x.dim() == 2 and x.stride(1) == 1:
+            y = torch.empty_like(x)
+            self.write(x, y)
             return y
         if x.dtype == torch.float64:
             return unit(x, self.eps) * self.weight
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """The same by the kernel, into rows (R, D) of any distance."""
+        assert self.library is not None
+        self.library.normalise_rows(
+            x.data_ptr(), x.stride(0), self.weight.data_ptr(), self.eps, out.data_ptr(), out.stride(0), *x.shape
+        )
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
