@@ -1,12 +1,13 @@
-"""Attention for the training-time test: one causal pass in blocks, merged with one key per earlier step.
+"""Attention for the training-time test: a causal pass in blocks, and one key more per earlier step, in one softmax.
 
-The causal pass returns its log-sum-exp beside its output, and both carry gradients, so that further keys can be merged
-into the same softmax afterwards: no score tensor larger than (rows of one block) x T exists, forward or backward.
+No score tensor larger than (rows of one block) x T exists, forward or backward: the backward pass makes the weights of
+a block anew. The further keys, one for each row, are added through the log-sum-exp.
 
-Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension.
+Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension, I own keys of each row.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,69 +18,92 @@ BLOCK = 128
 """Query rows handled at once; below the diagonal a block reads only the keys that its last row can see."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents.
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    own_keys: Sequence[Tensor] = (),
+    own_values: Sequence[Tensor] = (),
+) -> Tensor:
+    """Causal attention inside documents, where row t sees its own slot of each of `own_keys` too.
 
-    q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64. Returns the output (B, H, T, d) and the log-sum-exp
-    of the scaled scores (B, H, T), at least float32. Differentiable once in q, k and v through both results.
+    q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64; own keys and values as k and v, one pair for each
+    earlier step of the training-time test. Returns (B, H, T, d); differentiable once. Scores are at least float32.
     """
-    out, lse = _CausalAttention.apply(q, k, v, documents)  # type: ignore[no-untyped-call]
-    return out, lse
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        out: Tensor = _CausalAttention.apply(q, k, v, documents, *own_keys, *own_values)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *own: Tensor) -> Tensor:
+        wide, H = torch.promote_types(q.dtype, torch.float32), q.shape[1]
         outs, lses = [], []
         for start, stop in _blocks(q.shape[2]):
             scores = _scores(q, k, documents, start, stop)  # (B, H / G, G * block, stop)
-            lse = scores.logsumexp(-1)
-            weights = torch.exp(scores - lse[..., None]).to(v.dtype)
-            outs.append(_unfold(weights @ v[:, :, :stop], q.shape[1]))
-            lses.append(_unfold(lse[..., None], q.shape[1])[..., 0])
-        out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
-        ctx.save_for_backward(q, k, v, documents, out, lse)
-        return out, lse
+            weights = scores.softmax(-1)
+            # The log-sum-exp by way of the likeliest key: a softmax takes less time than one exp of the same size.
+            lses.append(_unfold((scores.amax(-1) - weights.amax(-1).log_())[..., None], H))
+            outs.append(_unfold(weights.to(v.dtype) @ v[:, :, :stop], H))
+        out, lse = torch.cat(outs, 2), torch.cat(lses, 2)  # (B, H, T, d), (B, H, T, 1)
+        if own:
+            keys, values = _halves(own)
+            q5, scale = _grouped(q, k).to(wide), 1 / math.sqrt(q.shape[3])  # (B, H / G, G, T, d)
+            scores = torch.stack([lse, *((q5 * key).sum(-1).mul_(scale).view_as(lse) for key in keys)])
+            shares = scores.softmax(0)  # (1 + I, B, H, T, 1): of the causal keys, then of each own key
+            by_key = _grouped(out * shares[0], v)
+            for share, value in zip(shares[1:], values, strict=True):
+                by_key.addcmul_(_grouped(share, v), value)
+            out = by_key.view_as(out).to(q.dtype)
+        else:
+            shares = torch.ones_like(lse)[None]
+        ctx.save_for_backward(q, k, v, documents, out, shares, *own)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, documents, out, lse = ctx.saved_tensors
-        grad_out, grad_lse = grads
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, out, shares, *own = ctx.saved_tensors
         H, G, scale = q.shape[1], q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[3])
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        # d score = p * (dp - rowsum(grad_out * out) + grad_lse): the softmax rule plus the log-sum-exp's own gradient.
-        delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - grad_lse  # (B, H, T)
+        wide = shares.dtype
+        # With p the weights of the whole softmax: d score = p * (grad . value - delta).
+        grad = grad.to(wide)
+        delta = (grad * out).sum(-1, keepdim=True)  # (B, H, T, 1)
+        # A block's weights are made anew as a softmax of their own; their share of the whole one is put on what is
+        # d wide.
+        causal_grad, causal_delta = (grad * shares[0]).to(v.dtype), delta * shares[0]
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for start, stop in _blocks(q.shape[2]):
             rows = slice(start, stop)
-            weights = torch.exp(_scores(q, k, documents, start, stop) - _fold(lse[:, :, rows, None], G))
-            grad = _fold(grad_out[:, :, rows], G)  # (B, H / G, G * block, d)
-            dv[:, :, :stop] += weights.to(grad.dtype).mT @ grad
-            dscores = weights * ((grad @ v[:, :, :stop].mT).to(lse.dtype) - _fold(delta[:, :, rows, None], G))
-            dscores = (dscores * scale).to(q.dtype)
+            weights = _scores(q, k, documents, start, stop).softmax(-1)
+            part = _fold(causal_grad[:, :, rows], G)  # (B, H / G, G * block, d)
+            dv[:, :, :stop] += weights.to(v.dtype).mT @ part
+            dscores = (part @ v[:, :, :stop].mT).to(wide).sub_(_fold(causal_delta[:, :, rows], G)).mul_(weights)
+            dscores = dscores.mul_(scale).to(q.dtype)
             dq[:, :, rows] = _unfold(dscores @ k[:, :, :stop], H)
             dk[:, :, :stop] += dscores.mT @ _fold(q[:, :, rows], G)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+        d_own: list[Tensor] = []
+        if own:
+            q5, grad, delta, dq5 = (_grouped(x, k) for x in (q.to(wide), grad, delta, dq.to(wide)))
+            keys, values = _halves(own)
+            dkeys, dvalues = [], []
+            for share, key, value in zip(_grouped(shares, k)[1:], keys, values, strict=True):
+                dscore = ((grad * value).sum(-1, keepdim=True) - delta) * share * scale  # (B, H / G, G, T, 1)
+                dq5.addcmul_(dscore, key)
+                dkeys.append((dscore * q5).sum(2).to(k.dtype))
+                dvalues.append((share * grad).sum(2).to(v.dtype))
+            dq, d_own = dq5.view_as(q).to(q.dtype), [*dkeys, *dvalues]
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, *d_own
 
 
-def merge_steps(q: Tensor, out: Tensor, lse: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Give each row one more key per earlier step, inside the softmax that `out` and `lse` come from.
-
-    q, out (B, H, T, d); lse (B, H, T); keys and values: per earlier step (B, H / G, T, d), the one at the row's own
-    slot.
-    """
-    if not keys:
-        return out
-    B, _, T, d = q.shape
-    shape, scale = (B, keys[0].shape[1], -1, T), 1 / math.sqrt(d)
-    # (B, H / G, G, T, width): keys broadcast, never copied
-    by_key, merged = q.reshape(*shape, d), out.reshape(*shape, out.shape[3])
-    own = [(by_key * k[:, :, None]).sum(-1, dtype=lse.dtype) * scale for k in keys]  # (B, H / G, G, T) each
-    weights = torch.stack([lse.reshape(shape), *own], dim=-1).softmax(-1).to(out.dtype)  # (B, H / G, G, T, 1 + steps)
-    merged = weights[..., :1] * merged
-    for j, v in enumerate(values):
-        merged = merged + weights[..., j + 1, None] * v[:, :, None]
-    return merged.reshape(out.shape)
+def _halves(own: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Own keys and values, (B, H / G, 1, T, d) each, to be broadcast over G."""
+    shaped = [x[:, :, None] for x in own]
+    return shaped[: len(own) // 2], shaped[len(own) // 2 :]
 
 
 def _blocks(T: int) -> list[tuple[int, int]]:
@@ -90,11 +114,12 @@ def _scores(q: Tensor, k: Tensor, documents: Tensor, start: int, stop: int) -> T
     """(B, H / G, G * block, stop) scaled scores of rows start..stop-1, at least float32, -inf where hidden."""
     rows, G = slice(start, stop), q.shape[1] // k.shape[1]
     scores = (_fold(q[:, :, rows], G) @ k[:, :, :stop].mT).to(torch.promote_types(q.dtype, torch.float32))
-    scores.div_(math.sqrt(q.shape[3]))
+    scores.mul_(1 / math.sqrt(q.shape[3]))
     position = torch.arange(stop, device=q.device)
     other = documents[:, rows, None] != documents[:, None, :stop]  # (B, block, stop)
-    hidden = other | (position[start:, None] < position)
-    scores.view(*k.shape[:2], G, stop - start, stop).masked_fill_(hidden[:, None, None], -torch.inf)
+    hidden = other.logical_or_(position[start:, None] < position)
+    mask = torch.zeros(hidden.shape, dtype=scores.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    scores.view(*k.shape[:2], G, stop - start, stop).add_(mask[:, None, None])
     return scores
 
 
@@ -108,3 +133,9 @@ def _unfold(x: Tensor, H: int) -> Tensor:
     """The inverse of `_fold`: (B, H / G, G * rows, d) -> (B, H, rows, d)."""
     B, _, _, d = x.shape
     return x.reshape(B, H, -1, d)
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """(..., B, H, T, d) -> (..., B, H / G, G, T, d)."""
+    grouped: Tensor = x.unflatten(-3, (k.shape[1], -1))
+    return grouped

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.attention import causal_attention, merge_steps
+from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
 from heads.labels import chain_metrics, label_slots, supervised
@@ -264,8 +264,7 @@ def _attend_by_steps(documents: Tensor) -> Attend:
             values.append(v)
         else:
             base.extend((k, v))
-        out, lse = causal_attention(q, base[0], base[1], documents)
-        return merge_steps(q, out, lse, keys, values)
+        return causal_attention(q, base[0], base[1], documents, keys, values)
 
     return attend
 

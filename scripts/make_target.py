@@ -186,7 +186,7 @@ def _blockwise(
 ) -> tuple[Tensor, None]:
     """Causal attention by matrix products, which on a CPU are faster in bfloat16 than the fused kernel."""
     documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
-    out, _lse = causal_attention(q, k, v.to(q.dtype), documents)
+    out = causal_attention(q, k, v.to(q.dtype), documents)
     return out.transpose(1, 2).contiguous(), None
 
 
