@@ -14,7 +14,7 @@ at step j < J module j attends causally to its keys of the slots up to t; the la
 first keys of the slots up to t and to its own later keys of slot t (the training-time test of EAGLE-3).
 
 Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, J modules, W nodes of one level, S
-cache slots, P scratch slots, d head dimension.
+cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.cache import round_up
 from heads.errors import UserError
 from heads.labels import chain_metrics, label_slots, supervised
 from heads.layers import Attend
 from heads.losses import draft_loss
+from heads.native.drafting import KernelDraft, KernelMemory
 from heads.tree import Proposal, TreeShape, grow, scratch_slots
 
 AHEAD = 2
@@ -43,18 +45,25 @@ Turn = tuple[Tensor, Tensor]
 class RecurrentState:
     """What one batch of sequences drafts with.
 
-    Slot p of a module's cache holds its key of token x_{p+1}; slot S takes junk; then comes scratch.
+    Slot p of a module's cache holds its key of token x_{p+1}. Drafted tokens go to the slots behind the observed ones,
+    which true tokens take over later.
     """
 
     ends: TargetEnds
     shape: TreeShape
     readout: Tensor  # (Vd, D)
-    keys: list[Tensor]  # by module, (B, Hkv, S + 1 + P, d)
-    values: list[Tensor]
+    memory: "Memory | KernelMemory"
+    slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
     recycled: list[Tensor]  # by module, (B, D): what it made of the root
-    turns: tuple[Tensor, Tensor]  # (positions, d) each, cosines and sines of every position
+
+    def extent(self, tokens: int) -> int:
+        """Slots that attention need look at when `tokens` more stand behind the observed ones; a device that the host
+        would have to wait for looks at all."""
+        if self.length.device.type != "cpu":
+            return len(self.slot)
+        return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
 
 class Recurrent(nn.Module):
@@ -123,6 +132,10 @@ class Recurrent(nn.Module):
         )
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
+    def kernel_draft(self, ends: TargetEnds) -> KernelDraft | None:
+        """The head on the CPU kernels, where they know how."""
+        return None
+
     @torch.no_grad()
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
@@ -130,69 +143,43 @@ class Recurrent(nn.Module):
             raise UserError(
                 f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
             )
-        B, slots = batch_size, capacity + 1 + scratch_slots(shape)
+        B, slots = batch_size, round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, B, dtype=torch.int64, device=weight.device)
-        cos, sin = self.turn(torch.arange(capacity + shape.depth + 1, device=weight.device)[None], weight.dtype)
-        forms = [self._cache_form(module, (cos[:, :, :1], sin[:, :, :1])) for module in range(self.num_modules)]
+        turns = self.turn(torch.arange(slots, device=weight.device)[None], weight.dtype)
+        kernels = self.kernel_draft(ends)
         return RecurrentState(
             ends=ends,
             shape=shape,
             readout=self.readout(ends).to(weight.dtype),
-            keys=[weight.new_zeros(B, heads, slots, width) for (heads, width), _ in forms],
-            values=[weight.new_zeros(B, heads, slots, width) for _, (heads, width) in forms],
+            memory=Memory(self, turns, B) if kernels is None else KernelMemory(kernels, turns, B),
+            slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],
-            recycled=[weight.new_zeros(B, config.hidden_size) for _ in forms],
-            turns=(cos[0, 0], sin[0, 0]),
+            recycled=[weight.new_zeros(B, config.hidden_size) for _ in range(self.num_modules)],
         )
-
-    def _cache_form(self, module: int, turn: Turn) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of a module's keys, and of its values: whatever its block hands to attention."""
-        forms: list[tuple[int, int]] = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
-            return q.new_zeros(*q.shape[:3], v.shape[3])
-
-        nothing = next(self.parameters()).new_zeros(1, 1, self.config.hidden_size)
-        self.step(module, nothing, nothing, turn, attend)
-        return forms[0], forms[1]
 
     def reset_rows(self, state: RecurrentState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
 
     @torch.no_grad()
     def observe(self, state: RecurrentState, observation: Observation) -> None:
-        tokens, start, count = observation.tokens, observation.start, observation.count
-        B, M = observation.hidden.shape[:2]
-        junk = _junk_slot(state)
-        offset = torch.arange(M, device=tokens.device)
-        positions = start[:, None] + offset  # (B, M)
-        slots = torch.where(offset < count[:, None], positions, junk)
-        row = torch.arange(B, device=tokens.device)[:, None]
-        slot = torch.arange(junk, device=tokens.device)
-        before = slot <= positions[:, :, None]  # (B, M, S)
+        tokens, start, count, memory = observation.tokens, observation.start, observation.count, state.memory
+        M = observation.hidden.shape[1]
+        positions = (start[:, None] + state.slot[:M]).clamp_max(len(state.slot) - 2)  # (B, M)
+        slots = torch.where(state.slot[:M] < count[:, None], positions, memory.nowhere)
+        extent = state.extent(M)
         live, last = count > 0, (count - 1).clamp_min(0)
-        embedding, turn = state.ends.embed(tokens[:, 1:]), _look_up(state.turns, positions)
-        above = self.start(observation.taps, observation.hidden)
+        embedding = state.ends.embed(tokens[:, 1:])
+        above = memory.start(observation.taps, observation.hidden)
         for module in range(self.num_modules):
-            keys, values, visible = state.keys[module], state.values[module], before
+            visible = None
             if module > 0:
-                visible = before & _from_first_slot(slot, positions[:, :, None], module)
-
-            def attend(
-                q: Tensor,
-                k: Tensor,
-                v: Tensor,
-                keys: Tensor = keys,
-                values: Tensor = values,
-                visible: Tensor = visible,
-            ) -> Tensor:
-                keys[row, :, slots] = k.transpose(1, 2)
-                values[row, :, slots] = v.transpose(1, 2)
-                return _attend(q, keys[:, :, :junk], values[:, :, :junk], visible)
-
-            made, newest = self.step(module, embedding, above, turn, attend), state.recycled[module]
+                key = state.slot[:extent]
+                visible = (key <= positions[..., None]) & _from_first_slot(key, positions[..., None], module)
+            made, newest = (
+                memory.step(module, embedding, above, positions, slots, visible, extent),
+                state.recycled[module],
+            )
             if module + 1 < self.num_modules:
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
             final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
@@ -202,47 +189,41 @@ class Recurrent(nn.Module):
 
     @torch.no_grad()
     def propose(self, state: RecurrentState, pick: Pick) -> Proposal:
-        junk, J = _junk_slot(state), self.num_modules
-        slot = torch.arange(junk + 1, device=state.root.device)
-        observed = slot < state.length[:, None]  # (B, S + 1)
+        memory, J, chain = state.memory, self.num_modules, state.shape.top_k <= 1
+        length = state.length[:, None]
+        extent = state.extent(max(state.shape.depth, scratch_slots(state.shape)))
+        key = state.slot[:extent]
+        places = key.repeat(len(length), 1)  # (B, E), the position of the token in each slot
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
-        drafted: list[Tensor] = []  # by level, (B, W): the places of its tokens, were they in the cache
 
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             nonlocal recycled
             W, P = visible.shape[1:]
-            fresh = slice(junk + 1 + P - W, junk + 1 + P)
             embedding = state.ends.embed(tokens)
-            turn = _look_up(state.turns, (state.length - 1 + level)[:, None])  # one position for the whole level
-            seen = torch.cat([observed[:, None].expand(-1, W, -1), visible], dim=2)  # (B, W, S + 1 + P)
-            if J > 1:
-                drafted.append((state.length - 1 + level)[:, None].expand(-1, W))
-                places = torch.cat([slot.expand(len(tokens), -1), *drafted], dim=1)  # (B, S + 1 + P)
+            positions = length - 1 + level  # (B, 1): one position for the whole level
+            seen: Tensor | None = None
+            if chain:  # a chain's tokens stand in the slots that they keep if they are accepted
+                slots = positions
+                if J > 1:
+                    seen = (key <= positions)[:, None]
+            else:
+                drafted = length + state.slot[:P]  # (B, P)
+                slots, positions = drafted[:, P - W :], positions.expand(-1, W)
+                places.scatter_(1, slots, positions)
+                seen = (key < length)[:, None].repeat(1, W, 1)
+                seen.scatter_(2, drafted[:, None].expand(-1, W, -1), visible)
             made = list(recycled)
             for module in range(min(level, J - 1), J):
                 above = recycled[module - 1 if level <= module else module]
-                if state.shape.top_k > 1:  # a chain has one row and no choice of it
+                if not chain:
                     above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
-                if module > 0:
-                    seen = seen & _from_first_slot(places, drafted[-1][:, :1], module)[:, None]
-
-                def attend(
-                    q: Tensor,
-                    k: Tensor,
-                    v: Tensor,
-                    keys: Tensor = state.keys[module],
-                    values: Tensor = state.values[module],
-                    seen: Tensor = seen,
-                ) -> Tensor:
-                    keys[:, :, fresh] = k
-                    values[:, :, fresh] = v
-                    return _attend(q, keys[:, :, : fresh.stop], values[:, :, : fresh.stop], seen)
-
-                made[module] = self.step(module, embedding, above, turn, attend)
+                if module > 0 and seen is not None:
+                    seen = seen & _from_first_slot(places, positions[:, :1], module)[:, None]
+                made[module] = memory.step(module, embedding, above, positions, slots, seen, extent)
             recycled = made
-            return self.logits(self.normed(made[min(level, J - 1)]), state.readout)
+            return memory.logits(made[min(level, J - 1)], state.readout)
 
-        first = self.logits(self.normed(recycled[0]), state.readout)
+        first = memory.logits(recycled[0], state.readout)
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
     @torch.no_grad()
@@ -250,6 +231,68 @@ class Recurrent(nn.Module):
         readout = self.readout(batch.ends)
         guesses = [self.kept[self.logits(normed, readout).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
+
+
+class Memory:
+    """What the modules keep of a batch, and a step over it.
+
+    (B, W, D) embeddings and states, (B, W) positions and slots; visible (B, W, E) over the first E slots, None where
+    each token sees the slots up to its own.
+    """
+
+    def __init__(self, head: Recurrent, turns: Turn, batch_size: int) -> None:
+        self.head = head
+        slots = turns[0].shape[2]
+        self.nowhere = slots - 1  # the slot of junk: no token that is read ever stands there
+        self.turns = turns[0][0, 0], turns[1][0, 0]  # (S, d) each
+        self.slot = torch.arange(slots, device=turns[0].device)
+        self.row = torch.arange(batch_size, device=turns[0].device)[:, None]
+        forms = [self._form((turns[0][:, :, :1], turns[1][:, :, :1]), module) for module in range(head.num_modules)]
+        new = next(head.parameters()).new_zeros
+        self.keys = [new(batch_size, heads, slots, width) for (heads, width), _ in forms]
+        self.values = [new(batch_size, heads, slots, width) for _, (heads, width) in forms]
+
+    def _form(self, turn: Turn, module: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and width of a module's keys, and of its values: whatever its block hands to attention."""
+        forms: list[tuple[int, int]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        nothing = next(self.head.parameters()).new_zeros(1, 1, self.head.config.hidden_size)
+        self.head.step(module, nothing, nothing, turn, attend)
+        return forms[0], forms[1]
+
+    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+        return self.head.start(taps, hidden)
+
+    def logits(self, recycled: Tensor, readout: Tensor) -> Tensor:
+        return self.head.logits(self.head.normed(recycled), readout)
+
+    def step(
+        self,
+        module: int,
+        embedding: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | None,
+        extent: int,
+    ) -> Tensor:
+        keys, values = self.keys[module], self.values[module]
+        if visible is None:
+            visible = self.slot[:extent] <= positions[..., None]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[self.row, :, slots] = k.transpose(1, 2)
+            values[self.row, :, slots] = v.transpose(1, 2)
+            return scaled_dot_product_attention(
+                q, keys[:, :, :extent], values[:, :, :extent], attn_mask=visible[:, None], enable_gqa=True
+            )
+
+        turn = self.turns[0][positions][:, None], self.turns[1][positions][:, None]
+        return self.head.step(module, embedding, state, turn, attend)
 
 
 def _attend_by_steps(documents: Tensor) -> Attend:
@@ -273,18 +316,3 @@ def _from_first_slot(places: Tensor, own: Tensor, module: int) -> Tensor:
     """Which keys a module may see: at the first `module` tokens of a text its slot would lie before the text, and what
     it makes of them is junk. Such a token (its place is `own`) sees itself, so that the junk is finite."""
     return places >= own.clamp_max(module)
-
-
-def _junk_slot(state: RecurrentState) -> int:
-    return state.keys[0].shape[2] - 1 - scratch_slots(state.shape)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Attention over a cache: visible (B, W, slots) bool."""
-    return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
-
-
-def _look_up(turns: tuple[Tensor, Tensor], positions: Tensor) -> Turn:
-    """(B, 1, T, d) twice, for positions (B, T); junk rows may lie past the end."""
-    inside = positions.clamp_max(len(turns[0]) - 1)
-    return turns[0][inside][:, None], turns[1][inside][:, None]

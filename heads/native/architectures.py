@@ -79,7 +79,7 @@ def read_decoder(target: FrozenTarget) -> NativeDecoder:
         layers=layers,
         norm=Norm(base.norm),
         rotary=base.rotary_emb,
-        output=Product(target.head) if plain else None,
+        output=Product.of(target.head) if plain else None,
         stack=_stack(layers, getattr(target.config, "sliding_window", None)),
     )
 

@@ -44,8 +44,8 @@ class GroupedAttention:
         self.scale = float(getattr(module, "scaling", self.d**-0.5))
         self.num_heads: int = module.q_proj.out_features // self.d
         self.num_key_heads: int = module.k_proj.out_features // self.d
-        self.qkv = Product(module.q_proj, module.k_proj, module.v_proj, shared=shared)
-        self.out = Product(module.o_proj)
+        self.qkv = Product.of(module.q_proj, module.k_proj, module.v_proj, shared=shared)
+        self.out = Product.of(module.o_proj)
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
         self.head_eps = 0.0
         if hasattr(module, "q_norm"):
@@ -106,15 +106,15 @@ class LatentAttention:
         self.P: int = module.qk_rope_head_dim
         self.nope: int = module.qk_nope_head_dim
         self.low_rank = module.q_lora_rank is not None
-        self.inputs = Product(module.q_a_proj if self.low_rank else module.q_proj, module.kv_a_proj_with_mqa)
+        self.inputs = Product.of(module.q_a_proj if self.low_rank else module.q_proj, module.kv_a_proj_with_mqa)
         if self.low_rank:
-            self.q_norm, self.queries = Norm(module.q_a_layernorm), Product(module.q_b_proj)
+            self.q_norm, self.queries = Norm(module.q_a_layernorm), Product.of(module.q_b_proj)
         self.latent_norm = Norm(module.kv_a_layernorm)
         self.interleaved = interleaved
         decompress = module.kv_b_proj.weight.detach().view(-1, self.nope + module.v_head_dim, self.C)
         self.to_key, self.to_value = decompress[:, : self.nope], decompress[:, self.nope :].mT
         self.num_heads = len(decompress)
-        self.out = Product(module.o_proj)
+        self.out = Product.of(module.o_proj)
 
     @property
     def slot_width(self) -> int:

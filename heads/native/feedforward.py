@@ -30,8 +30,8 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up as one product."""
 
     def __init__(self, module: Any, *, shared: bool = True) -> None:
-        self.gate_up = Product(module.gate_proj, module.up_proj, shared=shared)
-        self.down = Product(module.down_proj)
+        self.gate_up = Product.of(module.gate_proj, module.up_proj, shared=shared)
+        self.down = Product.of(module.down_proj)
         self.activation = activation(module)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

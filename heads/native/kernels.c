@@ -47,7 +47,7 @@ typedef struct {
     const float *input;           /* (R, K of qkv), where the layer has no norm of its own */
     const float *cosines, *sines; /* (positions, d), the first half of the sines negative */
     const int64_t *positions;     /* (R) */
-    const int64_t *slots;         /* (R), of each batch row */
+    const int64_t *slots;         /* (R), of each batch row; -1: the token is kept nowhere, and what it gives is junk */
     const float *mask, *near_mask; /* (B, N, E), to be added to scores, the second in layers with a window; */
                                    /* NULL: a token sees the slots up to its own, within the window */
     float *scratch;               /* `scratch_size` floats */
@@ -216,7 +216,7 @@ static int extent(const Pass *p, const float *mask, int b)
 /* Scores of one query into weights of the first `used` slots, those it sees and 0 for all others. */
 static void weigh(float *score, const float *mask, int64_t slot, int64_t window, float scale, int used)
 {
-    const int from = window && slot >= window ? slot - window + 1 : 0, to = slot;
+    const int from = window && slot >= window ? slot - window + 1 : 0, to = most(slot, 0);
     float highest = HIDDEN, sum = 0;
     if (mask)
         for (int e = 0; e < used; e++)
@@ -301,7 +301,7 @@ static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *val
                 normalise(heads + h * d, l->head_norm + h * d, l->head_eps, heads + h * d, d);
             turn(heads + h * d, p->cosines + at, p->sines + at, d);
         }
-        for (int h = 0; h < Hkv; h++) {
+        for (int h = 0; h < Hkv && slot >= 0; h++) {
             const size_t head = (size_t)(p->first_row + r / N) * Hkv + h;
             float *key = keys + (head * p->S + slot / BLOCK * BLOCK) * d + slot % BLOCK;
             for (int i = 0; i < d; i++)

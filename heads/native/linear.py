@@ -16,18 +16,19 @@ from heads.native.kernels import MOST_ROWS, load, pack
 class Product:
     """x W^T + b, for one projection or for several of the same input side by side."""
 
-    def __init__(self, *modules: nn.Linear, shared: bool = True) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight.detach(), bias  # (O, K), (O,)
+        self.packed = pack(self.weight, bias)
+
+    @classmethod
+    def of(cls, *modules: nn.Linear, shared: bool = True) -> "Product":
         """`shared`: whether the modules go on with parts of the fused weight, so that it is kept once; not where they
         are trained."""
-        self.weight = fuse([module.weight for module in modules], shared=shared)  # (O, K)
-        biases = [module.bias for module in modules]
-        self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            self.bias = torch.cat(
-                [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
-            )
-
-        self.packed = pack(self.weight, self.bias)
+        weight = fuse([module.weight for module in modules], shared=shared)
+        if all(module.bias is None for module in modules):
+            return cls(weight)
+        biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
+        return cls(weight, torch.cat(biases))
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, K) -> (R, O), the residual (R, O) added."""
