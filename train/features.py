@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch, TargetEnds
+from heads.native.whole import whole_pass
 from heads.target import FrozenTarget
 from train.packing import Rows
 
@@ -13,13 +14,14 @@ from train.packing import Rows
 def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: torch.dtype) -> Batch:
     """Features of `rows` in the head's dtype, on the target's device.
 
-    Called under autocast, the target reads in bfloat16 as the head does: on a CPU that is several times faster. Its
-    logits, the law that is learnt, never are.
+    Called under autocast, the target reads in bfloat16 as the head does: on a CPU that is several times faster, the
+    more so where it has a native decoder. Its logits, the law that is learnt, never are.
     """
     tokens, positions, documents = (
         part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
     )
-    features = target.packed_features(tokens, positions, documents, taps)
+    whole = whole_pass(target) if torch.is_autocast_enabled("cpu") and target.device.type == "cpu" else None
+    features = (whole or target.packed_features)(tokens, positions, documents, taps)
     with torch.no_grad():
         embeddings = target.ends.embed(tokens)
     return Batch(
