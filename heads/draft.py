@@ -23,14 +23,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 from transformers import PreTrainedModel
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
-from heads.cache import RowCache, round_up
+from heads.cache import round_up
 from heads.draft_config import LABELS, DraftConfig, typed_settings
 from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
-from heads.encoder_decoder import cache_layers, find_base
+from heads.draft_reader import Parts, Reader
+from heads.encoder_decoder import find_base
 from heads.errors import UserError
 from heads.families import OutputHead
 from heads.labels import supervised
@@ -51,10 +52,10 @@ class DraftState:
     """
 
     shape: TreeShape
-    cache: RowCache
+    reader: Reader
     junk: int
-    """S."""
-    slot: Tensor  # (S + 1 + P,) int64
+    """S, a multiple of 64."""
+    slot: Tensor  # (S + 1 + P and more, to a multiple of 64) int64
     root: Tensor  # (B,) int64
     previous: Tensor  # (B,) int64, the token before the root
     length: Tensor  # (B,) int64, the root's position
@@ -173,10 +174,9 @@ class Draft(nn.Module):
         positions: Tensor,
         visible: Tensor,
         key_positions: Tensor,
-        cache: RowCache | None = None,
     ) -> Tensor:
-        """One forward pass, the same in training and in drafting: arguments as in `FrozenTarget.features`, -> states
-        after the final norm (B, N, D)."""
+        """One forward pass without a cache: arguments as in `FrozenTarget.features`, -> states after the final norm
+        (B, N, D)."""
         return decode(
             self.base,
             self.text_config,
@@ -185,7 +185,6 @@ class Draft(nn.Module):
             positions=positions,
             visible=visible,
             key_positions=key_positions,
-            cache=cache,
         )
 
     def states(self, batch: Batch) -> Tensor:
@@ -245,14 +244,18 @@ class Draft(nn.Module):
                 "shorter ones"
             )
         scratch = scratch_slots(shape) if shape.top_k > 1 else 0
-        slots = capacity + 1 + scratch
-        cache = RowCache(
-            num_layers=cache_layers(self.base, self.text_config), batch_size=batch_size, capacity=slots, device=device
+        junk = round_up(capacity)
+        slots = round_up(junk + 1 + scratch)
+        output = self.output
+        reader = Reader(
+            Parts(self.base, output.head, output, self.text_config),
+            batch_size=batch_size,
+            capacity=slots,
+            positions=slots + shape.depth,
         )
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        slot = torch.arange(slots, device=device)
-        return DraftState(shape, cache, capacity, slot, ids[0], ids[1], ids[2], expanded)
+        return DraftState(shape, reader, junk, reader.slot, ids[0], ids[1], ids[2], expanded)
 
     def reset_rows(self, state: DraftState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -265,14 +268,21 @@ class Draft(nn.Module):
         if observation.nodes is None:
             positions = (start[:, None] + offset).clamp_max(min(state.junk, self.context_length) - 1)
             key = state.slot[: state.junk]
-            state.cache.aim(slots, extent=state.junk, prompt=True)
-            self.read(tokens[:, :-1], positions, key <= positions[..., None], key.expand(len(tokens), -1), state.cache)
+            state.reader.read(
+                tokens[:, :-1],
+                slots=slots,
+                positions=positions,
+                extent=state.junk,
+                visible=key <= positions[..., None],  # junk stands beyond the slots that are shown
+                key_positions=key.expand(len(tokens), -1),
+                prompt=True,
+            )
         elif state.shape.top_k > 1:
             # Only the last accepted node may not have been expanded; the next round reads it with its root.
             place = state.expanded.gather(1, observation.nodes)  # -1 for the root, whose keys are in place
             moves = (place >= 0) & (offset < count[:, None])
             source = torch.where(moves, state.junk + 1 + place, state.junk)
-            state.cache.compact(source, torch.where(moves, slots, state.junk))
+            state.reader.cache.compact(source, torch.where(moves, slots, state.junk))
         live = count > 0
         newest = torch.stack([(count - 1).clamp_min(0), count], dim=1)
         previous, root = tokens.gather(1, newest).unbind(1)
@@ -283,30 +293,34 @@ class Draft(nn.Module):
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         B, junk, length = len(state.root), state.junk, state.length[:, None]
-        chain = state.shape.top_k == 1
-        key_positions = state.slot.repeat(B, 1)  # (B, S + 1 + P); scratch is filled in level by level
+        reader, S = state.reader, len(state.slot)
+        key_positions = state.slot.repeat(B, 1)  # (B, S); scratch is filled in level by level
 
-        def step(tokens: Tensor, slots: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-            extent = visible.shape[2]
-            state.cache.aim(slots, extent=extent)
-            return self.read(tokens, positions, visible, key_positions[:, :extent], state.cache)
+        def logits(hidden: Tensor) -> Tensor:
+            return reader.logits(hidden)[..., : self.config.common_size]
 
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             W, P = visible.shape[1:]
-            positions = length + level
-            if chain:  # node i belongs in slot length + i, accepted or not
-                return self.logits(step(tokens, positions, positions, state.slot[:junk] <= positions[..., None]))
-            fresh = state.slot[junk + 1 + P - W : junk + 1 + P]
-            positions = positions.expand(-1, W)
-            key_positions[:, junk + 1 + P - W : junk + 1 + P] = positions
+            positions = (length + level).expand(-1, W)
+            if state.shape.top_k == 1:  # node i belongs in slot length + i, accepted or not
+                return logits(reader.read(tokens, slots=positions, positions=positions, extent=junk))
+            first = junk + 1 + P - W
+            key_positions[:, first : first + W] = positions
             known = (state.slot[: junk + 1] <= length)[:, None].expand(-1, W, -1)
-            hidden = step(tokens, fresh.expand(B, -1), positions, torch.cat([known, visible], dim=2))
-            return self.logits(hidden)
+            hidden = reader.read(
+                tokens,
+                slots=state.slot[first : first + W].expand(B, -1),
+                positions=positions,
+                extent=S,
+                visible=pad(torch.cat([known, visible], dim=2), (0, S - junk - 1 - P)),
+                key_positions=key_positions,
+            )
+            return logits(hidden)
 
         pair = (length + state.slot[:2] - 1).clamp_min(0)  # a row without a prompt stands at 0
         tokens = torch.stack([state.previous, state.root], dim=1)
-        hidden = step(tokens, pair, pair, state.slot[:junk] <= pair[..., None])
-        proposal = grow(state.shape, state.root, state.length, self.logits(hidden[:, 1:]), pick, expand, None)
+        hidden = reader.read(tokens, slots=pair, positions=pair, extent=junk)
+        proposal = grow(state.shape, state.root, state.length, logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

@@ -1,7 +1,7 @@
 """Which architectures have a native decoder, and how it is read from the Hugging Face model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,17 +13,35 @@ from heads.native.decoder import Layer, NativeDecoder
 from heads.native.feedforward import Experts, GatedMLP, Router, grouped_router, softmax_router
 from heads.native.linear import Norm, Product
 from heads.native.stack import KernelStack
-from heads.target import FrozenTarget
 
 GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 LATENT = {"DeepseekV2Model", "DeepseekV3Model"}
 FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 """Rotary scalings whose angle depends on the position alone, not on how long the text has become."""
 
-_made: "WeakKeyDictionary[FrozenTarget, tuple[object, NativeDecoder]]" = WeakKeyDictionary()
+_made: "WeakKeyDictionary[Any, tuple[object, NativeDecoder]]" = WeakKeyDictionary()
 
 
-def why_not_native(target: FrozenTarget) -> str | None:
+class Decodable(Protocol):
+    """What a decoder is made from: a `FrozenTarget`, or the parts of a draft model."""
+
+    @property
+    def base(self) -> nn.Module: ...
+    @property
+    def head(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def layers(self) -> nn.ModuleList: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def why_not_native(target: Decodable) -> str | None:
     """What keeps a target from a native decoder, or None."""
     base: Any = target.base
     name = type(base).__name__
@@ -52,7 +70,7 @@ def why_not_native(target: FrozenTarget) -> str | None:
     return None
 
 
-def native_decoder(target: FrozenTarget) -> NativeDecoder | None:
+def native_decoder(target: Decodable) -> NativeDecoder | None:
     """The target's native decoder, made once; None where there is none (`why_not_native`)."""
     if why_not_native(target) is not None:
         return None
@@ -66,13 +84,13 @@ def native_decoder(target: FrozenTarget) -> NativeDecoder | None:
     return known[1]
 
 
-def read_decoder(target: FrozenTarget) -> NativeDecoder:
+def read_decoder(target: Decodable) -> NativeDecoder:
     """Take the weights of a model of a known architecture."""
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
     layers = [_read_layer(layer, kind, target) for layer, kind in zip(base.layers, kinds, strict=True)]
-    ends = target.ends.logits
-    plain = type(target.head) is nn.Linear and isinstance(ends, OutputHead) and (ends.scale, ends.soft_cap) == (1, None)
+    law = OutputHead(target.head, target.config)
+    plain = type(target.head) is nn.Linear and (law.scale, law.soft_cap) == (1, None)
     return NativeDecoder(
         config=target.config,
         embedding=base.embed_tokens.weight.detach(),
@@ -94,7 +112,7 @@ def _stack(layers: Sequence[Layer], window: int | None) -> KernelStack | None:
     return KernelStack.of(blocks, window)
 
 
-def _read_layer(layer: Any, kind: str, target: FrozenTarget) -> Layer:
+def _read_layer(layer: Any, kind: str, target: Decodable) -> Layer:
     name = type(target.base).__name__
     attention: GroupedAttention | LatentAttention
     if name in LATENT:
@@ -112,7 +130,7 @@ def _read_layer(layer: Any, kind: str, target: FrozenTarget) -> Layer:
     )
 
 
-def _read_router(gate: Any, target: FrozenTarget) -> Router:
+def _read_router(gate: Any, target: Decodable) -> Router:
     name = type(target.base).__name__
     if name in LATENT:
         return grouped_router(gate, target.config)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
 from heads.draft import Draft, DraftState
+from heads.draft_reader import Reader
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target import FrozenTarget, load_target, load_tokenizer
@@ -142,10 +143,14 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -
 
 
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1", "tree:5x1x4", "tree:1x4x5"])
-def test_rounds_go_on_from_what_was_accepted(shape: str) -> None:
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float64), ("qwen3", torch.float64), ("llama", None)])
+def test_rounds_go_on_from_what_was_accepted(
+    shape: str, family: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any path of any length is accepted, rows at their own pace, one of them done: the next draft is what a fresh
-    state drafts from the whole text, and no accepted token but the last was read again."""
-    head = make_head(make_target("gemma2"))
+    state drafts from the whole text, and no accepted token but the last was read again. By the model itself, by a
+    native decoder, and by the CPU kernels."""
+    head = make_head(make_target(family)).to(dtype or torch.float32)
     shape_ = parse_shape(shape)
     chooser = torch.Generator().manual_seed(7)
     texts = texts_of([5, 9, 3])
@@ -153,7 +158,13 @@ def test_rounds_go_on_from_what_was_accepted(shape: str) -> None:
     feed(head, state, texts, [0, 0, 0], [len(text) - 1 for text in texts], None)
     done = list(texts[2])
     read: list[Tensor] = []
-    head.model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(args[0]))
+    act = Reader.read
+
+    def watch(self: Reader, tokens: Tensor, **how: Any) -> Tensor:
+        read.append(tokens)
+        return act(self, tokens, **how)
+
+    monkeypatch.setattr(Reader, "read", watch)
     for _ in range(6):
         read.clear()
         proposal = head.propose(state, greedy)

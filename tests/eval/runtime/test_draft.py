@@ -1,7 +1,8 @@
 """A draft model in the runtime: it never waits for the host, and changes no token of any output."""
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
+from heads.cache import RowCache
+from heads.draft import DraftState
+from heads.native.slots import SlotCache
 from heads.registry import build_head
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
@@ -35,6 +39,13 @@ def draft_of(target: FrozenTarget) -> Any:
     return build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size)).to(target.dtype)
 
 
+def storage(state: DraftState) -> tuple[int, int]:
+    """Where the keys of layer 0 and the lengths lie."""
+    cache = state.reader.cache
+    keys = cache.stores["keys"][0] if isinstance(cache, RowCache) else cast(SlotCache, cache).flat[0]
+    return keys.data_ptr(), state.length.data_ptr()
+
+
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x10", "static:3.2.1"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: TargetOf) -> None:
@@ -44,11 +55,11 @@ def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: Ta
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         state = engine.decoder.head_state
-        store = state.cache.stores["keys"][0].data_ptr(), state.length.data_ptr()
+        store = storage(state)
         with NoWaiting():  # type: ignore[no-untyped-call]
             for _ in range(3):
                 engine.decoder.round(128)
-        assert (state.cache.stores["keys"][0].data_ptr(), state.length.data_ptr()) == store
+        assert storage(state) == store
         assert torch.equal(state.length, engine.decoder.state.length)
 
 
@@ -72,10 +83,15 @@ def test_the_output_is_the_targets_own(family: str, batch_size: int, target_of: 
         assert {0, 1, 2} <= set(accepted), shape
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_a_draft_that_is_the_target_is_always_right(family: str, target_of: TargetOf) -> None:
-    """Whatever was lost of its cache would show as a wrong guess. (A dynamic tree may prune the right path.)"""
-    target = target_of(family)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float64), ("gemma2", torch.float64), ("gpt2", torch.float64), ("llama", torch.float32)],
+)
+def test_a_draft_that_is_the_target_is_always_right(family: str, dtype: torch.dtype, target_of: TargetOf) -> None:
+    """Whatever was lost of its cache would show as a wrong guess, in the model's own attention as in the native
+    decoders'. (A dynamic tree may prune the right path.)"""
+    model: Any = copy.deepcopy(target_of(family).model)
+    target = FrozenTarget(model.to(dtype), family)
     head: Any = build_head("draft", {"fresh": {}}, target, torch.ones(target.vocab_size))
     head.model.load_state_dict(target.model.state_dict())
     head = head.to(target.dtype)
