@@ -68,11 +68,19 @@ class Observation:
     hidden: Tensor  # (B, M, D), after the final norm
     start: Tensor  # (B,) int64
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
-    nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None for a prompt
+    nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if none was drafted
+    missed: bool = False
+    """Whether these are rounds that drafted nothing, told of afterwards, and not a prompt."""
 
 
 class DraftState(Protocol):
-    """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime."""
+    """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime but for `shape`.
+
+    A dataclass whose tensors change in place only: `dataclasses.replace(state, shape=shorter)` drafts a shorter chain
+    from the same tensors, and whichever of the two is told what became known, both know it.
+    """
+
+    shape: TreeShape
 
 
 class Drafter(Protocol):

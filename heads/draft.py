@@ -263,19 +263,25 @@ class Draft(nn.Module):
     @torch.no_grad()
     def observe(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
+        live = count > 0
         offset = state.slot[: tokens.shape[1] - 1]  # (M,)
         slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
         if observation.nodes is None:
-            positions = (start[:, None] + offset).clamp_max(min(state.junk, self.context_length) - 1)
+            read, places = tokens[:, :-1], start[:, None] + offset
+            if observation.missed:  # the token before them may have been drafted last, and so was never read
+                before = start[:, None] - 1
+                read, places = torch.cat([state.previous[:, None], read], 1), torch.cat([before, places], 1)
+                slots = torch.cat([torch.where(live[:, None], before, state.junk), slots], dim=1)
+            positions = places.clamp(0, min(state.junk, self.context_length) - 1)
             key = state.slot[: state.junk]
             state.reader.read(
-                tokens[:, :-1],
+                read,
                 slots=slots,
                 positions=positions,
                 extent=state.junk,
                 visible=key <= positions[..., None],  # junk stands beyond the slots that are shown
                 key_positions=key.expand(len(tokens), -1),
-                prompt=True,
+                prompt=not observation.missed,
             )
         elif state.shape.top_k > 1:
             # Only the last accepted node may not have been expanded; the next round reads it with its root.
@@ -283,7 +289,6 @@ class Draft(nn.Module):
             moves = (place >= 0) & (offset < count[:, None])
             source = torch.where(moves, state.junk + 1 + place, state.junk)
             state.reader.cache.compact(source, torch.where(moves, slots, state.junk))
-        live = count > 0
         newest = torch.stack([(count - 1).clamp_min(0), count], dim=1)
         previous, root = tokens.gather(1, newest).unbind(1)
         state.previous.copy_(torch.where(live, previous, state.previous))

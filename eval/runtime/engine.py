@@ -9,7 +9,7 @@ rule `match` not on the head or the tree either. Other rules (`eval.runtime.rule
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,7 +17,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.runtime.controller import check_adaptive
 from eval.runtime.hf import open_step
+from eval.runtime.ladder import Ladder
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
@@ -48,6 +50,8 @@ class Timings:
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase; measured only under `Engine.profile`, which waits for the device after each. The head's
     reading of accepted features is part of committing."""
+    rungs: Counter[str] = field(default_factory=Counter)
+    """Rounds of the whole batch by their draft, where it is adaptive."""
 
     @property
     def rounds(self) -> int:
@@ -87,11 +91,14 @@ class Engine:
         poll_interval: int | None = None,
         rule: str = "match",
         native: bool = True,
+        adaptive: bool = False,
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
         `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, by default 1 on a
         CPU, where looking is free, else 4. `rule`: one of `eval.runtime.rules.RULES`, by which drafts are accepted.
-        `native`: whether the target's native decoder is used where it has one."""
+        `native`: whether the target's native decoder is used where it has one. `adaptive`: whether drafts are
+        shortened, or left out, while that is faster (`eval.runtime.controller`); what was found holds for later calls
+        too."""
         if batch_size < 1:
             raise UserError(f"batch size: expected at least 1, got {batch_size}")
         if not 1 <= max_length <= target.context_length:
@@ -105,6 +112,10 @@ class Engine:
         if head is None and rule != "match":
             raise UserError(f"rule {rule} judges drafts, and plain decoding has none; leave it out")
         check_rule(rule, shape)
+        if adaptive:
+            if head is None:
+                raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")
+            check_adaptive(rule)
         self.target, self.head, self.shape, self.rule = target, head, shape, rule
         self.batch_size, self.max_length = batch_size, max_length
         self.tokenizer, self.native = tokenizer, native
@@ -113,6 +124,7 @@ class Engine:
         self.timings = Timings()
         with torch.inference_mode():
             self.decoder = self._build()
+            self.ladder = Ladder(self.decoder) if adaptive else None
 
     def _build(self) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
@@ -195,25 +207,28 @@ class Engine:
 
     def _decode(self, seats: list[Seat | None]) -> None:
         """Run rounds until the host looks again; none that every row must have ended before, as each gives a token."""
-        M, N = self.shape.depth + 1, self.shape.nodes
         rounds = min(self.poll_interval, max(seat.left for seat in seats if seat is not None))
         started = self._clock()
+        decoder = self.ladder.begin() if self.ladder is not None else self.decoder
+        M, N = decoder.shape.depth + 1, decoder.shape.nodes
         for _ in range(rounds):
             most = 0
             for seat in seats:
                 if seat is not None:
                     most = max(most, seat.most_tokens)
                     seat.most_tokens = min(seat.most_tokens + M, len(seat.request.prompt) + seat.request.max_new_tokens)
-            extent = min(round_up(most + N), self.decoder.step.capacity)
+            extent = min(round_up(most + N), decoder.step.capacity)
             if self.profile:
-                self._profiled_round(extent)
+                self._profiled_round(decoder, extent)
             else:
-                self.decoder.round(extent)
+                decoder.round(extent)
         seconds = self._clock() - started
         self.timings.round_seconds += [seconds / rounds] * rounds
         self.timings.decode_seconds += seconds
+        if self.ladder is not None:
+            self.timings.rungs[self.ladder.end(rounds, seconds)] += rounds
 
-    def _profiled_round(self, extent: int) -> None:
+    def _profiled_round(self, decoder: Decoder, extent: int) -> None:
         last = self._clock()
 
         def mark(phase: str) -> None:
@@ -222,7 +237,7 @@ class Engine:
             self.timings.breakdown[phase] += now - last
             last = now
 
-        self.decoder.round(extent, mark)
+        decoder.round(extent, mark)
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -233,7 +248,8 @@ class Engine:
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, Seat]:
         """Seat new requests: their prompts read, their first tokens chosen."""
         started = self._clock()
-        read_prompts(self.decoder, {row: request for row, (_, request) in newcomers.items()})
+        decoder = self.ladder.idle if self.ladder is not None else self.decoder
+        read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
         seconds = (self._clock() - started) / len(newcomers)
         self.timings.prefill_seconds += seconds * len(newcomers)
         seats = {}

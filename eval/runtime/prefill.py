@@ -57,6 +57,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state.output[row, :1] = root
     state.output_length[row] = 1
     state.rounds[row] = 0
+    state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing leave them as they are
     state.done[row] = request.max_new_tokens == 1
     if not request.ignore_eos:
         state.done[row : row + 1].logical_or_((root == decoder.eos).any())

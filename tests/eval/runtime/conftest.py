@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Observation, Pick, TargetEnds
@@ -92,6 +93,25 @@ def target_of() -> Callable[[str], FrozenTarget]:
         return made[family]
 
     return get
+
+
+WAITS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero"}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on every operation that would make a GPU wait for the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rsplit(".", 1)[0]
+        assert name not in WAITS, f"{name} waits for the device"
+        if name in ("aten.index", "aten.index_put_", "aten.index_put"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} with a boolean mask waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def no_waiting() -> type[NoWaiting]:
+    return NoWaiting
 
 
 @dataclass

@@ -1,0 +1,242 @@
+"""When to draft, and how deep: decided while decoding, by what drafts turn out to give and to cost here and now.
+
+A ladder of drafts, the longest first and none at all last. For each of them
+
+    tokens a second = (1 + sum over k of alpha_1 .. alpha_k) / seconds of a round
+
+with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured whenever the
+host looks. The best one is `home`. A move is a trial first: a few rounds with the draft that promises more, and only if
+it keeps the promise, home moves. Beside that, what is not home is tried now and then, for a head may turn good or bad
+with the text: at intervals that double while home stays. So a useless head costs a few rounds in the beginning and ever
+fewer later, and a good one is left as soon as it is good no more.
+
+What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
+drafts (the context grows, the machine slows down): where the cost of home moves, the others are taken to have moved by
+the same factor until they are measured again.
+
+The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
+token. Under the rules that compare two laws it keeps the law too, by induction from the last round backwards: a round
+of any shape, continued by the law, is a draw of the law, and the noise of a round is keyed by its root's position,
+which no earlier round of the request had. But that holds only as long as no two requests share a seed, because the
+choice carries over what one request's noise did to rounds of the next; and the text would hang on the clock, so that
+none could be repeated. Those rules are therefore refused: `check_adaptive`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from heads.errors import UserError
+from heads.tree import TreeShape, is_chain
+
+TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
+"""A trial ends after so many rounds, and so many tests of the first draft token where there is one."""
+MARGIN = 0.03
+"""By how much another draft must be better to be preferred."""
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 1024
+"""Rounds between two trials of what is not home."""
+EVIDENCE = 64.0
+"""Tests that the running acceptance at a depth remembers."""
+OLD_EVIDENCE = 1.0
+"""Tests that old evidence counts for when a draft is tried anew."""
+GUESS = 0.5
+"""Acceptance of the first draft token before any was tested: worth one test."""
+WINDOW = 16
+"""Rounds that the running cost remembers."""
+OUTLIER = 1.5
+"""A round that took more than so many times the usual is taken for one that took so many times the usual."""
+
+
+def check_adaptive(rule: str) -> None:
+    """UserError where drafts may not change from round to round."""
+    if rule != "match":
+        raise UserError(
+            f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "
+            "repeated; use rule match, or fixed drafts"
+        )
+
+
+def ladder(shape: TreeShape) -> list[str]:
+    """The drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
+    depths, depth = [], shape.depth
+    while depth > 0:
+        depths.append(depth)
+        depth = min(depth - 1, -(-3 * depth // 5))
+    names = [f"chain:{k}" for k in depths]
+    return [*([] if is_chain(shape) else [str(shape)]), *names, "none"]
+
+
+@dataclass
+class Acceptance:
+    """Running counts by depth, of one kind of drafts."""
+
+    tested: list[float]
+    kept: list[float]
+
+    def add(self, tested: Sequence[int], kept: Sequence[int]) -> None:
+        """Take in some rounds' counts; the oldest fade."""
+        for k, (tests, passes) in enumerate(zip(tested, kept, strict=True)):
+            fade = min(1.0, max(EVIDENCE - tests, 0.0) / max(self.tested[k], 1e-9))
+            self.tested[k] = self.tested[k] * fade + tests
+            self.kept[k] = self.kept[k] * fade + passes
+
+    def fade(self, first: int) -> None:
+        """From depth `first` on (0 is the first), let what is known count for little: it is old."""
+        for k in range(first, len(self.tested)):
+            fade = min(1.0, OLD_EVIDENCE / max(self.tested[k], 1e-9))
+            self.tested[k] *= fade
+            self.kept[k] *= fade
+
+    def alpha(self) -> list[float]:
+        """The estimate at each depth: the one before it counts for one test."""
+        estimates, before = [], GUESS
+        for tests, passes in zip(self.tested, self.kept, strict=True):
+            before = (passes + before) / (tests + 1)
+            estimates.append(before)
+        return estimates
+
+
+@dataclass
+class Cost:
+    """Running seconds of a round."""
+
+    seconds: float | None = None
+    rounds: int = 0
+    """Since this draft was last turned to."""
+
+    def add(self, seconds: float, rounds: int) -> float:
+        """Take in `rounds` of `seconds` each; -> the factor by which the running cost moved, 1 unless it is settled."""
+        if self.seconds is None:
+            self.seconds, self.rounds = seconds, rounds
+            return 1.0
+        self.rounds += rounds
+        before, settled = self.seconds, self.rounds > WINDOW
+        weight = min(1.0, rounds / min(self.rounds, WINDOW))
+        self.seconds += weight * (min(seconds, OUTLIER * before) - before)
+        return self.seconds / before if settled else 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rounds between two looks of the host, all with one draft."""
+
+    rounds: int
+    seconds: float
+    tested: Sequence[int] = ()
+    """By depth: how often a token was put to the test, in all rows."""
+    kept: Sequence[int] = ()
+    """By depth: how often it was accepted."""
+
+
+@dataclass
+class Controller:
+    """Decides which rung of a ladder the next rounds draft with."""
+
+    shapes: Sequence[TreeShape]
+    """The ladder: drafts that differ in depth, the deepest first, the last of them none."""
+    rounds: list[int] = field(default_factory=list)
+    """By rung: rounds so far."""
+    switches: int = 0
+    """How often another rung was turned to."""
+
+    def __post_init__(self) -> None:
+        assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
+        kinds = ["chain" if is_chain(shape) else str(shape) for shape in self.shapes]
+        depth = max(shape.depth for shape in self.shapes)
+        known = {kind: Acceptance([0.0] * depth, [0.0] * depth) for kind in kinds}
+        self.acceptance = [known[kind] for kind in kinds]
+        self.costs = [Cost() for _ in self.shapes]
+        self.rounds = [0] * len(self.shapes)
+        self.last_tried = [0] * len(self.shapes)
+        self.home = self.rung = 0
+        self.interval = SHORTEST_INTERVAL
+        self.stay = self.stay_tests = 0  # rounds with this rung since it was turned to, and tests of its first token
+        self.fresh = True  # the first span with a rung is no measure of its cost: it may warm up or catch up
+
+    @property
+    def none(self) -> int:
+        """The rung that drafts nothing."""
+        return len(self.shapes) - 1
+
+    def note(self, span: Span) -> None:
+        """Take in what the current rung gave, and choose the next."""
+        rung, depth = self.rung, self.shapes[self.rung].depth
+        self.rounds[rung] += span.rounds
+        self.stay += span.rounds
+        if depth:
+            self.acceptance[rung].add(
+                [*span.tested, *[0] * (len(self.acceptance[rung].tested) - depth)],
+                [*span.kept, *[0] * (len(self.acceptance[rung].tested) - depth)],
+            )
+            self.stay_tests += span.tested[0]
+        if not self.fresh:
+            factor = self.costs[rung].add(span.seconds / span.rounds, span.rounds)
+            for other in range(len(self.costs)):
+                known = self.costs[other].seconds
+                if other != rung and known is not None:
+                    self.costs[other].seconds = known * factor
+        self.fresh = False
+        if self._tried():
+            self._choose()
+
+    def _tried(self) -> bool:
+        """Whether the current rung has been seen long enough to judge it."""
+        enough = self.stay >= TRIAL_ROUNDS and (self.rung == self.none or self.stay_tests >= TRIAL_TESTS)
+        cost = self.costs[self.rung]
+        return enough and cost.seconds is not None and cost.rounds > 1
+
+    def _choose(self) -> None:
+        on_trial = self.rung != self.home
+        if self.costs[self.none].seconds is None:  # in the beginning
+            return self._turn(self.none)
+        speeds = [self.speed(rung) for rung in range(len(self.shapes))]
+        best = max(range(len(speeds)), key=lambda rung: speeds[rung])
+        better = speeds[best] > (1 + MARGIN) * speeds[self.home]
+        if better and best == self.rung:
+            self.home, self.interval = best, SHORTEST_INTERVAL
+        elif better:
+            self._turn(best)
+        elif on_trial:
+            self.interval = min(2 * self.interval, LONGEST_INTERVAL)
+            self._turn(self.home)
+        elif self.stay >= self.interval:
+            self._try_another()
+        return None
+
+    def _try_another(self) -> None:
+        home, none = self.home, self.none
+        if home == none:  # the shortest of each kind tells most for least
+            kinds = {id(self.acceptance[rung]): rung for rung in range(none)}
+            rungs = set(kinds.values())
+        else:
+            rungs = {home - 1, home + 1, none} - {-1}
+        rung = min(sorted(rungs), key=lambda rung: self.last_tried[rung])
+        self.acceptance[rung].fade(self.shapes[home].depth if self.acceptance[rung] is self.acceptance[home] else 0)
+        self._turn(rung)
+
+    def _turn(self, rung: int) -> None:
+        self.last_tried[self.rung] = sum(self.rounds)
+        self.rung, self.fresh = rung, True
+        self.stay = self.stay_tests = 0
+        # What was known counts for little, but home's cost was known a moment ago.
+        self.costs[rung].rounds = WINDOW if rung == self.home else 1
+        self.switches += 1
+
+    def speed(self, rung: int) -> float:
+        """Tokens a second of each row, by what is known."""
+        alphas = self.acceptance[rung].alpha()[: self.shapes[rung].depth]
+        return (1.0 + float(np.cumprod(alphas).sum())) / self.seconds(rung)
+
+    def seconds(self, rung: int) -> float:
+        """Of a round; where it was never measured, between its neighbours by depth."""
+        known = self.costs[rung].seconds
+        if known is not None:
+            return known
+        depth_and_cost = [
+            (shape.depth, cost.seconds)
+            for shape, cost in zip(self.shapes, self.costs, strict=True)
+            if cost.seconds is not None
+        ]
+        depths, costs = zip(*sorted(depth_and_cost), strict=True)
+        return float(np.interp(self.shapes[rung].depth, depths, costs))
