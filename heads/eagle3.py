@@ -23,8 +23,8 @@ from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES
-from heads.native.drafting import KernelDraft, KernelModule, read_layer, side_by_side
-from heads.native.linear import Norm, Product
+from heads.native.drafting import KernelDraft, kernel_module
+from heads.native.linear import Product
 from heads.recurrent import Recurrent, Turn
 from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
 from heads.vocab import build_vocab, check_vocab, kept_ids
@@ -202,26 +202,26 @@ class Eagle3(Recurrent):
     def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
-    def kernel_draft(self, ends: TargetEnds) -> KernelDraft | None:
-        block = self.midlayer
-        layer = read_layer(block.self_attn, block.mlp, block.post_attention_layernorm)
-        if layer is None:
+    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
+        block, again = self.midlayer, self.config.norm_output
+        module = kernel_module(
+            block.self_attn,
+            block.mlp,
+            block.post_attention_layernorm,
+            readout,
+            token_norm=block.input_layernorm,
+            state_norm=block.hidden_norm,
+            leave_norm=self.norm if again else None,
+            read_norm=None if again else self.norm,
+        )
+        if module is None:
             return None
-        join = side_by_side(Norm(block.input_layernorm), Norm(block.hidden_norm))
-        norm, fuse = Norm(self.norm), Product.of(self.fc)
-
-        def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return state.clone(), join(embedding.to(state.dtype), state)
-
-        def same(states: Tensor) -> Tensor:
-            return states
-
-        leave, normed = (norm, same) if self.config.norm_output else (same, norm)
+        fuse = Product.of(self.fc, draft=True)
 
         def start(taps: Tensor, hidden: Tensor) -> Tensor:
-            return fuse(taps.to(self.fc.weight.dtype)) if self.fc_norm is None else self.fuse(taps)
+            return fuse(taps.float()) if self.fc_norm is None else self.fuse(taps)
 
-        return KernelDraft([KernelModule(enter, layer, leave)], start, normed, Product.of(self.lm_head))
+        return KernelDraft([module], start, self.config.draft_vocab_size)
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -25,8 +25,7 @@ from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES
 from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
-from heads.native.drafting import KernelDraft, KernelModule, read_layer, side_by_side
-from heads.native.linear import Norm, Product
+from heads.native.drafting import KernelDraft, kernel_module
 from heads.recurrent import Recurrent, Turn
 from heads.target import FrozenTarget, first_line
 from heads.target_block import BlockMaker, block_record
@@ -119,17 +118,6 @@ class MtpModule(nn.Module):
         halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
         x = self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # (B, T, D)
         return self.final_layernorm(self.block(x, turn, attend))  # type: ignore[no-any-return]
-
-    def enter(self) -> Callable[[Tensor, Tensor], tuple[Tensor, None]]:
-        """What comes before the block, on the CPU kernels: rows (R, D) of embeddings and states -> its stream."""
-        token, hidden, project = Norm(self.token_layernorm), Norm(self.hidden_layernorm), Product.of(self.input_proj)
-        join = side_by_side(hidden, token) if self.hidden_first else side_by_side(token, hidden)
-
-        def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, None]:
-            halves = embedding.to(state.dtype), state
-            return project(join(*(halves[::-1] if self.hidden_first else halves))), None
-
-        return enter
 
 
 class Mtp(Recurrent):
@@ -277,20 +265,29 @@ class Mtp(Recurrent):
         assert ends.weight is not None
         return ends.weight if len(self.kept) == len(ends.weight) else ends.weight[self.kept]
 
-    def kernel_draft(self, ends: TargetEnds) -> KernelDraft | None:
+    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
         modules = []
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
-            block: Any = module.block
-            layer = None
-            if isinstance(block, Block):
-                norms = block.post_attention_layernorm, block.input_layernorm
-                layer = read_layer(block.self_attn, block.mlp, *norms)
-            if layer is None:
+            block = module.block
+            if not isinstance(block, Block):
                 return None
-            modules.append(KernelModule(module.enter(), layer, Norm(module.final_layernorm)))
-        output = Product(self.readout(ends).float())
-        return KernelDraft(modules, lambda taps, hidden: hidden.float(), lambda states: states, output)
+            made = kernel_module(
+                block.self_attn,
+                block.mlp,
+                block.post_attention_layernorm,
+                readout,
+                token_norm=module.token_layernorm,
+                state_norm=module.hidden_layernorm,
+                input_norm=block.input_layernorm,
+                project=module.input_proj,
+                leave_norm=module.final_layernorm,
+                state_first=module.hidden_first,
+            )
+            if made is None:
+                return None
+            modules.append(made)
+        return KernelDraft(modules, lambda taps, hidden: hidden.float(), self.config.draft_vocab_size)
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         if not self.rotary:

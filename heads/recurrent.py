@@ -17,6 +17,7 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +50,7 @@ class RecurrentState:
     which true tokens take over later.
     """
 
-    ends: TargetEnds
     shape: TreeShape
-    readout: Tensor  # (Vd, D)
     memory: "Memory | KernelMemory"
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
@@ -132,8 +131,8 @@ class Recurrent(nn.Module):
         )
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
-    def kernel_draft(self, ends: TargetEnds) -> KernelDraft | None:
-        """The head on the CPU kernels, where they know how."""
+    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
+        """The head on the CPU kernels, where they know how; readout (Vd, D)."""
         return None
 
     @torch.no_grad()
@@ -146,12 +145,13 @@ class Recurrent(nn.Module):
         B, slots = batch_size, round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, B, dtype=torch.int64, device=weight.device)
         turns = self.turn(torch.arange(slots, device=weight.device)[None], weight.dtype)
-        kernels = self.kernel_draft(ends)
+        readout = self.readout(ends).to(weight.dtype)
+        kernels = self.kernel_draft(readout)
         return RecurrentState(
-            ends=ends,
             shape=shape,
-            readout=self.readout(ends).to(weight.dtype),
-            memory=Memory(self, turns, B) if kernels is None else KernelMemory(kernels, turns, B),
+            memory=Memory(self, ends.embed, readout, turns, B)
+            if kernels is None
+            else KernelMemory(kernels, ends.embed, turns, B),
             slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],
@@ -169,17 +169,14 @@ class Recurrent(nn.Module):
         slots = torch.where(state.slot[:M] < count[:, None], positions, memory.nowhere)
         extent = state.extent(M)
         live, last = count > 0, (count - 1).clamp_min(0)
-        embedding = state.ends.embed(tokens[:, 1:])
         above = memory.start(observation.taps, observation.hidden)
         for module in range(self.num_modules):
             visible = None
             if module > 0:
                 key = state.slot[:extent]
                 visible = (key <= positions[..., None]) & _from_first_slot(key, positions[..., None], module)
-            made, newest = (
-                memory.step(module, embedding, above, positions, slots, visible, extent),
-                state.recycled[module],
-            )
+            made = memory.step(module, tokens[:, 1:], above, positions, slots, visible, extent)
+            newest = state.recycled[module]
             if module + 1 < self.num_modules:
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
             final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
@@ -199,7 +196,6 @@ class Recurrent(nn.Module):
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
             nonlocal recycled
             W, P = visible.shape[1:]
-            embedding = state.ends.embed(tokens)
             positions = length - 1 + level  # (B, 1): one position for the whole level
             seen: Tensor | None = None
             if chain:  # a chain's tokens stand in the slots that they keep if they are accepted
@@ -219,11 +215,11 @@ class Recurrent(nn.Module):
                     above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
                 if module > 0 and seen is not None:
                     seen = seen & _from_first_slot(places, positions[:, :1], module)[:, None]
-                made[module] = memory.step(module, embedding, above, positions, slots, seen, extent)
+                made[module] = memory.step(module, tokens, above, positions, slots, seen, extent)
             recycled = made
-            return memory.logits(made[min(level, J - 1)], state.readout)
+            return memory.logits(made[min(level, J - 1)])
 
-        first = memory.logits(recycled[0], state.readout)
+        first = memory.logits(recycled[0])
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
     @torch.no_grad()
@@ -236,12 +232,14 @@ class Recurrent(nn.Module):
 class Memory:
     """What the modules keep of a batch, and a step over it.
 
-    (B, W, D) embeddings and states, (B, W) positions and slots; visible (B, W, E) over the first E slots, None where
+    (B, W) tokens, positions and slots, (B, W, D) states; visible (B, W, E) over the first E slots, None where
     each token sees the slots up to its own.
     """
 
-    def __init__(self, head: Recurrent, turns: Turn, batch_size: int) -> None:
-        self.head = head
+    def __init__(
+        self, head: Recurrent, embed: Callable[[Tensor], Tensor], readout: Tensor, turns: Turn, batch_size: int
+    ) -> None:
+        self.head, self.embed, self.readout = head, embed, readout  # (Vd, D)
         slots = turns[0].shape[2]
         self.nowhere = slots - 1  # the slot of junk: no token that is read ever stands there
         self.turns = turns[0][0, 0], turns[1][0, 0]  # (S, d) each
@@ -267,13 +265,13 @@ class Memory:
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         return self.head.start(taps, hidden)
 
-    def logits(self, recycled: Tensor, readout: Tensor) -> Tensor:
-        return self.head.logits(self.head.normed(recycled), readout)
+    def logits(self, recycled: Tensor) -> Tensor:
+        return self.head.logits(self.head.normed(recycled), self.readout)
 
     def step(
         self,
         module: int,
-        embedding: Tensor,
+        tokens: Tensor,
         state: Tensor,
         positions: Tensor,
         slots: Tensor,
@@ -292,7 +290,7 @@ class Memory:
             )
 
         turn = self.turns[0][positions][:, None], self.turns[1][positions][:, None]
-        return self.head.step(module, embedding, state, turn, attend)
+        return self.head.step(module, self.embed(tokens), state, turn, attend)
 
 
 def _attend_by_steps(documents: Tensor) -> Attend:

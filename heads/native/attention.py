@@ -38,14 +38,14 @@ class Step:
 class GroupedAttention:
     """Grouped-query attention with rotary positions. A slot holds the keys of all heads, then their values."""
 
-    def __init__(self, module: Any, kind: str, *, shared: bool = True) -> None:
+    def __init__(self, module: Any, kind: str, *, draft: bool = False) -> None:
         self.kind = kind
         self.d: int = module.head_dim
         self.scale = float(getattr(module, "scaling", self.d**-0.5))
         self.num_heads: int = module.q_proj.out_features // self.d
         self.num_key_heads: int = module.k_proj.out_features // self.d
-        self.qkv = Product.of(module.q_proj, module.k_proj, module.v_proj, shared=shared)
-        self.out = Product.of(module.o_proj)
+        self.qkv = Product.of(module.q_proj, module.k_proj, module.v_proj, draft=draft)
+        self.out = Product.of(module.o_proj, draft=draft)
         self.head_norm: Tensor | None = None  # (H + Hkv, d)
         self.head_eps = 0.0
         if hasattr(module, "q_norm"):

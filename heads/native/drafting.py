@@ -1,10 +1,13 @@
-"""Heads that recycle their state, on the CPU kernels: what `heads.recurrent.Memory` does, in a tenth of the operations.
+"""Heads that recycle their state, on the CPU kernels: what `heads.recurrent.Memory` does, a step of it one call.
+
+Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
 
 Letters: B batch, W tokens of each, R = B * W rows, D hidden, L taps, Vd draft vocabulary, S cache slots, E of them
 shown, d head dimension.
 """
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +17,71 @@ from torch import Tensor, nn
 from heads.families import additive
 from heads.native.attention import GroupedAttention
 from heads.native.feedforward import GatedMLP
-from heads.native.kernels import load
+from heads.native.kernels import ModuleStruct, PassStruct, ProductStruct, load
 from heads.native.linear import Norm, Product
 from heads.native.stack import KernelStack
 
 
 @dataclass(frozen=True)
 class KernelModule:
-    """One module of a head: what goes into its decoder layer, the layer, and what is made of its stream."""
+    """One module of a head as the kernels take it, and the tensors it points into."""
 
-    enter: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    """(R, D) embeddings and states -> the layer's stream, which it may change, and its input where that is another."""
-    layer: KernelStack
-    leave: Callable[[Tensor], Tensor]
-    """The layer's stream -> the state to recycle."""
+    struct: ModuleStruct
+    stack: KernelStack
+    held: tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class KernelDraft:
     """A whole head, from its weights as they were when this was made."""
 
-    modules: list[KernelModule]
+    modules: Sequence[KernelModule]
     start: Callable[[Tensor, Tensor], Tensor]
-    """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D)."""
-    normed: Callable[[Tensor], Tensor]
-    """Recycled states -> what the output head reads."""
-    output: Product  # (R, D) -> (R, Vd)
+    """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D) float32."""
+    vocab_size: int
+    """Vd"""
+
+
+def kernel_module(
+    attention: Any,
+    mlp: Any,
+    norm: nn.Module,
+    output: Tensor,
+    *,
+    token_norm: nn.Module,
+    state_norm: nn.Module,
+    input_norm: nn.Module | None = None,
+    project: nn.Linear | None = None,
+    leave_norm: nn.Module | None = None,
+    read_norm: nn.Module | None = None,
+    state_first: bool = False,
+) -> KernelModule | None:
+    """A head's module for the kernels; None where they are not for its weights' device and dtype.
+
+    Token and state are normed each by its own and put side by side (`state_first`: the other way round). A layer with
+    an `input_norm` takes their projection for its stream; one without attends from the two, its stream the state.
+    What leaves the layer is normed by `leave_norm` if there is one, and by `read_norm` before `output` (Vd, D).
+    """
+    weight: Tensor = attention.q_proj.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or load() is None:
+        return None
+    norms = [None if n is None else Norm(n) for n in (token_norm, state_norm, leave_norm, read_norm)]
+    entering = None if input_norm is None else Norm(input_norm)
+    rest = GroupedAttention(attention, "full_attention", draft=True), Norm(norm), GatedMLP(mlp, draft=True)
+    stack = KernelStack.of([(entering, *rest)])
+    projection = None if project is None else Product.of(project, draft=True).packed
+    reading = Product(output.float(), draft=True).packed
+    if stack is None or reading is None:
+        return None
+    struct = ModuleStruct(
+        stack.structs[0],
+        ProductStruct() if projection is None else projection.struct,
+        reading.struct,
+        *(None if n is None else n.weight.data_ptr() for n in norms),
+        *(0.0 if n is None else n.eps for n in norms),
+        state_first,
+    )
+    return KernelModule(struct, stack, (norms, projection, reading))
 
 
 class KernelMemory:
@@ -48,28 +90,46 @@ class KernelMemory:
     nowhere = -1
     """The slot of junk: the kernels write it nowhere."""
 
-    def __init__(self, draft: KernelDraft, turns: tuple[Tensor, Tensor], batch_size: int) -> None:
+    def __init__(
+        self,
+        draft: KernelDraft,
+        embed: Callable[[Tensor], Tensor],
+        turns: tuple[Tensor, Tensor],
+        batch_size: int,
+    ) -> None:
+        library = load()
+        assert library is not None
         cos, sin = (table[0, 0] for table in turns)  # (S, d) each
         half = cos.shape[1] // 2
-        self.draft = draft
+        self.library, self.draft, self.embed = library, draft, embed
+        plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
+        self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
         self.turns = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
-        self.caches = [module.layer.new_cache(batch_size=batch_size, capacity=len(cos)) for module in draft.modules]
+        self.where = [table.data_ptr() for table in self.turns]
+        self.references = [ctypes.byref(module.struct) for module in draft.modules]
+        self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
+        self.rooms: dict[tuple[int, ...], Tensor] = {}
 
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
-        rows = self.draft.start(taps.flatten(0, 1), hidden.flatten(0, 1))
-        return rows.view(hidden.shape)
+        states: Tensor = self.draft.start(taps.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return states
 
-    def logits(self, recycled: Tensor, readout: Tensor) -> Tensor:
+    def logits(self, recycled: Tensor) -> Tensor:
         """(B, W, D) -> (B, W, Vd)."""
-        rows = self.draft.normed(recycled.flatten(0, 1))
-        logits: Tensor = self.draft.output(rows).unflatten(0, recycled.shape[:2])
+        B, W, D = recycled.shape
+        states = recycled.contiguous()
+        room, logits = torch.empty_like(states), states.new_empty(B, W, self.draft.vocab_size)
+        self.library.read_out(
+            *(self.references[0], states.data_ptr(), room.data_ptr(), logits.data_ptr()),
+            *(B * W, D, torch.get_num_threads()),
+        )
         return logits
 
     def step(
         self,
         module: int,
-        embedding: Tensor,
+        tokens: Tensor,
         state: Tensor,
         positions: Tensor,
         slots: Tensor,
@@ -77,36 +137,24 @@ class KernelMemory:
         extent: int,
     ) -> Tensor:
         """(B, W, D) -> the state to recycle (B, W, D)."""
-        made, cache = self.draft.modules[module], self.caches[module]
-        stream, given = made.enter(embedding.flatten(0, 1), state.flatten(0, 1))
-        cache.aim(slots, extent=extent)
+        B, W, D = state.shape
+        reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
-        made.layer.run(stream, cache, positions=positions, turns=self.turns, given=given, mask=mask)
-        return made.leave(stream).view(state.shape)
-
-
-def side_by_side(first: Norm, second: Norm) -> Callable[[Tensor, Tensor], Tensor]:
-    """(R, D), (R, D) -> (R, 2 D), each normed."""
-
-    def join(a: Tensor, b: Tensor) -> Tensor:
-        R, D = a.shape
-        out = a.new_empty(R, 2 * D)
-        first.write(a, out[:, :D])
-        second.write(b, out[:, D:])
-        return out
-
-    return join
-
-
-def read_layer(attention: Any, mlp: Any, norm: nn.Module, input_norm: nn.Module | None = None) -> KernelStack | None:
-    """A decoder layer of a head for the kernels; `input_norm` None where its input comes normed."""
-    weight: Tensor = attention.q_proj.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or load() is None:
-        return None
-    block = (
-        None if input_norm is None else Norm(input_norm),
-        GroupedAttention(attention, "full_attention", shared=False),
-        Norm(norm),
-        GatedMLP(mlp, shared=False),
-    )
-    return KernelStack.of([block])
+        held = [tensor.contiguous() for tensor in (state, positions, slots)]
+        states, at, to = (tensor.data_ptr() for tensor in held)
+        made = torch.empty_like(held[0])
+        shape = (B, W, D, extent)
+        room = self.rooms.get(shape)
+        if room is None:
+            room = self.rooms[shape] = torch.empty(self.library.module_room(reference, *shape))
+        step = PassStruct(
+            *(None, None, *self.where, at, to, None if mask is None else mask.data_ptr(), None, room.data_ptr()),
+            *(B, 0, W, D, extent, cache.capacity, torch.get_num_threads()),
+        )
+        ids = tokens.contiguous() if self.table is not None else None
+        rows = self.table if self.table is not None else self.embed(tokens).to(state.dtype).contiguous()
+        self.library.recycle(
+            *(reference, ctypes.byref(step), None if ids is None else ids.data_ptr(), rows.data_ptr()),
+            *(states, made.data_ptr(), cache.where[0], cache.where[2]),
+        )
+        return made

@@ -29,9 +29,9 @@ def activation(module: Any) -> Activation:
 class GatedMLP:
     """down(act(gate(x)) * up(x)), gate and up as one product."""
 
-    def __init__(self, module: Any, *, shared: bool = True) -> None:
-        self.gate_up = Product.of(module.gate_proj, module.up_proj, shared=shared)
-        self.down = Product.of(module.down_proj)
+    def __init__(self, module: Any, *, draft: bool = False) -> None:
+        self.gate_up = Product.of(module.gate_proj, module.up_proj, draft=draft)
+        self.down = Product.of(module.down_proj, draft=draft)
         self.activation = activation(module)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:

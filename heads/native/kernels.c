@@ -27,11 +27,13 @@ enum { BLOCK = LANES * VECTORS, TILE = 6, CHUNK = 4 * TILE, PANEL = 256, AHEAD =
 
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
 typedef struct {
-    const float *weight; /* packed: block b holds columns b * BLOCK .. of W^T as (K, BLOCK), the last padded with 0 */
-    const float *bias;   /* (O) or NULL */
-    int64_t K, O;
+    const void *weight; /* packed: block b holds columns b * BLOCK .. of W^T as (K, BLOCK), the last padded with 0 */
+    const float *bias;  /* (O) or NULL */
+    int64_t K, O, half; /* half: weights in bfloat16, which a draft may have */
 } Product;
 
 typedef struct {
@@ -59,9 +61,17 @@ int lanes(void) { return LANES; }
 
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* sums[r] += x[r] W over `count` inputs, `rows` and `vectors` known beforehand. */
-static inline __attribute__((always_inline)) void add_tile(const float *x, int64_t x_stride, const float *w,
-    int64_t w_stride, int count, float *sums, int64_t sums_stride, const int rows, const int vectors)
+/* LANES weights from `at` on, of either width. */
+static inline __attribute__((always_inline)) Vector read(const void *w, int64_t at, const int half)
+{
+    if (half)
+        return (Vector)(__builtin_convertvector(*(const Halves *)((const uint16_t *)w + at), Words) << 16);
+    return *(const Vector *)((const float *)w + at);
+}
+
+/* sums[r] += x[r] W over `count` inputs; `rows`, `vectors` and `half` known beforehand. */
+static inline __attribute__((always_inline)) void add_tile(const float *x, int64_t x_stride, const void *w,
+    int64_t w_stride, int count, float *sums, int64_t sums_stride, const int rows, const int vectors, const int half)
 {
     Vector sum[TILE][VECTORS];
     for (int r = 0; r < rows; r++)
@@ -69,10 +79,12 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
             sum[r][v] = *(const Vector *)(sums + r * sums_stride + v * LANES);
     for (int k = 0; k < count; k++) {
         Vector weight[VECTORS];
-        for (int v = 0; v < vectors; v++) /* the more rows, the less of what is to come fits the processor's view */
-            __builtin_prefetch(w + (k + AHEAD) * w_stride + v * LANES);
+        for (int v = 0; v < vectors; v++) { /* the more rows, the less of what is to come fits the processor's view */
+            const int64_t ahead = (k + AHEAD) * w_stride + v * LANES;
+            __builtin_prefetch(half ? (const void *)((const uint16_t *)w + ahead) : (const float *)w + ahead);
+        }
         for (int v = 0; v < vectors; v++)
-            weight[v] = *(const Vector *)(w + k * w_stride + v * LANES);
+            weight[v] = read(w, k * w_stride + v * LANES, half);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++)
                 sum[r][v] += x[r * x_stride + k] * weight[v];
@@ -83,13 +95,13 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
 }
 
 /* The same for any number of rows, tile by tile. */
-static inline __attribute__((always_inline)) void add_rows(const float *x, int64_t x_stride, const float *w,
-    int64_t w_stride, int count, float *sums, int64_t sums_stride, int rows, const int vectors)
+static inline __attribute__((always_inline)) void add_rows(const float *x, int64_t x_stride, const void *w,
+    int64_t w_stride, int count, float *sums, int64_t sums_stride, int rows, const int vectors, const int half)
 {
     while (rows > 0) {
         int done;
         switch (rows) {
-#define OF(n) add_tile(x, x_stride, w, w_stride, count, sums, sums_stride, done = n, vectors); break
+#define OF(n) add_tile(x, x_stride, w, w_stride, count, sums, sums_stride, done = n, vectors, half); break
         case 1: OF(1);
         case 2: OF(2);
         case 3: OF(3);
@@ -106,16 +118,23 @@ static void one_block(const Product *p, int block, const float *x, int64_t x_str
                       int R)
 {
     const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK, K = p->K;
-    const float *weight = p->weight + (size_t)from * K;
     for (int at = 0; at < R; at += CHUNK) {
         const int rows = R - at < CHUNK ? R - at : CHUNK;
         float sums[CHUNK][BLOCK] __attribute__((aligned(64)));
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < BLOCK; o++)
                 sums[r][o] = p->bias && o < width ? p->bias[from + o] : 0;
-        for (int k = 0; k < K; k += PANEL) /* a panel stays in the nearest cache while all rows use it */
-            add_rows(x + at * x_stride + k, x_stride, weight + (size_t)k * BLOCK, BLOCK, K - k < PANEL ? K - k : PANEL,
-                     sums[0], BLOCK, rows, VECTORS);
+        for (int k = 0; k < K; k += PANEL) { /* a panel stays in the nearest cache while all rows use it */
+            const int panel = K - k < PANEL ? K - k : PANEL;
+            const float *input = x + at * x_stride + k;
+            const int64_t place = (int64_t)from * K + (int64_t)k * BLOCK;
+            if (p->half)
+                add_rows(input, x_stride, (const uint16_t *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
+                         VECTORS, 1);
+            else
+                add_rows(input, x_stride, (const float *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
+                         VECTORS, 0);
+        }
         for (int r = 0; r < rows; r++) {
             const size_t row = (size_t)(at + r) * p->O + from;
             for (int o = 0; o < width; o++)
@@ -249,7 +268,7 @@ static void attend(const Layer *l, const Pass *p, int b, int head, const float *
     for (int e = 0; e < used; e += BLOCK) {
         for (int row = 0; row < rows; row++)
             memset(scores + (size_t)row * E + e, 0, BLOCK * sizeof(float));
-        add_rows(q, d, keys + (size_t)e * d, BLOCK, d, scores + e, E, rows, VECTORS);
+        add_rows(q, d, keys + (size_t)e * d, BLOCK, d, scores + e, E, rows, VECTORS, 0);
     }
     for (int row = 0; row < rows; row++) {
         const int64_t at = (int64_t)b * N + row / G;
@@ -259,9 +278,9 @@ static void attend(const Layer *l, const Pass *p, int b, int head, const float *
     memset(sums, 0, (size_t)rows * deep * sizeof(float));
     int i = 0;
     for (; i + BLOCK <= deep; i += BLOCK)
-        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, VECTORS);
+        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, VECTORS, 0);
     for (; i < deep; i += LANES)
-        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, 1);
+        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, 1, 0);
     for (int row = 0; row < rows; row++)
         memcpy(out + ((size_t)(row / G) * l->H + head * G + row % G) * d, sums + row * deep, d * sizeof(float));
 }
@@ -339,4 +358,52 @@ void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *ke
         if (i < count)
             decoder_layer(layers + i, p, keys + i * key_stride, values + i * value_stride);
     }
+}
+
+/* A module of a head that recycles its state: what is made of a token and a state, and what is read of that. */
+typedef struct {
+    Layer layer;
+    Product project, output; /* project: K = 0 where the layer reads the two halves themselves beside the state */
+    const float *token_norm, *state_norm;         /* (D) */
+    const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
+    float token_eps, state_eps, leave_eps, read_eps;
+    int64_t state_first;                          /* which half comes first */
+} Module;
+
+int64_t module_room(const Module *m, int64_t B, int64_t N, int64_t D, int64_t E)
+{
+    return scratch_size(&m->layer, B, N, D, E) + B * N * 2 * D;
+}
+
+/* made (R, D) of the embeddings table[tokens], or of the rows of `table` without tokens, and of states (R, D). */
+void recycle(const Module *m, const Pass *given, const int64_t *tokens, const float *table, const float *states,
+             float *made, float *keys, float *values)
+{
+    Pass p = *given;
+    const int64_t R = p.B * p.N, D = p.D;
+    float *halves = p.scratch;
+    for (int64_t r = 0; r < R; r++) {
+        float *half = halves + r * 2 * D;
+        normalise(table + (tokens ? tokens[r] : r) * D, m->token_norm, m->token_eps, half + (m->state_first ? D : 0), D);
+        normalise(states + r * D, m->state_norm, m->state_eps, half + (m->state_first ? 0 : D), D);
+    }
+    if (m->project.K)
+        multiply(&m->project, halves, 2 * D, NULL, made, R, p.threads);
+    else
+        memcpy(made, states, R * D * sizeof(float));
+    p.x = made, p.input = halves, p.scratch = halves + R * 2 * D;
+    decoder_layer(&m->layer, &p, keys, values);
+    if (m->leave_norm)
+        normalise_rows(made, D, m->leave_norm, m->leave_eps, made, D, R, D);
+}
+
+/* logits (R, O) of states (R, D); scratch of as many floats. */
+void read_out(const Module *m, const float *states, float *scratch, float *logits, int64_t R, int64_t D,
+              int64_t threads)
+{
+    if (m->read_norm) {
+        normalise_rows(states, D, m->read_norm, m->read_eps, scratch, D, R, D);
+        states = scratch;
+    }
+    multiply(&m->output, states, D, NULL, logits, R, threads);
 }

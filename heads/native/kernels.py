@@ -35,7 +35,7 @@ _POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 class ProductStruct(ctypes.Structure):
     """`Product` of kernels.c."""
 
-    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("K", _INT), ("O", _INT))
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("K", _INT), ("O", _INT), ("half", _INT))
 
 
 class LayerStruct(ctypes.Structure):
@@ -59,17 +59,29 @@ class PassStruct(ctypes.Structure):
     )
 
 
-class PackedWeight:
-    """A weight (O, K) and a bias (O,) or None, laid out for the kernels; copies."""
+class ModuleStruct(ctypes.Structure):
+    """`Module` of kernels.c."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
+    _fields_ = (
+        *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
+        *((name, _POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
+        *((name, _FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
+        ("state_first", _INT),
+    )
+
+
+class PackedWeight:
+    """A weight (O, K) and a bias (O,) or None, laid out for the kernels; copies. `half`: in bfloat16."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> None:
         self.library, block = library, library.block_size()
         self.O, self.K = weight.shape
-        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -self.O % block))
+        weight = weight.detach().bfloat16() if half else weight.detach()
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -self.O % block))
         self.weight = padded.view(-1, block, self.K).transpose(1, 2).contiguous()
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.struct = ProductStruct(
-            self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), self.K, self.O
+            self.weight.data_ptr(), None if self.bias is None else self.bias.data_ptr(), self.K, self.O, half
         )
         self.reference = ctypes.byref(self.struct)
         self.splits = weight.numel() >= SERIAL_WEIGHTS
@@ -84,12 +96,12 @@ class PackedWeight:
         return y
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> PackedWeight | None:
+def pack(weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> PackedWeight | None:
     """The weight laid out for the kernels; None where it is of no use or cannot be had."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     library = load()
-    return None if library is None else PackedWeight(library, weight, bias)
+    return None if library is None else PackedWeight(library, weight, bias, half=half)
 
 
 @cache
@@ -121,8 +133,12 @@ def declare(library: ctypes.CDLL) -> None:
     library.decoder_layers.argtypes = [
         *(_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
     ]
+    library.module_room.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
+    library.recycle.argtypes = [_POINTER] * 8
+    library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]
+    library.recycle.restype = library.read_out.restype = None
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
-    library.scratch_size.restype = _INT
+    library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int
 
 

@@ -16,19 +16,19 @@ from heads.native.kernels import MOST_ROWS, load, pack
 class Product:
     """x W^T + b, for one projection or for several of the same input side by side."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, draft: bool = False) -> None:
         self.weight, self.bias = weight.detach(), bias  # (O, K), (O,)
-        self.packed = pack(self.weight, bias)
+        self.packed = pack(self.weight, bias, half=draft)
 
     @classmethod
-    def of(cls, *modules: nn.Linear, shared: bool = True) -> "Product":
-        """`shared`: whether the modules go on with parts of the fused weight, so that it is kept once; not where they
-        are trained."""
-        weight = fuse([module.weight for module in modules], shared=shared)
+    def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
+        """The target's modules go on with parts of the fused weight, so that it is kept once. A draft's may be in
+        training, so they stay as they are; and whatever it computes the target judges, so bfloat16 will do."""
+        weight = fuse([module.weight for module in modules], shared=not draft)
         if all(module.bias is None for module in modules):
-            return cls(weight)
+            return cls(weight, draft=draft)
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
-        return cls(weight, torch.cat(biases))
+        return cls(weight, torch.cat(biases), draft=draft)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, K) -> (R, O), the residual (R, O) added."""
