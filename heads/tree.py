@@ -14,9 +14,10 @@ Letters: B batch, N nodes, W nodes expanded at one level, R children picked for 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, product
 from operator import mul
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -197,7 +198,7 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
     all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
     widths = [1, K, *[K * K] * (shape.depth - 1)]
     depths = torch.repeat_interleave(
-        torch.arange(len(widths), device=device), torch.tensor(widths, device=device), output_size=sum(widths)
+        torch.arange(len(widths), device=device), constant(tuple(widths), device), output_size=sum(widths)
     )
     depths = depths.expand(B, -1)
     places = torch.full_like(all_parents, -1) if K > 1 and shape.depth > 1 else None
@@ -209,7 +210,7 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
     # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out
     # when its child is kept, because its rank is strictly better.
     rank = all_scores - DEPTH_PENALTY * depths
-    rank[:, 0] = torch.inf
+    rank[:, 0].fill_(torch.inf)
     kept = rank.topk(shape.nodes, dim=1).indices.sort(dim=1).values  # (B, N)
     place = torch.zeros_like(all_parents).scatter(1, kept, torch.arange(shape.nodes, device=device).expand(B, -1))
     return Proposal(
@@ -231,26 +232,33 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
     for level in range(1, shape.depth + 1):
         nodes = [path for path in shape.paths if len(path) == level]
         picked, logp = draw(logits, level, 1 + max(path[-1] for path in nodes))  # (B, W, R)
-        row = torch.tensor([expanded.index(path[:-1]) for path in nodes], device=device)
-        rank = torch.tensor([path[-1] for path in nodes], device=device)
-        above = torch.tensor([node_of[path[:-1]] for path in nodes], device=device)
+        row = constant(tuple(expanded.index(path[:-1]) for path in nodes), device)
+        rank = constant(tuple(path[-1] for path in nodes), device)
+        above = constant(tuple(node_of[path[:-1]] for path in nodes), device)
         tokens = torch.cat([tokens, picked[:, row, rank]], dim=1)
         scores = torch.cat([scores, scores[:, above] + logp[:, row, rank]], dim=1)
         if level == shape.depth:
             break
         parents_of_next = [path for path in nodes if any(p[:-1] == path for p in shape.paths)]
         order += parents_of_next
-        visible = torch.tensor(
-            [[path[: len(other)] == other for other in order] for path in parents_of_next], device=device
+        visible = constant(
+            tuple(tuple(path[: len(other)] == other for other in order) for path in parents_of_next), device
         )
-        rows = torch.tensor([expanded.index(path[:-1]) for path in parents_of_next], device=device)
-        ids = torch.tensor([node_of[path] for path in parents_of_next], device=device)
+        rows = constant(tuple(expanded.index(path[:-1]) for path in parents_of_next), device)
+        ids = constant(tuple(node_of[path] for path in parents_of_next), device)
         logits = expand(tokens[:, ids], rows.expand(B, -1), visible.expand(B, -1, -1), level)
         expanded = parents_of_next
-    parents = torch.tensor([0, *(node_of[path[:-1]] for path in shape.paths)], device=device).expand(B, -1)
-    depths = torch.tensor([0, *map(len, shape.paths)], device=device).expand(B, -1)
-    places = [-1, *(order.index(path) if path in order else -1 for path in shape.paths)]
-    return Proposal(tokens, parents, depths, scores, torch.tensor(places, device=device).expand(B, -1))
+    parents = constant((0, *(node_of[path[:-1]] for path in shape.paths)), device).expand(B, -1)
+    depths = constant((0, *map(len, shape.paths)), device).expand(B, -1)
+    places = (-1, *(order.index(path) if path in order else -1 for path in shape.paths))
+    return Proposal(tokens, parents, depths, scores, constant(places, device).expand(B, -1))
+
+
+@cache
+def constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device, sent there once: a CUDA graph cannot hold a copy from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
 
 
 def scratch_slots(shape: TreeShape) -> int:

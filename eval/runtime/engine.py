@@ -18,9 +18,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.controller import check_adaptive
+from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.hf import open_step
-from eval.runtime.ladder import Ladder
+from eval.runtime.ladder import BACKLOG, Ladder
+from eval.runtime.memory import check_memory, need_of
 from eval.runtime.prefill import read_prompts
+from eval.runtime.reports import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.round import Decoder, RoundState
@@ -31,6 +34,7 @@ from eval.runtime.stops import StopWatch
 from heads.base import Drafter
 from heads.cache import round_up
 from heads.errors import UserError
+from heads.native.architectures import native_decoder
 from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
@@ -69,9 +73,9 @@ class Seat:
     first_round: int
     """Rounds of the whole batch before its own first."""
     most_tokens: int
-    """At most this many tokens stand in the row's cache; exact whenever the host looks."""
+    """At most this many tokens stand in the row's cache, whatever the rounds launched give."""
     left: int
-    """Tokens it may still get; exact likewise."""
+    """Tokens it may still get, at most, after the rounds launched."""
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
 
@@ -92,13 +96,20 @@ class Engine:
         rule: str = "match",
         native: bool = True,
         adaptive: bool = False,
+        pinned: int = 1,
+        strict: bool = False,
+        graphs: bool = True,
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
-        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, by default 1 on a
-        CPU, where looking is free, else 4. `rule`: one of `eval.runtime.rules.RULES`, by which drafts are accepted.
-        `native`: whether the target's native decoder is used where it has one. `adaptive`: whether drafts are
-        shortened, or left out, while that is faster (`eval.runtime.controller`); what was found holds for later calls
-        too."""
+        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, 1 by default; on a
+        GPU it looks when the next rounds are already launched. `rule`: one of `eval.runtime.rules.RULES`, by which
+        drafts are accepted. `native`: whether the target's native decoder is used where it has one.
+        `adaptive`: whether drafts are shortened, or left out, while that is faster (`eval.runtime.controller`); what
+        was found holds for later calls too.
+
+        `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
+        as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU
+        trees do so too, by attention that costs more. `graphs`: whether rounds are captured on a GPU."""
         if batch_size < 1:
             raise UserError(f"batch size: expected at least 1, got {batch_size}")
         if not 1 <= max_length <= target.context_length:
@@ -111,25 +122,56 @@ class Engine:
             )
         if head is None and rule != "match":
             raise UserError(f"rule {rule} judges drafts, and plain decoding has none; leave it out")
+        if pinned > 1 and head is not None:
+            raise UserError(f"pinned: plain decoding in steps of {pinned} nodes has no head; leave one of them out")
         check_rule(rule, shape)
         if adaptive:
             if head is None:
                 raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")
             check_adaptive(rule)
+        self.nodes, self.strict = max(shape.nodes, pinned), strict
         self.target, self.head, self.shape, self.rule = target, head, shape, rule
         self.batch_size, self.max_length = batch_size, max_length
         self.tokenizer, self.native = tokenizer, native
-        self.poll_interval = poll_interval or (1 if target.device.type == "cpu" else 4)
+        on_cpu = target.device.type == "cpu"
+        self.poll_interval = poll_interval or (1 if on_cpu or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
         with torch.inference_mode():
             self.decoder = self._build()
             self.ladder = Ladder(self.decoder) if adaptive else None
+        self.capture = open_capture(target.device) if graphs else None
+        self.rounds: dict[str, Rounds] = {}
+        """By the name of the draft."""
+        self.ahead = 0 if on_cpu or adaptive else 1
+        """Looks that are put off while rounds run."""
+        self.reports = Reports(self.decoder.state.report, self.ahead + 2)
+        self.launched: deque[tuple[int, list[Seat | None]]] = deque()
+        """Not yet looked at: how many rounds, and who sat where."""
+        self.looked = 0.0
 
     def _build(self) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
         taps = head.taps if head is not None else ()
-        step = open_step(target, batch_size=self.batch_size, capacity=self.max_length, taps=taps, native=self.native)
+        decoder = native_decoder(target) if self.native else None
+        need = need_of(
+            target,
+            decoder,
+            batch_size=self.batch_size,
+            capacity=self.max_length,
+            nodes=self.nodes,
+            drafts=head is not None,
+        )
+        check_memory(need, device, target.name)
+        step = open_step(
+            target,
+            batch_size=self.batch_size,
+            capacity=self.max_length,
+            taps=taps,
+            native=self.native,
+            nodes=self.nodes,
+            strict=self.strict,
+        )
         head_state = None
         if head is not None:
             head_state = head.new_state(
@@ -145,10 +187,15 @@ class Engine:
             rule=make_rule(self.rule, self.shape, sampling, device),
             eos=torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device),
             state=RoundState.new(
-                batch_size=self.batch_size, capacity=self.max_length, depth=self.shape.depth, device=device
+                batch_size=self.batch_size,
+                capacity=self.max_length,
+                depth=self.shape.depth,
+                device=device,
+                rounds=self.poll_interval,
             ),
             zeros=torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device),
             places=torch.arange(self.shape.depth + 1, device=device),
+            pinned=self.nodes if head is None else 1,
         )
 
     def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
@@ -161,7 +208,7 @@ class Engine:
             return self._generate(requests, on_tokens)
 
     def _check(self, index: int, request: Request) -> None:
-        prompt, nodes = len(request.prompt), self.shape.nodes
+        prompt, nodes = len(request.prompt), self.nodes
         if prompt == 0:
             raise UserError(f"request {index}: the prompt is empty; expected at least one token")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocab_size:
@@ -193,40 +240,59 @@ class Engine:
         self.decoder.state.done.fill_(True)
         while True:
             free = [row for row in range(self.batch_size) if seats[row] is None]
-            if waiting and free:
+            seated = waiting and free and not self.launched
+            if seated:
                 newcomers = {row: waiting.popleft() for row in free[: len(waiting)]}
                 for row, newcomer in self._prefill(newcomers).items():
                     seats[row] = newcomer
-            elif len(free) == self.batch_size:
+            elif len(free) == self.batch_size and not self.launched:
                 break
-            else:
+            elif not (waiting and free):
                 self._decode(seats)
-            for row, (index, output) in self._look(seats, on_tokens).items():
-                outputs[index], seats[row] = output, None
+            while self.launched and (seated or len(self.launched) > self.ahead or not self._goes_on(seats, waiting)):
+                for row, (index, output) in self._look(seats, on_tokens).items():
+                    outputs[index], seats[row] = output, None
         return [output for output in outputs if output is not None]
 
+    def _goes_on(self, seats: list[Seat | None], waiting: deque[tuple[int, Request]]) -> bool:
+        """Whether rounds are to be launched before the host looks again."""
+        free = any(seat is None for seat in seats)
+        return any(seat is not None and seat.left > 0 for seat in seats) and not (free and waiting)
+
     def _decode(self, seats: list[Seat | None]) -> None:
-        """Run rounds until the host looks again; none that every row must have ended before, as each gives a token."""
-        rounds = min(self.poll_interval, max(seat.left for seat in seats if seat is not None))
-        started = self._clock()
-        decoder = self.ladder.begin() if self.ladder is not None else self.decoder
-        M, N = decoder.shape.depth + 1, decoder.shape.nodes
+        """Launch rounds until the host looks again; none that every row must have ended before, as each gives a
+        token."""
+        rounds = min(self.poll_interval, max((seat.left for seat in seats if seat is not None), default=0), BACKLOG)
+        if rounds <= 0:
+            return
+        decoder = self.ladder.begin(rounds) if self.ladder is not None else self.decoder
+        M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
+        if not self.launched:
+            self.looked = self._moment()
         for _ in range(rounds):
             most = 0
             for seat in seats:
                 if seat is not None:
                     most = max(most, seat.most_tokens)
                     seat.most_tokens = min(seat.most_tokens + M, len(seat.request.prompt) + seat.request.max_new_tokens)
+                    seat.left -= 1
             extent = min(round_up(most + N), decoder.step.capacity)
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:
-                decoder.round(extent)
-        seconds = self._clock() - started
-        self.timings.round_seconds += [seconds / rounds] * rounds
-        self.timings.decode_seconds += seconds
-        if self.ladder is not None:
-            self.timings.rungs[self.ladder.end(rounds, seconds)] += rounds
+                self.rounds_of(decoder)(extent)
+        self._launch(rounds, seats)
+
+    def rounds_of(self, decoder: Decoder) -> Rounds:
+        """The rounds of the engine's decoder, or of one of its shorter drafts."""
+        name = str(decoder.shape)
+        if name not in self.rounds:
+            self.rounds[name] = Rounds(decoder, self.capture)
+        return self.rounds[name]
+
+    def _launch(self, rounds: int, seats: list[Seat | None]) -> None:
+        self.reports.send()
+        self.launched.append((rounds, list(seats)))
 
     def _profiled_round(self, decoder: Decoder, extent: int) -> None:
         last = self._clock()
@@ -245,6 +311,10 @@ class Engine:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
+    def _moment(self) -> float:
+        """Seconds, as the host finds them: where rounds run ahead of it, it must not wait for the last of them."""
+        return time.perf_counter() if self.ahead else self._clock()
+
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, Seat]:
         """Seat new requests: their prompts read, their first tokens chosen."""
         started = self._clock()
@@ -257,30 +327,38 @@ class Engine:
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
             rounds = self.timings.rounds
             seats[row] = Seat(index, request, seconds, rounds, len(request.prompt), request.max_new_tokens - 1, watch)
+        self.decoder.publish()
+        self._launch(0, [seats.get(row) for row in range(self.batch_size)])
         return seats
 
     def _look(self, seats: list[Seat | None], on_tokens: OnTokens | None) -> dict[int, tuple[int, Output]]:
-        """Read what the device has decided; -> the outputs of the rows that ended."""
-        state = self.decoder.state
+        """Read the oldest report that was not read; -> the outputs of the rows that ended."""
+        rounds, sitters = self.launched.popleft()
+        reports = self.reports.receive()
+        if rounds:
+            now = self._moment()
+            self.timings.round_seconds += [(now - self.looked) / rounds] * rounds
+            self.timings.decode_seconds += now - self.looked
+            if self.ladder is not None:
+                self.timings.rungs[self.ladder.end(rounds, now - self.looked)] += rounds
+            self.looked = now
+        under_way = sum(count for count, _ in self.launched)
+        state, M = self.decoder.state, self.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
-        seen = torch.stack([state.done.long(), state.output_length, state.length]).tolist()
-        for row, seat in enumerate(seats):
-            if seat is None:
+        for row, (seat, report) in enumerate(zip(sitters, reports, strict=True)):
+            if seat is None or seats[row] is not seat:  # another has taken the row since
                 continue
-            done, count = bool(seen[0][row]), seen[1][row]
-            seat.most_tokens, seat.left = seen[2][row], seat.request.max_new_tokens - count
-            if not (done or on_tokens is not None or seat.watch is not None):
-                continue
-            fresh = state.output[row, len(seat.tokens) : count].tolist()
-            before = len(seat.tokens)
-            seat.tokens += fresh
+            request, before = seat.request, len(seat.tokens)
+            seat.left = request.max_new_tokens - report.output_length - under_way
+            seat.most_tokens = min(report.length + M * under_way, len(request.prompt) + request.max_new_tokens)
+            seat.tokens += report.tail[len(report.tail) - (report.output_length - before) :]
             stop_at = seat.watch.find(seat.tokens) if seat.watch is not None else None
             if stop_at is not None:
                 del seat.tokens[stop_at:]
                 state.done[row] = True
             if on_tokens is not None and len(seat.tokens) > before:
                 on_tokens(seat.index, seat.tokens[before:])
-            if done or stop_at is not None:
+            if report.done or stop_at is not None:
                 ended[row] = seat.index, self._output(row, seat, stopped=stop_at is not None)
                 # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
                 state.length[row] = 0

@@ -9,6 +9,9 @@ import logging
 import torch
 from torch import Tensor
 
+from eval.runtime.accept import Acceptance
+from eval.runtime.kernel_step import KernelStep, kernels_fit
+from eval.runtime.sampling import RowSampling
 from heads.cache import RowCache, round_up
 from heads.encoder_decoder import cache_layers
 from heads.errors import UserError
@@ -42,12 +45,21 @@ class TargetStep:
         capacity: int,
         taps: tuple[int, ...],
         decoder: NativeDecoder | None = None,
+        nodes: int = 1,
+        strict: bool = False,
     ) -> None:
-        """`decoder`: the target's native one; None takes its Hugging Face model."""
+        """`decoder`: the target's native one; None takes its Hugging Face model. `nodes` of a row in a verify step, and
+        `strict`, matter to kernels only (`KernelStep`)."""
         self.target, self.taps, self.decoder, self.batch_size = target, taps, decoder, batch_size
         self.capacity = round_up(capacity)
+        self.kernels: KernelStep | None = None
         device = target.device
-        if decoder is None:
+        if decoder is not None and kernels_fit(target):
+            self.kernels = KernelStep(
+                target, decoder, batch_size=batch_size, capacity=self.capacity, taps=taps, nodes=nodes, strict=strict
+            )
+            self.cache = self.kernels.cache
+        elif decoder is None:
             check_family(target)
             layers = cache_layers(target.base, target.config)
             self.cache = RowCache(num_layers=layers, batch_size=batch_size, capacity=self.capacity, device=device)
@@ -73,6 +85,8 @@ class TargetStep:
         C = tokens.shape[1]
         extent = min(round_up(start + C), self.capacity)
         positions = self.slot[start : start + C] if start + C <= self.capacity else self._clamped(start, C)
+        if self.kernels is not None:
+            return self.kernels.prefill(row, tokens, positions)
         key = self.slot[:extent]
         if isinstance(self.cache, RowCache):
             self.cache.aim(positions[None], extent=extent, row=row, prompt=True)
@@ -83,12 +97,14 @@ class TargetStep:
         visible = key[None, None] <= positions[None, :, None]
         return self._features(tokens, positions[None], visible, key[None])
 
-    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int) -> tuple[Features, Tensor]:
+    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
         """One pass over a tree: node j of row b stands in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.tree.ancestors`, None for a chain; length (B,): tokens in the cache; extent: slots
-        shown, at least length + N of every row. Returns the features of all nodes and their float32 logits (B, N, V).
+        above (B, N, N): `heads.tree.ancestors`, None for a chain and wherever kernels run; length (B,): tokens in the
+        cache; extent: slots shown, at least length + N of every row; depth: the most levels that the trees have.
         """
+        if self.kernels is not None:
+            return self.kernels.verify(proposal.tokens, proposal.parents, proposal.depths, length, depth)
         B, N = proposal.tokens.shape
         slots = length[:, None] + self.slot[:N]  # (B, N)
         key = self.slot[:extent]
@@ -105,17 +121,28 @@ class TargetStep:
             key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
             visible = (key < length[:, None])[:, None].repeat(1, N, 1)
             visible.scatter_(2, slots[:, None].expand(B, N, N), above)
-        features = self._features(proposal.tokens, positions, visible, key_positions)
-        return features, self.logits(features.hidden)
+        return self._features(proposal.tokens, positions, visible, key_positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
-        logits = None if self.decoder is None else self.decoder.logits(hidden)
-        return self.target.ends.logits(hidden) if logits is None else logits
+        made = None
+        if self.kernels is not None:
+            made = self.kernels.logits(hidden)
+        elif self.decoder is not None:
+            made = self.decoder.logits(hidden)
+        return self.target.ends.logits(hidden) if made is None else made
 
-    def compact(self, length: Tensor, path: Tensor) -> None:
-        """Move the accepted nodes, `path` (B, K + 1), to the slots they will keep: the first after `length`, in
-        order."""
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor:
+        """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids."""
+        chosen = None if self.kernels is None else self.kernels.choose(hidden, positions, sampling)
+        return sampling.choose(self.logits(hidden), positions) if chosen is None else chosen
+
+    def compact(self, length: Tensor, acceptance: Acceptance) -> None:
+        """Move the accepted nodes to the slots they will keep: the first after `length` (B,), in order."""
+        if self.kernels is not None:
+            self.kernels.compact(length, acceptance)
+            return
+        path = acceptance.path
         kept = path.shape[1]
         self.cache.compact(length[:, None] + path, length[:, None] + self.slot[:kept])
 
@@ -150,12 +177,21 @@ class TargetStep:
 
 
 def open_step(
-    target: FrozenTarget, *, batch_size: int, capacity: int, taps: tuple[int, ...], native: bool = True
+    target: FrozenTarget,
+    *,
+    batch_size: int,
+    capacity: int,
+    taps: tuple[int, ...],
+    native: bool = True,
+    nodes: int = 1,
+    strict: bool = False,
 ) -> TargetStep:
     """The fastest step that was found to be right: native where the architecture is known, unless told otherwise."""
     decoder = native_decoder(target) if native else None
     if decoder is not None:
-        step = TargetStep(target, batch_size=batch_size, capacity=capacity, taps=taps, decoder=decoder)
+        step = TargetStep(
+            target, batch_size=batch_size, capacity=capacity, taps=taps, decoder=decoder, nodes=nodes, strict=strict
+        )
         try:
             probe(step)
             return step
@@ -198,7 +234,8 @@ def probe(step: TargetStep) -> None:
         step.prefill(row, prompt[None], 0)
     proposal = Proposal(nodes.expand(B, -1), parents.expand(B, -1), depths.expand(B, -1), torch.zeros(B, 5))
     length = torch.full((B,), P, device=device)
-    features, _ = step.verify(proposal, ancestors(proposal.parents, 2), length, min(round_up(P + 5), step.capacity))
+    extent = min(round_up(P + 5), step.capacity)
+    features = step.verify(proposal, ancestors(proposal.parents, 2), length, extent, 2)
     paths = torch.stack([torch.cat([prompt, nodes[path]]) for path in torch.tensor([[0, 1, 3], [0, 2, 4]])])
     true = target.alone(paths)[:, -3:]  # (2, 3, D)
     found = features.hidden[:, [[0, 1, 3], [0, 2, 4]]].double()  # (B, 2, 3, D)

@@ -65,15 +65,12 @@ class Resting:
             return
         if not len(state.tokens):
             self._allocate(state, observation)
-        if state.most == BACKLOG:
-            self.catch_up(state)
         # A row that is done gets junk in a place that is not counted, or in its last: it is reset before it is read.
         at = state.count.clamp_max(BACKLOG - 1)[:, None]
         state.tokens.scatter_(1, torch.cat([at, at + 1], dim=1), observation.tokens)
         for kept, fresh in ((state.taps, observation.taps), (state.hidden, observation.hidden)):
             kept.scatter_(1, at[..., None].expand_as(fresh), fresh)
         state.count.add_(observation.count)
-        state.most += 1
 
     def catch_up(self, state: Backlog) -> None:
         """Tell the head what it missed."""
@@ -130,12 +127,16 @@ class Ladder:
         """The rung that drafts nothing; prompts are read through it, which resets what is kept of their rows."""
         return self.rungs[-1]
 
-    def begin(self) -> Decoder:
-        """The rung of the next rounds, ready."""
+    def begin(self, rounds: int) -> Decoder:
+        """The rung of the next rounds, at most BACKLOG, ready. What is kept is counted here: rounds never ask."""
         rung = self.rungs[self.controller.rung]
         if rung is not self.idle:
             self.resting.catch_up(self.backlog)
             self.before.copy_(rung.state.rounds)
+        else:
+            if self.backlog.most + rounds > BACKLOG:
+                self.resting.catch_up(self.backlog)
+            self.backlog.most += rounds
         return rung
 
     def end(self, rounds: int, seconds: float) -> str:

@@ -44,10 +44,12 @@ class RoundState:
     rounds: Tensor  # (B,) int64, rounds the row took part in
     accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
     reached: Tensor  # (B, capacity) int64, by round: the deepest level put to the test, all levels above it accepted
+    report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, as the last round left them
 
     @classmethod
-    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device) -> "RoundState":
-        """Rows without requests; `capacity` is the most tokens a request emits."""
+    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device, rounds: int = 1) -> "RoundState":
+        """Rows without requests; `capacity` is the most tokens a request emits; a report shows the tokens of `rounds`
+        rounds."""
         B, M = batch_size, depth + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -64,6 +66,7 @@ class RoundState:
             rounds=zeros(B),
             accepted=zeros(B, capacity + 1),
             reached=zeros(B, capacity + 1),
+            report=zeros(B, 3 + min(M * rounds, capacity)),
         )
 
 
@@ -81,16 +84,29 @@ class Decoder:
     state: RoundState
     zeros: Tensor  # (B, 1) int64
     places: Tensor  # (M,) int64, 0 .. K
+    pinned: int = 1
+    """Nodes of a plain step, of which all but the root are padding."""
+
+    @property
+    def depth(self) -> int:
+        """The most levels of what is verified."""
+        return max(self.shape.depth, self.pinned - 1)
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
         """Advance every row that is not done; attention sees `extent` slots, at least length + N of every row."""
         state, shape = self.state, self.shape
         proposal = self.propose()
         mark("draft")
-        above = None if is_chain(shape) else ancestors(proposal.parents, shape.depth)
-        features, logits = self.step.verify(proposal, above, state.length, extent)
+        masked = is_chain(shape) or (self.step.kernels is not None and not self.rule.needs_law)
+        above = None if masked else ancestors(proposal.parents, shape.depth)
+        features = self.step.verify(proposal, above, state.length, extent, self.depth)
         positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
-        consulted = self.rule.consult(logits, positions)
+        if self.rule.needs_law:
+            consulted = self.rule.consult(self.step.logits(features.hidden), positions)
+        else:
+            consulted = self.step.choose(features.hidden, positions, self.sampling)  # (B, N)
+        if self.pinned > 1:
+            proposal, consulted = self.roots(), consulted[:, :1]
         mark("verify")
         acceptance = self.rule.accept(proposal, consulted, positions, above)
         mark("accept")
@@ -101,8 +117,15 @@ class Decoder:
         """The head's tree below each root; the root alone without a head."""
         if self.head is not None:
             return self.head.propose(self.head_state, self.rule.begin())
-        root = self.state.root[:, None]
-        return Proposal(root, self.zeros, self.zeros, self.zeros)
+        if self.pinned == 1:
+            return self.roots()
+        B, depths = len(self.state.root), self.step.slot[: self.pinned].expand(len(self.state.root), -1)
+        tokens = self.state.root[:, None].expand(B, self.pinned).contiguous()
+        return Proposal(tokens, (depths - 1).clamp_min(0), depths, depths)
+
+    def roots(self) -> Proposal:
+        """The roots alone."""
+        return Proposal(self.state.root[:, None], self.zeros, self.zeros, self.zeros)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
@@ -122,10 +145,19 @@ class Decoder:
         if self.head is not None:
             self.observe(acceptance, features, going)
         if not is_chain(self.shape):
-            self.step.compact(state.length, acceptance.path)
+            self.step.compact(state.length, acceptance)
         state.length.add_(going)
         # A row that is done may take any root: it is never read.
         state.root.copy_(emitted.gather(1, acceptance.accepted[:, None])[:, 0])
+        self.publish()
+
+    def publish(self) -> None:
+        """Write the report."""
+        state = self.state
+        T = state.report.shape[1] - 3
+        place = (state.output_length[:, None] - T + self.step.slot[:T]).clamp_min(0)
+        facts = [state.done.long()[:, None], state.output_length[:, None], state.length[:, None]]
+        state.report.copy_(torch.cat([*facts, state.output.gather(1, place)], dim=1))
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the first count[b] tokens the output keeps, and whether it ends with them; (B,) each."""

@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance, match, match_chain
+from eval.runtime.kernels.accept import accept
+from eval.runtime.kernels.backend import runs_kernels
 from eval.runtime.rejection import Verdict, block, family_of, first_accepted, last_accepted, leading, ratio
 from eval.runtime.sampling import RowSampling, gumbel, stream, uniform
 from heads.errors import UserError
@@ -67,6 +69,9 @@ def check_rule(rule: str, shape: TreeShape) -> None:
 class Rule(Protocol):
     """What a round asks of an acceptance rule."""
 
+    needs_law: bool
+    """Whether it must see the target's whole law; else the target's choice is all that `consult` would take of it."""
+
     def begin(self) -> Pick:
         """How this round's drafts are drawn."""
 
@@ -86,6 +91,8 @@ def make_rule(name: str, shape: TreeShape, sampling: RowSampling, device: torch.
 class Match:
     """The target's own choices decide."""
 
+    needs_law = False
+
     def __init__(self, shape: TreeShape, sampling: RowSampling) -> None:
         self.shape, self.sampling = shape, sampling
 
@@ -99,6 +106,8 @@ class Match:
         if self.shape.nodes == 1:  # a root alone emits the target's choice
             start = torch.zeros_like(consulted)
             return Acceptance(start[:, 0], start, consulted)
+        if runs_kernels(consulted):
+            return accept(proposal, consulted, self.shape.depth)
         if above is None:
             return match_chain(proposal.tokens, consulted)
         return match(proposal, consulted, above, self.shape.depth)
@@ -162,6 +171,8 @@ def draw_counters(positions: Tensor, level: int, copies: int) -> Tensor:
 
 class Rejection:
     """The two laws decide: `ratio`, `ratio-wr` and `block`."""
+
+    needs_law = True
 
     def __init__(self, name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> None:
         self.name, self.shape, self.sampling = name, shape, sampling

@@ -76,6 +76,10 @@ class RowSampling:
         self.random = any(s.temperature > 0 for s in self._rows)
         self.filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self._rows)
 
+    def filters(self) -> Tensor:
+        """(B,) bool: the rows that filter."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
     def row(self, row: int) -> "RowSampling":
         """One row alone, as a batch of one; a copy."""
         alone = RowSampling(1, self.seed.device)

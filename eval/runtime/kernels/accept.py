@@ -54,10 +54,10 @@ def _accept(  # type: ignore[no-untyped-def]
     count = best // PAD
     tl.store(ACCEPTED + b, count)
     for back in range(0, K + 1):
-        level = count - back
-        if level >= 0:
-            tl.store(PATH + b * (K + 1) + level, node)
-            tl.store(EMITTED + b * (K + 1) + level, tl.load(CHOICE + b * N + node))
+        rung = count - back
+        if rung >= 0:
+            tl.store(PATH + b * (K + 1) + rung, node)
+            tl.store(EMITTED + b * (K + 1) + rung, tl.load(CHOICE + b * N + node))
             node = tl.load(PARENTS + b * N + node)
 
 
@@ -91,7 +91,7 @@ def compact_twin(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) 
 def _compact(  # type: ignore[no-untyped-def]
     CACHE, LENGTH, PATH, ACCEPTED, X, by_layer, by_row, by_slot, K: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    layer, b, x = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    layer, b, x = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     length, accepted = tl.load(LENGTH + b), tl.load(ACCEPTED + b)
     row = CACHE + layer.to(tl.int64) * by_layer + b * by_row
     for i in range(1, K + 1):  # the root stays where it is

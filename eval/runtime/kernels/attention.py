@@ -19,14 +19,41 @@ import torch
 from torch import Tensor
 
 from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.tree import ancestors
 
 SPLIT = 256
 """Slots of one split. A number of the function: another one rounds differently."""
 LOG2E = 1.4426950408889634
 
 
-def ancestor_words(above: Tensor) -> Tensor:
-    """(B, N, N) bool, `heads.tree.ancestors` -> (B, N, W) int64: bit j % 64 of word j // 64 is node j."""
+def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """What each node of trees of at most `depth` (K) levels sees: words (B, N, W) int64, whose word j // 64 has bit
+    j % 64 set where node j is the node itself or above it; and paths (B, N, K + 1) int64, these nodes, root first.
+
+    parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
+    """
+    if not runs_kernels(parents):
+        return ancestor_words_twin(parents, depths, depth)
+    B, N = parents.shape
+    W = -(-N // 64)
+    words, paths = parents.new_empty(B, N, W), parents.new_zeros(B, N, depth + 1)
+    _ancestors[(B, W)](
+        parents.contiguous(), depths.contiguous(), words, paths, N, W, LEVELS=depth + 1, PAD=next_power_of_2(N)
+    )
+    return words, paths
+
+
+def ancestor_words_twin(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The same in torch operations."""
+    above = ancestors(parents, depth)
+    B, N, _ = above.shape
+    place = torch.where(above, depths[:, None].expand(B, N, N), depth + 1)
+    node = torch.arange(N, device=parents.device).expand(B, N, N)
+    return pack_bits(above), node.new_zeros(B, N, depth + 2).scatter_(2, place, node)[..., : depth + 1]
+
+
+def pack_bits(above: Tensor) -> Tensor:
+    """(B, N, N) bool -> (B, N, W) int64."""
     B, N, _ = above.shape
     W = -(-N // 64)
     padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
@@ -45,6 +72,7 @@ def tree_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     rope: int = 0,
+    paths: Tensor | None = None,
     split: int = SPLIT,
 ) -> Tensor:
     """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
@@ -53,10 +81,14 @@ def tree_attention(
     position length + depth_j; window: keys fewer positions away are seen, 0 for all; soft_cap: scores x become
     cap * tanh(x / cap), 0 for none; scale: of the scores, 1 / sqrt(d) if None; rope: how many of the last of d columns
     the kernel handles apart, where d is no power of two but for them.
+
+    paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
+    decoding would find them in the cache, so that trees too are bit-identical to it. Each node is a tile of its own,
+    which reads all keys again.
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if runs_kernels(q):
-        return _kernel(q, keys, values, words, length, depths, scale, window, soft_cap, rope, split)
+        return _kernel(q, keys, values, words, length, depths, scale, window, soft_cap, rope, paths, split)
     return tree_attention_twin(q, keys, values, words, length, depths, scale=scale, window=window, soft_cap=soft_cap)
 
 
@@ -105,24 +137,30 @@ def _kernel(
     window: int,
     soft_cap: float,
     rope: int,
+    paths: Tensor | None,
     split: int,
 ) -> Tensor:
     B, N, H, d = q.shape
     S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
     G, splits = H // Hkv, triton.cdiv(S, split)
-    rows = max(16, min(64, next_power_of_2(N * G)))  # tensor cores want sixteen rows at least
+    wide = dv > 256  # latents: sums of few rows fill the registers
+    tiled = G if paths is not None else N * G
+    rows = max(16, min(16 if wide else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    tiles = triton.cdiv(tiled, rows)
     sums = q.new_empty(B, splits, N, H, dv, dtype=torch.float32)
     tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
     out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
-    _split_attention[(B * Hkv, splits, triton.cdiv(N * G, rows))](
-        q, keys, values, words.contiguous(), length, depths.contiguous(), sums, tops[0], tops[1],
-        scale, soft_cap, N, Hkv, splits, window,
+    _split_attention[(B * Hkv, splits, tiles * (N if paths is not None else 1))](
+        q, keys, values, words if paths is None else paths, length, depths.contiguous(), sums, tops[0], tops[1],
+        scale, soft_cap, N, S, Hkv, splits, window, tiles,
         q.stride(0), q.stride(1), q.stride(2),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
-        G=G, W=words.shape[2], SPLIT=split, ROWS=rows, SLOTS=min(64, split),
-        D=d - rope, PAD_D=next_power_of_2(d - rope), ROPE=rope, DV=dv, PAD_DV=next_power_of_2(dv),
-        WINDOW=window > 0, CAP=soft_cap > 0,
+        G=G, W=(words if paths is None else paths).shape[2],
+        SPLIT=split, ROWS=rows, SLOTS=min(32 if wide else 64, split),
+        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
+        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
+        num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     _merge_splits[(B, N, H)](
         sums, tops[0], tops[1], length, out, N, H, splits, SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), MOST=splits
@@ -133,19 +171,28 @@ def _kernel(
 @jit
 def _split_attention(  # type: ignore[no-untyped-def]
     Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES,
-    scale, soft_cap, N, HKV, splits, window,
+    scale, soft_cap, N, S, HKV, splits, window, tiles,
     q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     G: constexpr, W: constexpr, SPLIT: constexpr, ROWS: constexpr, SLOTS: constexpr,
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
-    WINDOW: constexpr, CAP: constexpr,
+    WINDOW: constexpr, CAP: constexpr, OWN_PATH: constexpr,
 ):  # fmt: skip
-    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses."""
-    b, h = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses.
+
+    WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
+    """
+    b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     part = tl.program_id(1)
-    r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    live, node, head = r < N * G, r // G, h * G + r % G
+    if OWN_PATH:
+        r = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
+        only = tl.program_id(2) // tiles
+        live, node, head = r < G, only + tl.zeros([ROWS], tl.int32), h * G + r
+        own_depth = tl.load(DEPTHS + b * N + only)
+    else:
+        r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        live, node, head = r < N * G, r // G, h * G + r % G
     length = tl.load(LENGTH + b)
-    end = length + N
+    end = tl.minimum(length + N, S)
     d, dv = tl.arange(0, PAD_D), tl.arange(0, PAD_DV)
     q_at = Q + b * q_b + node * q_n + head * q_h
     q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
@@ -161,34 +208,44 @@ def _split_attention(  # type: ignore[no-untyped-def]
         if first < end:
             slot = first + tl.arange(0, SLOTS)
             here = slot < end
-            k_at = K + b * k_b + slot * k_s + h * k_h
+            j = slot - length
+            in_tree = here & (j >= 0)
+            place = slot
+            if OWN_PATH:
+                here = here & (j <= own_depth)
+                above = tl.load(WORDS + (b * N + only) * W + j, mask=here & (j >= 0), other=0)
+                place = tl.where(j < 0, slot, length + above)
+            k_at = K + b * k_b + place * k_s + h * k_h
             k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
-            x = tl.dot(q, k)
+            x = tl.dot(q, k, input_precision="ieee")
             if ROPE > 0:
                 k_rope = tl.load(k_at[None] + D + turned[:, None], mask=here[None], other=0.0)
-                x += tl.dot(q_rope, k_rope)
+                x += tl.dot(q_rope, k_rope, input_precision="ieee")
             x = x * scale
             if CAP:
                 e = tl.exp(-2.0 * tl.abs(x / soft_cap))
                 x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
-            j = slot - length
-            in_tree = here & (j >= 0)
-            word = tl.load(
-                WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
-            )
-            bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
-            seen = here[None] & ((j < 0)[None] | (bit == 1))
-            if WINDOW:
-                depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
-                seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
+            if OWN_PATH:
+                seen = live[:, None] & here[None]
+                if WINDOW:
+                    seen = seen & (position[:, None] - slot[None] < window)
+            else:
+                word = tl.load(
+                    WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
+                )
+                bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
+                seen = here[None] & ((j < 0)[None] | (bit == 1))
+                if WINDOW:
+                    depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
+                    seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
             x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
             newer = tl.maximum(top, tl.max(x, 1))
             base = tl.where(newer == -float("inf"), 0.0, newer)
             shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
-            v_at = V + b * v_b + slot * v_s + h * v_h
+            v_at = V + b * v_b + place * v_s + h * v_h
             v = tl.load(v_at[:, None] + dv[None], mask=here[:, None] & (dv < DV)[None], other=0.0)
             mass = mass * shrink + tl.sum(p, 1)
-            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v).to(tl.float32)
+            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee").to(tl.float32)
             top = newer
     at = ((b * splits + part) * N + node) * (HKV * G) + head
     tl.store(TOPS + at, top, mask=live)
@@ -202,7 +259,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
     SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, MOST: constexpr,
 ):  # fmt: skip
     """The splits of one (row, node, head), first to last."""
-    b, n, h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, n, h = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     end = tl.load(LENGTH + b) + N
     dv = tl.arange(0, PAD_DV)
     top, mass = -float("inf"), 0.0
@@ -218,3 +275,19 @@ def _merge_splits(  # type: ignore[no-untyped-def]
             mass = mass * old + new * tl.load(MASSES + at)
             top = newer
     tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
+
+
+@jit
+def _ancestors(PARENTS, DEPTHS, WORDS, PATHS, N, W, LEVELS: constexpr, PAD: constexpr):  # type: ignore[no-untyped-def]
+    """One word of every node of one row: walk up from each, a level at a time."""
+    b, w, j = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
+    real = j < N
+    at = j.to(tl.int64)
+    depth = tl.load(DEPTHS + b * N + j, mask=real, other=0)
+    word = tl.zeros([PAD], tl.int64)
+    for back in range(0, LEVELS):
+        word = word | tl.where(at // 64 == w, tl.full([PAD], 1, tl.int64) << (at % 64), 0)
+        if w == 0:
+            tl.store(PATHS + (b * N + j) * LEVELS + depth - back, at, mask=real & (back <= depth))
+        at = tl.load(PARENTS + b * N + at, mask=real, other=0)
+    tl.store(WORDS + (b * N + j) * W + w, word, mask=real)

@@ -54,9 +54,24 @@ def _kernel(
     out = hidden.new_empty(M, dtype=torch.int64)
     _best_of_tile[(tiles,)](
         hidden, weight, temperature, seeds, positions, best, ids, M, V, hidden.stride(0), weight.stride(0),
-        D=D, DEPTH=min(DEPTH, next_power_of_2(D)), TILE=TILE, ROWS=max(16, next_power_of_2(M)), NOISY=noisy,
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=max(16, next_power_of_2(M)),
+        NOISY=noisy, WRITE=False,
     )  # fmt: skip
     _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
+    return out
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole law."""
+    if not runs_kernels(hidden):
+        return hidden.float() @ weight.float().T
+    (M, D), V = hidden.shape, len(weight)
+    out = hidden.new_empty(M, V, dtype=torch.float32)
+    _best_of_tile[(triton.cdiv(V, TILE),)](
+        hidden, weight, out, out, out, out, out, M, V, hidden.stride(0), weight.stride(0),
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=max(16, next_power_of_2(M)), NOISY=False,
+        WRITE=True,
+    )  # fmt: skip
     return out
 
 
@@ -86,18 +101,21 @@ def _noise(seed, position, token):  # type: ignore[no-untyped-def]
 @jit
 def _best_of_tile(  # type: ignore[no-untyped-def]
     HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, h_m, w_v,
-    D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr,
+    D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
 ):  # fmt: skip
-    """The best score and id of one tile of the vocabulary, for every row."""
+    """The best score and id of one tile of the vocabulary, for every row; with WRITE the tile's logits, to BEST."""
     tile = tl.program_id(0)
-    m, v = tl.arange(0, ROWS), tile * TILE + tl.arange(0, TILE)
+    m, v = tl.arange(0, ROWS), (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     live, real = m < M, v < V
     logits = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, D, DEPTH):
         d = start + tl.arange(0, DEPTH)
         x = tl.load(HIDDEN + m[:, None] * h_m + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
         w = tl.load(WEIGHT + v[None] * w_v + d[:, None], mask=real[None] & (d < D)[:, None], other=0.0)
-        logits += tl.dot(x, w)
+        logits += tl.dot(x, w, input_precision="ieee")
+    if WRITE:
+        tl.store(BEST + m[:, None].to(tl.int64) * V + v[None], logits, mask=live[:, None] & real[None])
+        return
     if NOISY:
         temperature = tl.load(TEMPERATURE + m, mask=live, other=0.0)
         seed, position = tl.load(SEEDS + m, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)

@@ -37,7 +37,7 @@ def skinny_mm(x: Tensor, weight: Tensor) -> Tensor:
     sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else out
     _skinny[(triton.cdiv(N, OUTS), parts)](
         x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * DEPTH) * DEPTH,
-        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=DEPTH,
+        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=DEPTH, num_warps=4, num_stages=4,
     )  # fmt: skip
     if parts > 1:
         _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=parts, BLOCK=1024)
@@ -55,14 +55,14 @@ def _skinny(  # type: ignore[no-untyped-def]
     PART: constexpr, TOKENS: constexpr, OUTS: constexpr, DEPTH: constexpr,
 ):  # fmt: skip
     """OUTS rows of the weight by one part of its columns."""
-    n, part = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.program_id(1)
+    n, part = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS), tl.program_id(1)
     m, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
     total = tl.zeros([OUTS, TOKENS], tl.float32)
     for start in range(0, PART, DEPTH):
         k = part * PART + start + depth
         w = tl.load(WEIGHT + n[:, None] * w_n + k[None], mask=(n < N)[:, None] & (k < K)[None], other=0.0)
         x = tl.load(X + m[None] * x_m + k[:, None], mask=(m < M)[None] & (k < K)[:, None], other=0.0)
-        total += tl.dot(w, x)
+        total += tl.dot(w, x, input_precision="ieee")
     at = SUMS + (part * M + m[None]) * N + n[:, None]
     tl.store(at, total.to(SUMS.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None])
 

@@ -22,7 +22,15 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
     M, D = residual.shape
     out = torch.empty_like(residual)
     _add_norm[(M,)](
-        residual, residual if x is None else x, weight, out, eps, D=D, PAD=next_power_of_2(D), ADD=x is not None
+        residual,
+        residual if x is None else x,
+        weight,
+        out,
+        eps,
+        D=D,
+        PAD=next_power_of_2(D),
+        ADD=x is not None,
+        num_warps=8 if D > 2048 else 4,
     )
     return out
 

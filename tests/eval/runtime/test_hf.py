@@ -31,7 +31,8 @@ def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: Targ
     above = ancestors(parents, 4)
     depths = above.sum(-1) - 1
     proposal = Proposal(tokens, parents, depths, torch.zeros(2, 6))
-    features, logits = step.verify(proposal, above, torch.tensor([23, 4]), 64)
+    features = step.verify(proposal, above, torch.tensor([23, 4]), 64, 4)
+    logits = step.logits(features.hidden)
     for b, prompt in enumerate(prompts):
         for j in range(6):
             path = torch.cat([prompt, tokens[b, above[b, j]]])[None]

@@ -224,7 +224,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
         with no_waiting():
             for rung in (3, 3, 0, 3, 1):
                 rungs.controller.rung = rung
-                rungs.begin().round(128)
+                rungs.begin(1).round(128)
         assert torch.equal(engine.decoder.head_state.length, engine.decoder.state.length)
 
 

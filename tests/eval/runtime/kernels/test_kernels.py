@@ -1,5 +1,6 @@
 """Kernels in Triton's interpreter against their twins in torch, over random shapes, ragged lengths and full caches."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -43,11 +44,11 @@ def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
 def test_tree_attention(
     B: int, N: int, heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    from eval.runtime.kernels.attention import ancestor_words, tree_attention, tree_attention_twin
+    from eval.runtime.kernels.attention import pack_bits, tree_attention, tree_attention_twin
 
     (H, Hkv), (d, dv), S = heads, widths, 150
     parents, depths = random_tree(B, N)
-    words = ancestor_words(ancestors(parents, N))
+    words = pack_bits(ancestors(parents, N))
     q, keys = torch.randn(B, N, H, d), torch.randn(B, S, Hkv, d)
     values = keys[..., :dv] if "rope" in options else torch.randn(B, S, Hkv, dv)
     length = torch.randint(S - N + 1, (B,))
@@ -63,11 +64,11 @@ def test_tree_attention(
 
 def test_the_twin_is_softmax_over_the_path() -> None:
     """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
-    from eval.runtime.kernels.attention import ancestor_words, tree_attention_twin
+    from eval.runtime.kernels.attention import pack_bits, tree_attention_twin
 
     parents, depths = torch.tensor([[0, 0, 0, 2, 3]]), torch.tensor([[0, 1, 1, 2, 3]])
     q, keys, values = torch.randn(1, 5, 2, 8), torch.randn(1, 12, 1, 8), torch.randn(1, 12, 1, 8)
-    words = ancestor_words(ancestors(parents, 3))
+    words = pack_bits(ancestors(parents, 3))
     out = tree_attention_twin(q, keys, values, words, torch.tensor([6]), depths, scale=0.3)
     seen = [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
     weights = (0.3 * q[0, 4] @ keys[0, seen, 0].T).softmax(-1)
@@ -183,3 +184,64 @@ def test_compact() -> None:
     for b in range(3):
         end = int(length[b] + acceptance.accepted[b]) + 1
         assert torch.equal(ours[:, b, :end], theirs[:, b, :end])
+
+
+@pytest.mark.parametrize(("B", "N"), [(1, 1), (3, 7), (2, 70)])
+def test_ancestor_words(B: int, N: int) -> None:
+    from eval.runtime.kernels.attention import ancestor_words, ancestor_words_twin, pack_bits
+
+    parents, depths = random_tree(B, N)
+    K = int(depths.max()) + 1
+    words, paths = ancestor_words(parents, depths, K)
+    expected = ancestor_words_twin(parents, depths, K)
+    assert torch.equal(words, expected[0]) and torch.equal(words, pack_bits(ancestors(parents, K)))
+    assert torch.equal(paths, expected[1])
+    for b in range(B):
+        for j in range(N):
+            path = paths[b, j, : depths[b, j] + 1].tolist()
+            assert path[0] == 0 and path[-1] == j
+            assert all(int(parents[b, child]) == parent for parent, child in pairwise(path))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -> None:
+    """A tree's node 4, over slots 0, 2, 3, 4 of the tree, against node 3 of the chain that its path is."""
+    from eval.runtime.kernels.attention import ancestor_words, tree_attention
+
+    parents, length = torch.tensor([[0, 0, 0, 2, 3, 1]]), torch.tensor([61])  # the tree lies across two tiles
+    depths = torch.tensor([[0, 1, 1, 2, 3, 2]])
+    q, keys, values = torch.randn(1, 6, 4, 16), torch.randn(1, 90, 2, 16), torch.randn(1, 90, 2, 16)
+    words, paths = ancestor_words(parents, depths, 3)
+    options: dict[str, Any] = {"split": 64, "window": window}
+    tree = tree_attention(q, keys, values, words, length, depths, paths=paths, **options)
+    torch.testing.assert_close(tree, tree_attention(q, keys, values, words, length, depths, **options))
+    chain_depths = torch.arange(6)[None]
+    words, paths = ancestor_words((chain_depths - 1).clamp_min(0), chain_depths, 5)
+    order = [0, 2, 3, 4, 1, 5]
+    for cache in (keys, values):
+        cache[:, 61:67] = cache[:, 61:67][:, order]
+    chain = tree_attention(q[:, order], keys, values, words, length, chain_depths, paths=paths, **options)
+    assert torch.equal(chain[:, 3], tree[:, 4])
+
+
+def test_logits_are_what_the_choice_compares() -> None:
+    from eval.runtime.kernels.choose import choose, logits
+
+    hidden, weight = torch.randn(5, 40), torch.randn(100, 40)
+    made = logits(hidden, weight)
+    torch.testing.assert_close(made, hidden @ weight.T, atol=2e-5, rtol=1e-5)
+    none = torch.zeros(5, dtype=torch.int64)
+    assert torch.equal(made.argmax(-1), choose(hidden, weight, none.float(), none, none, noisy=False))
+
+
+@pytest.mark.parametrize(("M", "A", "X", "K", "N"), [(1, 2, 4, 40, 70), (9, 3, 5, 130, 65)])
+@pytest.mark.parametrize("by_visit", [False, True])
+def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> None:
+    from eval.runtime.kernels.experts import expert_mm, expert_mm_twin
+
+    ids = torch.stack([torch.randperm(X)[:A] for _ in range(M)])
+    x, weight = torch.randn(M, A, K) if by_visit else torch.randn(M, K), torch.randn(X, N, K)
+    found = expert_mm(x, ids, weight)
+    torch.testing.assert_close(found, expert_mm_twin(x, ids, weight), atol=5e-5, rtol=1e-5)
+    row = x[M - 1, A - 1] if by_visit else x[M - 1]
+    torch.testing.assert_close(found[M - 1, A - 1], weight[ids[M - 1, A - 1]] @ row, atol=5e-5, rtol=1e-5)

@@ -1,0 +1,115 @@
+"""Rounds as CUDA graphs: one for each extent and form of sampling, replayed without a word between host and device.
+
+A round has static shapes, keeps its state in static tensors and never asks the host, so that it can be captured once
+and replayed. What the host decides is frozen in a graph: the slots shown, and whether any row samples or filters. So
+there is a graph for each combination that occurs, its extents few (powers of two), all in one pool of memory, since no
+two run at once. Where a round cannot be captured, rounds are called plainly.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from eval.runtime.round import Decoder
+from heads.target import first_line
+
+SMALLEST_EXTENT = 256
+WARM_UPS = 2
+logger = logging.getLogger("draftsmith")
+
+Form = tuple[bool, bool]
+"""Whether any row samples, and whether any filters."""
+
+
+class Graph(Protocol):
+    """What `Capture` makes."""
+
+    def replay(self) -> None:
+        """Do once more what was captured, on the same memory."""
+
+
+Capture = Callable[[Callable[[], None]], Graph]
+"""Records the work it is given, which is not done by that."""
+
+
+class Rounds:
+    """The rounds of one decoder."""
+
+    def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
+        """`capture`: None calls every round plainly."""
+        self.decoder, self.capture = decoder, capture
+        self.graphs: dict[tuple[int, Form], Graph] = {}
+
+    def __call__(self, extent: int) -> None:
+        """Advance every row that is not done, as `Decoder.round`."""
+        sampling = self.decoder.sampling
+        form = sampling.random, sampling.filtered
+        if self.capture is not None and (self.bucket(extent), form) not in self.graphs:
+            self.record(form)
+        if self.capture is None:
+            self.decoder.round(extent)
+        else:
+            self.graphs[self.bucket(extent), form].replay()
+
+    def bucket(self, extent: int) -> int:
+        """The smallest captured extent that shows so many slots."""
+        return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
+
+    def extents(self) -> list[int]:
+        """Every captured extent."""
+        capacity, extents = self.decoder.step.capacity, [self.bucket(1)]
+        while extents[-1] < capacity:
+            extents.append(self.bucket(extents[-1] + 1))
+        return extents
+
+    def record(self, form: Form) -> None:
+        """Capture one form of sampling in all extents, so that no text waits for it later."""
+        assert self.capture is not None
+        state = self.decoder.state
+        done, root = state.done.clone(), state.root.clone()
+        state.done.fill_(True)  # a row that is done stays as it is, whatever rounds are run to warm up
+        try:
+            for extent in self.extents():
+                for _ in range(WARM_UPS):
+                    self.decoder.round(extent)
+                self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
+        except RuntimeError as error:
+            self.give_up(error)
+        state.done.copy_(done)
+        state.root.copy_(root)
+
+    def give_up(self, error: RuntimeError) -> None:
+        """Free what was captured, and go on plainly."""
+        self.graphs.clear()
+        self.capture = None
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        reason = "the GPU has no memory left for them" if out_of_memory else first_line(error)
+        logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
+
+
+class CudaCapture:
+    """Captures on a stream of its own, every graph in the same pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            work()  # workspaces and modules belong to a stream: what is first used in a capture fails it
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            work()
+        return graph
+
+
+def open_capture(device: torch.device) -> Capture | None:
+    """How rounds are captured on a device; None where they are not."""
+    return CudaCapture(device) if device.type == "cuda" else None

@@ -1,0 +1,102 @@
+"""Which code forms each matrix product of a step: the library's, or the kernel for few rows.
+
+The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
+whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
+of as many rows gives (`Engine(pinned=...)`). What is chosen for a shape is chosen once in a process, so that all
+engines agree.
+
+Letters: M rows, K inputs, N outputs of a product.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from eval.runtime.kernels.backend import runs_kernels
+from eval.runtime.kernels.gemm import MOST_ROWS, skinny_mm
+from eval.runtime.timing import device_seconds
+
+logger = logging.getLogger("draftsmith")
+
+Shape = tuple[int, int, int, torch.dtype, torch.device]
+_chosen: dict[Shape, str] = {}
+
+
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """The kernel over as many rows as it takes at a time."""
+    if len(x) <= MOST_ROWS:
+        return skinny_mm(x, weight)
+    return torch.cat([skinny_mm(part, weight) for part in x.split(MOST_ROWS)])
+
+
+MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"library": linear, "kernel": in_parts}
+
+
+class Products:
+    """The products of steps of M rows; other steps (prompts) take the library's."""
+
+    def __init__(self, rows: int, makers: dict[tuple[int, int], str]) -> None:
+        """`makers`: (N, K) of a weight -> one of MAKERS, where it is not the library."""
+        self.rows, self.makers = rows, makers
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
+        N, K = weight.shape
+        if len(x) != self.rows or self.makers.get((N, K), "library") == "library":
+            return linear(x, weight, bias)
+        y = in_parts(x, weight)
+        return y if bias is None else y.add_(bias)
+
+
+def choose_products(weights: Sequence[Tensor], rows: int) -> Products:
+    """Measure, on the device, every shape among the weights (N, K) for steps of `rows` rows.
+
+    A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
+    """
+    by_shape: dict[tuple[int, int], list[Tensor]] = {}
+    for weight in weights:
+        by_shape.setdefault((weight.shape[0], weight.shape[1]), []).append(weight)
+    makers = {}
+    for (N, K), own in by_shape.items():
+        shape = (rows, N, K, own[0].dtype, own[0].device)
+        if shape not in _chosen:
+            _chosen[shape] = choose_maker(own, rows)
+        makers[N, K] = _chosen[shape]
+    return Products(rows, {shape: maker for shape, maker in makers.items() if maker != "library"})
+
+
+def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
+    """One of MAKERS for weights (N, K) of one shape."""
+    weight = weights[0]
+    if not (weight.is_cuda and runs_kernels(weight)):
+        return "library"
+    sound = [name for name, multiply in MAKERS.items() if rows_are_independent(multiply, weight, rows)]
+    if not sound:
+        N, K = weight.shape
+        logger.warning("products of %d rows with a weight of %d x %d depend on the other rows: near-ties may turn "
+                       "another way than in plain decoding", rows, N, K)  # fmt: skip
+        return "library"
+    return min(sound, key=lambda name: product_seconds(MAKERS[name], weights, rows))
+
+
+def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int) -> bool:
+    """Whether a row's product is the same, bit for bit, wherever it stands and whatever stands beside it."""
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    x = torch.randn(rows, weight.shape[1], generator=draw).to(weight)
+    made = multiply(x, weight)
+    for _ in range(2):
+        order = torch.randperm(rows, generator=draw).to(x.device)
+        if not torch.equal(multiply(x[order], weight), made[order]):
+            return False
+    alone = torch.zeros_like(x)
+    alone[rows // 2] = x[rows // 2]
+    return torch.equal(multiply(alone, weight)[rows // 2], made[rows // 2])
+
+
+def product_seconds(multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: int) -> float:
+    """Seconds of one product, with every weight in turn."""
+    x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
+    return device_seconds(lambda: [multiply(x, weight) for weight in weights], x.device) / len(weights)

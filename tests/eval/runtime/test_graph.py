@@ -1,0 +1,227 @@
+"""A round is fit for a CUDA graph: replayed from a tape, on the same memory and with nothing of the host's, it decodes
+the same text."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.graph import SMALLEST_EXTENT, Rounds
+from eval.runtime.sampling import Sampling
+from heads.registry import build_head, build_untrained
+from heads.target import FrozenTarget
+from heads.tree import parse_shape
+
+TargetOf = Callable[[str], FrozenTarget]
+
+
+class Tape(TorchDispatchMode):
+    """A stand-in for a CUDA graph: every operation with the very tensors it had, run again on the same memory.
+
+    Whatever the host computed between operations is frozen, as in a graph, and a constant that the host makes in the
+    round fails, as its copy would in a capture.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        with self:
+            work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.lift_fresh.default, "a constant of the host's inside a round"
+        made = func(*args, **(kwargs or {}))
+        outputs = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor)]
+        self.operations.append((func, args, kwargs or {}, outputs))
+        return made
+
+    def replay(self) -> None:
+        for func, args, kwargs, outputs in self.operations:
+            again = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
+            for old, new in zip(outputs, again, strict=True):
+                assert old.shape == new.shape, f"{func} has no static shape"
+                if old.data_ptr() != new.data_ptr():  # a view is in place already
+                    old.copy_(new)
+
+
+@pytest.fixture(autouse=True)
+def looks_at_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU a head asks how long its texts are."""
+    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+
+
+def make_drafter(name: str, target: FrozenTarget) -> Any:
+    if ":" in name:
+        return build_untrained(name, target)
+    settings: dict[str, Any] = {
+        "eagle3": {"taps": [0, 1, 2], "depth": 3},
+        "medusa": {"depth": 3},
+        "mtp": {"depth": 3},
+        "draft": {"layers": [0, 1]},
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return build_head(name, settings[name], target, torch.ones(target.vocab_size, dtype=torch.int64)).to(
+            target.dtype
+        )
+
+
+REQUESTS = [
+    Request([5, 6, 7], 18),
+    Request([9, 8, 7, 6, 5], 14, Sampling(temperature=0.9, seed=3)),
+    Request([11] * 9, 16, Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=5), ignore_eos=True),
+    Request([13, 4], 15, ignore_eos=True),
+]
+
+
+def taped(engine: Engine) -> Engine:
+    engine.capture = Tape
+    return engine
+
+
+def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
+    return [(output.tokens, output.accepted) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "rule"),
+    [
+        ("llama", "none", "none", "match"),
+        ("gemma3_text", "none", "none", "match"),
+        ("mistral-window", "lookup:3", "chain:3", "match"),
+        ("llama", "eagle3", "chain:3", "match"),
+        ("llama", "eagle3", "tree:3x3x8", "match"),
+        ("llama", "medusa", "static:3.2", "match"),
+        ("qwen3", "mtp", "tree:3x2x7", "match"),
+        ("llama", "draft", "chain:3", "match"),
+        ("llama", "draft", "tree:2x3x7", "match"),
+        ("gpt2", "early_exit:1", "static:2.2", "match"),
+        ("llama", "eagle3", "chain:3", "block"),
+        ("llama", "eagle3", "static:3.2", "ratio-wr"),
+    ],
+)
+def test_replayed_rounds_decode_the_same_text(
+    family: str, name: str, shape: str, rule: str, target_of: TargetOf
+) -> None:
+    target = target_of(family)
+    options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
+    engines = [Engine(target, None if name == "none" else make_drafter(name, target), **options) for _ in range(2)]
+    plain = engines[0].generate(REQUESTS)
+    assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
+    rounds = engines[1].rounds[shape]
+    assert rounds.graphs and rounds.capture is Tape
+
+
+def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: TargetOf) -> None:
+    """The proof above can fail: a round that counts in Python gives another text on replay."""
+    target = target_of("llama")
+    head = make_drafter("lookup:3", target)
+    observe, counted = head.observe, [0]
+
+    def counting(state: Any, observation: Any) -> None:
+        observe(state, observation)
+        counted[0] += 1
+        state.tokens.add_(counted[0] % 2).clamp_(max=target.vocab_size - 1)
+
+    head.observe = counting
+    options: dict[str, Any] = {"shape": parse_shape("chain:3"), "max_length": 64}
+    plain = Engine(target, head, **options).generate(REQUESTS[:1])
+    counted[0] = 0
+    assert texts(taped(Engine(target, head, **options)).generate(REQUESTS[:1])) != texts(plain)
+
+
+def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    head = make_drafter("eagle3", target)
+    streams: list[list[tuple[int, list[int]]]] = []
+    outputs = []
+    for ahead, poll in ((0, 1), (1, 1), (1, 3), (3, 1)):
+        engine = Engine(target, head, shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll)
+        engine.ahead = ahead
+        engine.reports.places = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
+        engine.reports.arrivals = [None] * (ahead + 2)
+        stream: list[tuple[int, list[int]]] = []
+        outputs.append(engine.generate(REQUESTS, on_tokens=lambda i, tokens, stream=stream: stream.append((i, tokens))))  # type: ignore[misc]
+        streams.append(stream)
+        assert sum(engine.timings.round_seconds) == pytest.approx(engine.timings.decode_seconds)
+        assert not engine.launched
+    for other, stream in zip(outputs, streams, strict=True):
+        assert texts(other) == texts(outputs[0])
+        for i, output in enumerate(outputs[0]):
+            assert [token for index, tokens in stream if index == i for token in tokens] == output.tokens
+
+
+def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplog: pytest.LogCaptureFixture) -> None:
+    target = target_of("llama")
+    expected = Engine(target, max_length=64).generate(REQUESTS)
+    for error, reason in (
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "the GPU has no memory left for them"),
+        (RuntimeError("operation not permitted when stream is capturing\nmore"), "not permitted when stream is"),
+    ):
+
+        def refuse(work: Callable[[], None], error: RuntimeError = error) -> Any:
+            raise error
+
+        engine = Engine(target, max_length=64)
+        engine.capture = refuse
+        caplog.clear()
+        assert texts(engine.generate(REQUESTS)) == texts(expected)
+        assert (
+            len(caplog.messages) == 1 and reason in caplog.messages[0] and "launched one by one" in caplog.messages[0]
+        )
+        assert not engine.rounds["none"].graphs
+
+
+def test_extents_are_few_and_large_enough(target_of: TargetOf) -> None:
+    rounds = Rounds(Engine(target_of("llama"), max_length=512).decoder, None)
+    assert rounds.extents() == [256, 512]
+    assert all(rounds.bucket(n) in rounds.extents() and rounds.bucket(n) >= n for n in range(1, 513))
+    short = Rounds(Engine(target_of("llama"), max_length=100).decoder, None)
+    assert short.extents() == [128] and SMALLEST_EXTENT > 128
+
+
+def count_tensors() -> int:
+    return sum(type(x) is Tensor for x in gc.get_objects())
+
+
+def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    engine = taped(Engine(target, make_drafter("eagle3", target), shape=parse_shape("tree:3x3x8"), max_length=64))
+    state = engine.decoder.state
+    places = [getattr(state, f.name).data_ptr() for f in fields(state)]
+    held = {name: x.data_ptr() for name, x in vars(engine.decoder.head_state).items() if isinstance(x, Tensor)}
+    engine.generate(REQUESTS[:1])
+    with torch.inference_mode():
+        gc.collect()
+        before = count_tensors()
+        for _ in range(3):
+            engine.rounds_of(engine.decoder)(64)
+        gc.collect()
+        assert count_tensors() == before
+    assert places == [getattr(state, f.name).data_ptr() for f in fields(state)]
+    head_state = vars(engine.decoder.head_state)
+    assert held == {name: x.data_ptr() for name, x in head_state.items() if isinstance(x, Tensor)}
+
+
+def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
+    """A head of random weights is soon left alone, told what it missed, and tried again."""
+    target = target_of("llama")
+    requests = [
+        Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)
+    ]
+    plain = Engine(target, batch_size=2, max_length=192).generate(requests)
+    engine = taped(
+        Engine(
+            target, make_drafter("eagle3", target), shape=parse_shape("chain:3"), batch_size=2, max_length=192,
+            adaptive=True,
+        )
+    )  # fmt: skip
+    assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]
+    assert engine.timings.rungs["none"] > 20 and len(engine.rounds) >= 2

@@ -1,0 +1,204 @@
+"""With every kernel on, in Triton's interpreter, a target decodes as by torch's operations."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.hf import TargetStep
+from eval.runtime.products import MAKERS, Products, rows_are_independent
+from eval.runtime.sampling import Sampling
+from heads.native.architectures import native_decoder
+from heads.target import FrozenTarget
+from heads.tree import Proposal, ancestors, parse_shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+BASE: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+    eos_token_id=2,
+)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": dict(head_dim=16),
+    "mistral": dict(sliding_window=8),
+    "qwen3_moe": dict(head_dim=16, num_experts=6, decoder_sparse_step=1, **EXPERTS),
+    "deepseek_v3": dict(
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        **EXPERTS,
+    ),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Switches the kernels on and off."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", on)
+
+    yield switch
+
+
+@pytest.fixture(scope="module")
+def target_of_float32() -> Callable[[str], FrozenTarget]:
+    def make(family: str) -> FrozenTarget:
+        config = AutoConfig.for_model(family, **{**BASE, **FAMILIES[family]})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if "experts" in str(model):
+            model.set_experts_implementation("eager")
+        return FrozenTarget(model, family)
+
+    return make
+
+
+def some_tree() -> tuple[Proposal, Tensor]:
+    """Two rows of six nodes."""
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    above = ancestors(parents, 4)
+    tokens = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(1))
+    return Proposal(tokens, parents, above.sum(-1) - 1, torch.zeros(2, 6)), above
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_tree_gets_the_same_features_and_choices(
+    family: str, kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+) -> None:
+    target = target_of_float32(family)
+    proposal, above = some_tree()
+    length = torch.tensor([19, 4])
+    found = []
+    for on in (True, False):
+        kernels(on)
+        decoder = native_decoder(target)
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "taps": (0, 1, 2), "nodes": 6}
+        step = TargetStep(target, decoder=decoder, **options)
+        assert (step.kernels is not None) == on
+        if step.kernels is not None:  # every product by the kernel
+            weights = step.kernels.weights()
+            step.kernels.products = Products(12, {(w.shape[0], w.shape[1]): "kernel" for w in weights})
+            assert len(weights) >= 4
+        for row, n in enumerate(length.tolist()):
+            step.prefill(row, torch.arange(3, 3 + n)[None], 0)
+        features = step.verify(proposal, None if on else above, length, 64, 4)
+        found.append((features.hidden, features.taps, step.logits(features.hidden)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [("llama", "tree:2x2x5"), ("qwen3", "chain:2"), ("deepseek_v3", "tree:2x2x5")]
+)
+def test_rounds_with_every_kernel_decode_the_same_text(
+    family: str,
+    shape: str,
+    kernels: Callable[[bool], None],
+    target_of_float32: Callable[[str], FrozenTarget],
+    scripted_head: Any,
+) -> None:
+    """Greedy, sampled and filtered rows side by side; the drafts are often right and end within a round."""
+    target = target_of_float32(family)
+    requests = [
+        Request([5, 6, 7], 7),
+        Request([9, 8], 6, Sampling(temperature=0.9, seed=3), ignore_eos=True),
+        Request([11] * 4, 6, Sampling(temperature=0.8, top_k=9, seed=5)),
+    ]
+    kernels(False)
+    plain = Engine(target, batch_size=3, max_length=64).generate(requests)
+    kernels(True)
+    known = [[*r.prompt, *o.tokens] for r, o in zip(requests, plain, strict=True)]
+    head = scripted_head(target, known, right=0.8, taps=(1,))
+    head.check_features = lambda *arguments: None  # to more digits than float32 has
+    engine = Engine(target, head, shape=parse_shape(shape), batch_size=3, max_length=64)
+    outputs = engine.generate(requests)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    assert sum(sum(o.accepted) for o in outputs) > 0
+
+
+@torch.no_grad()
+def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
+    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+) -> None:
+    """And so is a tree with strict attention; in bfloat16, where every other order of sums shows."""
+    kernels(True)
+    config = AutoConfig.for_model("llama", **BASE)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "llama")
+    tokens = torch.tensor([[9, 30, 31, 32]])
+    tree = torch.tensor([[9, 50, 30, 31]]), torch.tensor([[0, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]])
+    depths = torch.arange(4)[None]
+    hidden: dict[str, Tensor] = {}
+    for name, strict in (("chain", False), ("tree", True), ("pinned", False), ("strict pinned", True)):
+        step = TargetStep(
+            target, decoder=native_decoder(target), batch_size=1, capacity=64, taps=(), nodes=4, strict=strict
+        )
+        assert step.kernels is not None
+        weights = step.kernels.weights()
+        step.kernels.products = Products(4, {(w.shape[0], w.shape[1]): "kernel" for w in weights})
+        step.prefill(0, torch.arange(3, 20)[None], 0)
+        chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
+        if name == "chain":
+            hidden[name] = step.verify(chain, None, torch.tensor([17]), 64, 3).hidden[0]
+        elif name == "tree":
+            proposal = Proposal(*tree, torch.zeros(1, 4))
+            hidden[name] = step.verify(proposal, None, torch.tensor([17]), 64, 2).hidden[0]
+        else:
+            rows = []
+            for i in range(3):
+                padded = Proposal(tokens[:, [i] * 4], chain.parents, depths, chain.scores)
+                rows.append(step.verify(padded, None, torch.tensor([17 + i]), 64, 3).hidden[0, 0])
+            hidden[name] = torch.stack(rows)
+    assert torch.equal(hidden["chain"][:3], hidden["pinned"])
+    assert torch.equal(hidden["tree"][[0, 2, 3]], hidden["strict pinned"])
+
+
+def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> None:
+    kernels(True)
+    weight = torch.randn(24, 40)
+    assert rows_are_independent(MAKERS["kernel"], weight, 5)
+
+    def mixed(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w.T
+        return torch.cat([y[:1] * (1 + 1e-6), y[1:]])
+
+    assert not rows_are_independent(mixed, weight, 5)
+
+
+def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Callable[[str], FrozenTarget]) -> None:
+    from heads.errors import UserError
+
+    target = target_of_float32("llama")
+    with pytest.raises(UserError, match="plain decoding in steps of 4 nodes has no head"):
+        Engine(target, scripted_head(target, []), shape=parse_shape("chain:2"), max_length=64, pinned=4)
+    requests = [Request([5, 6, 7], 20), Request([4], 9, Sampling(temperature=1.0, seed=1))]
+    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
+    pinned = Engine(target, batch_size=2, max_length=64, pinned=4).generate(requests)
+    assert [o.tokens for o in pinned] == [o.tokens for o in plain] and pinned[0].rounds == plain[0].rounds
