@@ -60,7 +60,7 @@ def run_bench(
                 search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
                 shapes = search.next_shapes()
             while shapes:
-                entries = [Entry(head, shape, settings.rule) for shape in shapes]
+                entries = [Entry(head, shape, settings.rule, settings.adaptive) for shape in shapes]
                 fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
                 judged.add(fresh)
                 shapes = []

@@ -117,7 +117,7 @@ def compare(
                 ]
             trees = [search.next_shapes() for search in searches] or named
             pairs = [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]
-            entries = [Entry(contestants[n].head, shape, settings.rule) for n, shape in pairs]
+            entries = [Entry(contestants[n].head, shape, settings.rule, settings.adaptive) for n, shape in pairs]
             fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
             judged.add(fresh)
             owners += [n for n, _ in pairs]

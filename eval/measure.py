@@ -5,6 +5,7 @@ draft tree) decodes it in turn, the first place rotating, so that a machine that
 is timed apart.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -36,6 +37,8 @@ class Entry:
     shape: TreeShape
     rule: str = "match"
     """Of `eval.runtime.rules.RULES`."""
+    adaptive: bool = False
+    """Whether drafts are shortened, or left out, while that is faster."""
 
 
 @dataclass
@@ -52,6 +55,8 @@ class Contender:
     """By repeat: unit index -> rounds of the whole batch."""
     token_seconds: list[dict[int, list[float]]] = field(default_factory=list)
     """By repeat: unit index -> `metrics.token_seconds` of all its outputs."""
+    rungs: list[dict[int, Counter[str]]] = field(default_factory=list)
+    """By repeat: unit index -> rounds by their draft, where it is adaptive."""
     prefill_seconds: float = 0.0
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
@@ -61,11 +66,13 @@ class Contender:
             self.decode_seconds.append({})
             self.rounds.append({})
             self.token_seconds.append({})
+            self.rungs.append({})
         outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         timings = self.engine.timings
         self.decode_seconds[repeat][unit] = timings.decode_seconds
         self.rounds[repeat][unit] = timings.rounds
+        self.rungs[repeat][unit] = timings.rungs
         self.token_seconds[repeat][unit] = [
             seconds
             for output in outputs
@@ -88,6 +95,10 @@ class Contender:
     def unit_rounds(self, unit: int) -> int:
         """Rounds of one unit, all repeats together."""
         return sum(rounds[unit] for rounds in self.rounds)
+
+    def unit_rungs(self, unit: int) -> Counter[str]:
+        """Rounds of one unit by their draft, where it is adaptive, all repeats together."""
+        return sum((rungs[unit] for rungs in self.rungs), Counter())
 
 
 @dataclass
@@ -153,7 +164,18 @@ def line_up(
     ]
     plain = Contender(ROOT_ONLY, Engine(target, batch_size=batch_size, max_length=room))
     drafting = [
-        Contender(e.shape, Engine(target, e.head, shape=e.shape, batch_size=batch_size, max_length=room, rule=e.rule))
+        Contender(
+            e.shape,
+            Engine(
+                target,
+                e.head,
+                shape=e.shape,
+                batch_size=batch_size,
+                max_length=room,
+                rule=e.rule,
+                adaptive=e.adaptive,
+            ),
+        )
         for e in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)

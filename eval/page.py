@@ -9,6 +9,7 @@ from jinja2 import Environment, StrictUndefined
 from eval.curves import depth_curves, kinds, latency_chart, speedup_chart
 from eval.wording import (
     Results,
+    adaptive_line,
     audit_line,
     count,
     depth_warning,
@@ -50,7 +51,8 @@ def render_page(results: Results) -> str:
         speeds=speedup_chart(curves) if curves else None,
         latencies=latency_chart(curves) if curves else None,
         drawn=kinds(curves) if curves else [],
-        searches=[search_line(search) for search in results.get("auto", ()) if search["chosen"]],
+        searches=[search_line(search) for search in results.get("auto", ()) if search["chosen"]]
+        + [adaptive_line(m) for m in results["measurements"] if "adaptive" in m],
         warning=depth_warning(results["head"], results["measurements"]),
         settings=setting_rows(results),
         suites=suite_rows(results),

@@ -18,6 +18,7 @@ from eval.page import render_page
 from eval.plots import write_plots
 from eval.results import Results, read_results
 from eval.wording import (
+    adaptive_line,
     audit_line,
     depth_warning,
     device_text,
@@ -54,6 +55,9 @@ def print_report(results: Results, console: Console) -> None:
         console.print(f"[yellow]{escape(warning)}[/yellow]", highlight=False, soft_wrap=True)
     for search in results.get("auto", ()) if exact else ():
         console.print(escape(search_line(search)), highlight=False, soft_wrap=True)
+    for m in results["measurements"]:
+        if "adaptive" in m:
+            console.print(escape(adaptive_line(m)), highlight=False, soft_wrap=True)
     style = "green" if exact else "bold red"
     console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False, soft_wrap=True)
     if not exact:

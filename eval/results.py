@@ -7,6 +7,7 @@ identical.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -92,9 +93,18 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
             "plain_step_ms": 1e3 * phases["plain"],
         },
         "speedup": speedup,
+        **({} if contender.engine.ladder is None else {"adaptive": adaptive_record(contender, units)}),
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
     }
+
+
+def adaptive_record(contender: Contender, units: Sequence[int]) -> Results:
+    """Which drafts the rounds had, the longest first, and the share of each."""
+    assert contender.engine.ladder is not None
+    rounds = sum((contender.unit_rungs(unit) for unit in units), Counter())
+    names = [str(shape) for shape in contender.engine.ladder.controller.shapes]
+    return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
 
 
 def by_suite(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:

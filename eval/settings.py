@@ -8,6 +8,7 @@ from pathlib import Path
 from eval.auto import MOST_NODES
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.runtime.controller import check_adaptive
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
 from heads.base import TreeHead
@@ -31,6 +32,8 @@ class BenchSettings:
     """Drafts; `auto` looks for the best ones."""
     rule: str = "match"
     """By which drafts are accepted: one of `eval.runtime.rules.RULES`."""
+    adaptive: bool = False
+    """Whether drafts are shortened, or left out, while that is faster."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -97,6 +100,7 @@ def add_measure_options(parser: Parser, *, repeats: int = BenchSettings.repeats)
         choices=RULES,
         help="by which drafts are accepted; under all but match sampled text is the target's in law",
     )
+    add("--adaptive", action="store_true", help="shorten drafts, or leave them out, while that is faster")
     add("--top-k", type=int, default=known.top_k, help="0 keeps all")
     add("--top-p", type=float, default=known.top_p, help="1 keeps all")
     add("--min-p", type=float, default=known.min_p, help="0 keeps all")
@@ -115,4 +119,6 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
         for name in ("rule", "top_k", "top_p", "min_p"):
             if getattr(options, name) != getattr(BenchSettings, name):
                 raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    if options.adaptive:
+        check_adaptive(options.rule)
     return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})

@@ -128,6 +128,12 @@ def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
     )
 
 
+def adaptive_line(figures: Results) -> str:
+    """Which drafts the rounds of an adaptive setting had."""
+    shares = ", ".join(f"{name} {percent(share)}" for name, share in figures["adaptive"]["shares"].items())
+    return f"adaptive {figures['tree']}, {sampling_text(figures['temperature'])}, share of rounds: {shares}"
+
+
 def search_line(search: Results) -> str:
     """What a search for the best draft came to."""
     model = {point["tree"]: point["speedup"] for point in search["curve"]}

@@ -42,6 +42,8 @@ OLD_EVIDENCE = 1.0
 """Tests that old evidence counts for when a draft is tried anew."""
 GUESS = 0.5
 """Acceptance of the first draft token before any was tested: worth one test."""
+OLD_ROUNDS = 4
+"""Rounds that an old cost counts for when a draft is tried anew."""
 WINDOW = 16
 """Rounds that the running cost remembers."""
 OUTLIER = 1.5
@@ -152,6 +154,7 @@ class Controller:
         self.home = self.rung = 0
         self.interval = SHORTEST_INTERVAL
         self.stay = self.stay_tests = 0  # rounds with this rung since it was turned to, and tests of its first token
+        self.measured = False  # whether its cost was measured since then
         self.fresh = True  # the first span with a rung is no measure of its cost: it may warm up or catch up
 
     @property
@@ -171,6 +174,7 @@ class Controller:
             )
             self.stay_tests += span.tested[0]
         if not self.fresh:
+            self.measured = True
             factor = self.costs[rung].add(span.seconds / span.rounds, span.rounds)
             for other in range(len(self.costs)):
                 known = self.costs[other].seconds
@@ -183,8 +187,7 @@ class Controller:
     def _tried(self) -> bool:
         """Whether the current rung has been seen long enough to judge it."""
         enough = self.stay >= TRIAL_ROUNDS and (self.rung == self.none or self.stay_tests >= TRIAL_TESTS)
-        cost = self.costs[self.rung]
-        return enough and cost.seconds is not None and cost.rounds > 1
+        return enough and self.measured
 
     def _choose(self) -> None:
         on_trial = self.rung != self.home
@@ -219,8 +222,9 @@ class Controller:
         self.last_tried[self.rung] = sum(self.rounds)
         self.rung, self.fresh = rung, True
         self.stay = self.stay_tests = 0
-        # What was known counts for little, but home's cost was known a moment ago.
-        self.costs[rung].rounds = WINDOW if rung == self.home else 1
+        # What was known is old, but home's cost was known a moment ago.
+        self.costs[rung].rounds = WINDOW if rung == self.home else OLD_ROUNDS
+        self.measured = False
         self.switches += 1
 
     def speed(self, rung: int) -> float:

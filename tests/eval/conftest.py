@@ -61,8 +61,8 @@ class PairHead(nn.Module):
     def observe(self, state: PairState, observation: Observation) -> None:
         newest = observation.tokens.gather(1, observation.count[:, None])[:, 0]
         known = observation.count > 0
-        state.root = torch.where(known, newest, state.root)
-        state.position = torch.where(known, observation.start + observation.count, state.position)
+        state.root.copy_(torch.where(known, newest, state.root))
+        state.position.copy_(torch.where(known, observation.start + observation.count, state.position))
 
     def propose(self, state: PairState, pick: Pick) -> Proposal:
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:

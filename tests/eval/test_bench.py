@@ -240,6 +240,25 @@ def test_a_failed_audit_withholds_every_speed(
     assert not (tmp_path / "plots" / "round.png").exists()
 
 
+def test_an_adaptive_run_says_what_was_drafted(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    tmp_path: Path,
+) -> None:
+    results, text = run(
+        tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path / "out", trees=("chain:2",), adaptive=True
+    )
+    assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
+    for figures in (results, *results["measurements"], *results["suites"].values()):
+        assert list(figures["adaptive"]["shares"]) == ["chain:2", "chain:1", "none"]
+        assert sum(figures["adaptive"]["shares"].values()) == pytest.approx(1)
+    line = f"adaptive chain:2, greedy, share of rounds: chain:2 {percent(results['adaptive']['shares']['chain:2'])}, "
+    assert line in text and line[1:] in (tmp_path / "out" / "report.html").read_text()
+    assert read_results(tmp_path / "out" / "results.json")["settings"]["adaptive"] is True
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -273,6 +292,7 @@ def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
         (["nowhere", "--temperature", "warm"], "--temperature: expected numbers"),
         (["nowhere", "--repeats", "0"], "--repeats: expected at least 1, got 0"),
         (["nowhere", "--rule", "typical"], "--rule: invalid choice: 'typical'"),
+        (["nowhere", "--rule", "block", "--temperature", "1", "--adaptive"], "rule block with adaptive drafts"),
         (["nowhere", "--rule", "block"], "--rule: has no effect at --temperature 0"),
     ],
 )

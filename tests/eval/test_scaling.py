@@ -1,0 +1,149 @@
+"""Speedup against batch and context: every point measured and audited, written and drawn."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from eval import measure
+from eval import scaling as module
+from eval.command import exit_status
+from eval.measure import Contender
+from eval.results import Results
+from eval.scaling import ScalingSettings, measure_scaling, windows
+from heads.errors import UserError
+from heads.target import FrozenTarget
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_kind() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "kind_of", lambda head: "pairs")
+        yield
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    lines = [{"prompt": f"def f{i}(x, y):\n    return {i} * x + y\n"} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(
+    target: FrozenTarget,
+    head: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: Path,
+    out: Path | None = None,
+    **settings: Any,
+) -> tuple[Results, str]:
+    console = Console(file=io.StringIO(), width=120)
+    chosen: dict[str, Any] = {"batch_sizes": (1, 3), "contexts": (8, 24), "max_new_tokens": 10, "repeats": 1}
+    chosen |= {"prompts": str(suite), "trees": ("chain:2",), **settings}
+    results = measure_scaling(
+        target, head, tokenizer, ScalingSettings(**chosen), head_path="runs/x/head", out=out, console=console
+    )
+    assert isinstance(console.file, io.StringIO)
+    return results, console.file.getvalue()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_every_pair_is_measured_written_and_drawn(
+    adaptive: bool,
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    suite: Path,
+    tmp_path: Path,
+) -> None:
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path, adaptive=adaptive)
+    points = [(point["context"], point["batch_size"]) for point in results["points"]]
+    assert points == [(8, 1), (8, 3), (24, 1), (24, 3)]
+    assert results["exact"] == {"prompts": 8, "identical": 8, "divergences": []}
+    for point in results["points"]:
+        assert point["speedup"]["measured"] > 0 and point["baseline"]["tokens_per_second"] > 0
+        assert ("adaptive" in point) == adaptive
+    assert json.loads((tmp_path / "scaling.json").read_text())["points"][0]["tree"] == "chain:2"
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert text.count("chain:2") == 4 and "identical to plain decoding: 8 of 8 prompts" in text
+
+
+def test_windows_are_as_long_as_asked_for_and_do_not_overlap(
+    tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
+) -> None:
+    prompts = windows(str(suite), tiny_tokenizer, 16, 5)
+    assert [len(prompt.ids) for prompt in prompts] == [16] * 5
+    joined = [token for prompt in prompts for token in prompt.ids]
+    assert joined == [token for prompt in windows(str(suite), tiny_tokenizer, 40, 2) for token in prompt.ids]
+    with pytest.raises(UserError, match="5 prompts of 1000 need 5000; ask for smaller batches"):
+        windows(str(suite), tiny_tokenizer, 1000, 5)
+
+
+def test_what_does_not_fit_is_left_out(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+
+    def small_memory(target: Any, entries: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
+        if len(prompts) * len(prompts[0].ids) > 24:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return measure.race(target, entries, prompts, *rest, **settings)
+
+    monkeypatch.setattr(module, "race", small_memory)
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
+    assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
+    assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
+
+
+def test_no_speedup_where_an_output_is_not_the_targets_own(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    suite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = Contender.run
+
+    def tampered(self: Contender, unit: int, indices: Any, requests: Any, repeat: int) -> None:
+        honest(self, unit, indices, requests, repeat)
+        if self.shape.nodes > 1 and len(indices) == 3:
+            self.outputs[repeat][indices[-1]].tokens[-1] ^= 1
+
+    monkeypatch.setattr(Contender, "run", tampered)
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path, contexts=(8,))
+    assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
+    assert all(point["speedup"] is None for point in results["points"])
+    assert "withheld" in text and not (tmp_path / "scaling.png").exists()
+
+
+def test_what_leaves_no_room_is_refused(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
+) -> None:
+    with pytest.raises(UserError, match=r"--contexts 505: with 10 new tokens and the draft .* has room for 499"):
+        run(tiny_target, pair_head, tiny_tokenizer, suite, contexts=(8, 505))
+
+
+def test_the_command_says_in_one_line_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, message in (
+        (["nowhere", "--batch-sizes", "0"], "--batch-sizes: expected at least 1, got 0"),
+        (["lookup:2"], "drafts for any target; give --target"),
+    ):
+        assert exit_status(lambda: module.scaling_command(module.parse_arguments(arguments))) == 2  # noqa: B023
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
