@@ -69,8 +69,10 @@ def test_every_output_is_the_targets_own(
     ]
     plain = Engine(target, shape=ROOT_ONLY, batch_size=batch_size, max_length=64).generate(requests)
     drafted = 0
-    for tree in ("chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"):
-        engine = Engine(target, head, shape=shape_for(tree, head), batch_size=batch_size, max_length=64)
+    trees = ["chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"]
+    for tree, adaptive in [*((tree, False) for tree in trees), ("head", True)]:
+        shape = shape_for(tree, head)
+        engine = Engine(target, head, shape=shape, batch_size=batch_size, max_length=64, adaptive=adaptive)
         outputs = engine.generate(requests)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain], tree
         drafted += sum(sum(output.accepted) for output in outputs)
