@@ -16,11 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import Parser, add_head_options, exit_status, open_head
+from eval.command import Parser, add_head_options, draft_shapes, exit_status, open_head
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder
 from eval.measure import Entry
-from eval.prompts import prompts_hash
+from eval.prompts import Prompt, prompts_hash
 from eval.report import print_report, write_report
 from eval.results import (
     SCHEMA_VERSION,
@@ -32,6 +32,8 @@ from eval.results import (
     target_facts,
     write_results,
 )
+from eval.roofline import lines, run_roofline
+from eval.runtime.engine import Engine
 from eval.settings import BenchSettings, add_measure_options, to_settings
 from heads.base import Drafter
 from heads.checkpoint import find_head
@@ -48,8 +50,10 @@ def run_bench(
     head_path: str,
     out: Path | None = None,
     console: Console | None = None,
+    with_roofline: bool = False,
 ) -> Results:
-    """Measure a head on a target, write and print the report, and return what results.json holds."""
+    """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
+    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
     named = settings.shapes(head)
     prompts = choose_prompts(target, tokenizer, settings, settings.most_nodes(named))
     judged, searches = Judged(), []
@@ -87,11 +91,28 @@ def run_bench(
         **({"auto": searches} if searches else {}),
         "samples": judged.samples[best],
     }
+    console = console or Console()
+    if with_roofline:
+        results["roofline"] = parts_of_headline(target, head, prompts, settings, results)
     if out is not None:
         write_results(results, out / "results.json")
         write_report(results, out)
-    print_report(results, console or Console())
+    print_report(results, console)
+    if with_roofline:
+        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
+
+
+def parts_of_headline(
+    target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
+) -> Results:
+    """The roofline of the headline setting, in the middle of an output after a prompt of the middle length."""
+    (shape,) = draft_shapes([results["tree"]], head)
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
+    room = lengths[-1] + settings.max_new_tokens + shape.nodes
+    engine = Engine(target, head, shape=shape, batch_size=settings.batch_size, max_length=room, rule=settings.rule)
+    length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
+    return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
 
 
 def kind_of(head: Drafter) -> str:
@@ -106,7 +127,15 @@ def bench_command(options: argparse.Namespace) -> int:
     out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
     check_folder(out, "--out")
     opened = open_head(options)
-    results = run_bench(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
+    results = run_bench(
+        opened.target,
+        opened.head,
+        opened.tokenizer,
+        settings,
+        head_path=options.head,
+        out=out,
+        with_roofline=options.roofline,
+    )
     print(f"written to {out}", file=sys.stderr)
     return 1 if results["exact"]["divergences"] else 0
 
@@ -124,6 +153,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
     add_head_options(parser)
     add_measure_options(parser)
+    parser.add_argument("--roofline", action="store_true", help="time every part of a round beside its floor")
     return parser.parse_args(arguments)
 
 

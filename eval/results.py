@@ -41,7 +41,8 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     """What one setting gave over some of the units (all of them, or a suite's)."""
     indices = [i for unit in units for i in race.units[unit]]
     chosen = {(race.prompts[i].suite, race.prompts[i].id) for i in indices}
-    wrong = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
+    differing = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
+    wrong, near_ties = split_near_ties(differing)
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
     outputs = [contender.outputs[0][i] for i in indices]
     traces = [trace(output) for output in outputs]
@@ -76,7 +77,7 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "rule": contender.engine.rule,
         "exact": in_law_record(len(indices), len(indices), identical, wrong)
         if in_law
-        else {"prompts": len(indices), "identical": identical, "divergences": wrong},
+        else {"prompts": len(indices), "identical": identical, "divergences": wrong, **near_ties},
         "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
         "alpha": metrics.acceptance_by_depth(traces, depth),
         "accepted_histogram": metrics.accepted_histogram(traces, depth),
@@ -107,6 +108,13 @@ def adaptive_record(contender: Contender, units: Sequence[int]) -> Results:
     return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
 
 
+def split_near_ties(divergences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Results]:
+    """What is wrong, and under `near_ties`, if there are any, what differs by the order of narrow sums alone."""
+    wrong = [d for d in divergences if not d.get("near_tie")]
+    near = [d for d in divergences if d.get("near_tie")]
+    return wrong, {"near_ties": near} if near else {}
+
+
 def by_suite(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:
     """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
     groups: dict[str, list[int]] = {}
@@ -134,7 +142,9 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dic
     identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
     if any("kind" in m["exact"] for m in measurements):
         return in_law_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
-    return {"prompts": prompts, "identical": identical, "divergences": divergences}
+    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
+    record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
+    return {**record, "near_ties": near} if near else record
 
 
 def in_law_record(prompts: int, compared: int, identical: int, divergences: Sequence[dict[str, Any]]) -> Results:

@@ -1,11 +1,13 @@
 """The race of plain and speculative decoding, and the audit that compares their tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.audit import audit
 from eval.measure import (
     Entry,
     Race,
@@ -18,6 +20,8 @@ from eval.measure import (
 )
 from eval.metrics import tau
 from eval.prompts import Prompt
+from eval.results import split_near_ties
+from eval.runtime.identity import Flip
 from eval.runtime.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
@@ -101,3 +105,22 @@ def test_units_hold_one_suite_and_category_each() -> None:
     prompts = [prompt("a", "x")] * 3 + [prompt("a", "y")] * 2 + [prompt("b", "y")]
     assert split_units(prompts, 2) == [[0, 1], [2], [3, 4], [5]]
     assert split_units(prompts, 1) == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_in_narrow_numbers_near_ties_of_trees_are_told_from_errors(
+    run: Race, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is then plain decoding in steps of as many nodes, and chains must repeat it without exception."""
+    monkeypatch.setattr("eval.audit.is_narrow", lambda target: True)
+    assert all(not found for found in audit(run, tiny_target, tiny_tokenizer))
+    for contender in run.drafting:
+        output = contender.outputs[1][2]
+        changed = replace(output, tokens=[*output.tokens[:3], (output.tokens[3] + 1) % 128, *output.tokens[4:]])
+        monkeypatch.setitem(contender.outputs[1], 2, changed)
+    for gap, near in ((9.0, [False, False]), (0.1, [False, True])):  # the chain, the tree
+        flips = [Flip(3, 5, 6, gap, 0.125)]
+        monkeypatch.setattr("eval.audit.find_flips", lambda pinned, request, tokens, flips=flips: flips)
+        found = audit(run, tiny_target, tiny_tokenizer)
+        assert [(d["position"], d["repeat"], d["near_tie"]) for (d,) in found] == [(3, 1, n) for n in near]
+        wrong, rest = split_near_ties([d for part in found for d in part])
+        assert len(wrong) == near.count(False) and len(rest.get("near_ties", [])) == near.count(True)

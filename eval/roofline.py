@@ -1,0 +1,263 @@
+"""Where the time of a round goes, beside the time that its bytes alone would take.
+
+    floor of a part    = bytes it must move / copy bandwidth measured here
+    speedup now        = tau * seconds of a plain step / seconds of a round
+    at zero gaps       = the same with nothing between the parts of either
+    at the floor       = the same with every part at its floor
+
+Each part is run by itself, all layers of it in turn so that weights come from memory, in a graph where there is a GPU.
+What a round takes beyond the sum of its parts is its gaps; on a GPU the launches too, unless rounds are graphs.
+
+Letters: B rows, N nodes, L layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.runtime.engine import Engine
+from eval.runtime.hf import TargetStep
+from eval.runtime.prefill import read_prompts
+from eval.runtime.request import Request
+from eval.runtime.round import Decoder
+from eval.runtime.sampling import Sampling
+from eval.runtime.timing import device_seconds
+from heads.cache import round_up
+from heads.errors import UserError
+from heads.native.linear import Product
+from heads.tree import ancestors, is_chain
+
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Larger than any cache."""
+ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
+"""Rounds timed together, and how often; the best counts, as it does of the parts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a round."""
+
+    name: str
+    bytes: int
+    """What it must read and write, at least: weights, and the cache as long as the text is."""
+    seconds: float
+
+    def record(self, bandwidth: float) -> dict[str, Any]:
+        floor = self.bytes / bandwidth
+        return {
+            "part": self.name,
+            "bytes": self.bytes,
+            "floor_us": 1e6 * floor,
+            "us": 1e6 * self.seconds,
+            "over_floor": self.seconds / floor if self.bytes else None,
+        }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written ones together."""
+    size = COPY_BYTES[device.type]
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / device_seconds(lambda: target.copy_(source), device)
+
+
+@torch.inference_mode()
+def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
+    """The parts of a round of `engine` and of a plain step, behind `length` tokens; `tau` tokens a round."""
+    seat(engine, length)
+    seat(plain, length)
+    round_parts, step_parts = parts_of(engine, length), parts_of(plain, length)
+    seconds, step = round_seconds(engine, length), round_seconds(plain, length)
+    busy, step_busy = (sum(part.seconds for part in parts) for parts in (round_parts, step_parts))
+    floor, step_floor = (sum(part.bytes for part in parts) / bandwidth for parts in (round_parts, step_parts))
+    return {
+        "tree": str(engine.shape),
+        "batch_size": engine.batch_size,
+        "length": length,
+        "copy_bandwidth": bandwidth,
+        "tau": tau,
+        "round": [part.record(bandwidth) for part in round_parts] + [gaps(seconds, busy)],
+        "plain": [part.record(bandwidth) for part in step_parts] + [gaps(step, step_busy)],
+        "round_us": 1e6 * seconds,
+        "plain_us": 1e6 * step,
+        "round_floor_us": 1e6 * floor,
+        "plain_floor_us": 1e6 * step_floor,
+        "plain_share_of_bandwidth": step_floor / step,
+        "speedup": {
+            "now": tau * step / seconds,
+            "zero_gaps": tau * min(step_busy, step) / min(busy, seconds),
+            "floor": tau * step_floor / floor,
+        },
+        "speedup_over_tau": step / seconds,
+    }
+
+
+def gaps(whole: float, busy: float) -> dict[str, Any]:
+    """What the parts, each by itself, do not account for."""
+    left = max(0.0, whole - busy)
+    return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
+
+
+def seat(engine: Engine, length: int) -> None:
+    """Give every row a prompt of `length` tokens, and no end in sight."""
+    most = engine.max_length - engine.nodes - length
+    if most < 2:
+        raise UserError(f"a context of {length} tokens leaves no room in {engine.max_length} slots; raise max_length")
+    ids = [3 + (7 * i) % (engine.target.vocab_size - 3) for i in range(length)]
+    request = Request(ids, most, Sampling(), ignore_eos=True)
+    engine.decoder.state.done.fill_(True)
+    read_prompts(engine.decoder, dict.fromkeys(range(engine.batch_size), request))
+
+
+def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
+    """The same for an engine of which no plain one is at hand."""
+    plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length)
+    return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
+
+
+def round_seconds(engine: Engine, length: int) -> float:
+    """Of one round, as the engine runs them, one after another without a look."""
+    state, rounds = engine.decoder.state, engine.rounds_of(engine.decoder)
+    count, tries = ROUNDS[engine.target.device.type], TRIES[engine.target.device.type]
+    extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
+    kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
+    best = float("inf")
+    for _ in range(tries):
+        for name, value in kept.items():  # the same texts are decoded again
+            getattr(state, name).copy_(value)
+        started = engine._clock()
+        for _ in range(count):
+            rounds(extent)
+        best = min(best, (engine._clock() - started) / count)
+    for name, value in kept.items():
+        getattr(state, name).copy_(value)
+    return best
+
+
+def parts_of(engine: Engine, length: int) -> list[Part]:
+    """A round's parts, in order."""
+    decoder, step, device = engine.decoder, engine.decoder.step, engine.target.device
+    B, N = engine.batch_size, engine.nodes
+    extent = min(round_up(length + N), step.capacity)
+    parts = []
+    if decoder.head is not None:
+        parts.append(Part("draft", draft_bytes(decoder), device_seconds(decoder.propose, device)))
+    proposal = decoder.propose()
+    needs = not is_chain(decoder.shape) and step.kernels is None
+    above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
+
+    def verify() -> Any:
+        return step.verify(proposal, above, decoder.state.length, extent, decoder.depth)
+
+    whole = device_seconds(verify, device)
+    layers = layer_parts(step, B * N)
+    parts += layers
+    attention = attention_bytes(step, B, length)
+    rest = max(0.0, whole - sum(part.seconds for part in layers))
+    parts.append(Part("attention, norms and the rest of the target", attention, rest))
+    hidden = verify().hidden
+    positions = decoder.state.length[:, None] + 1 + proposal.depths
+    head_bytes = engine.target.lm_head_weight.numel() * engine.target.lm_head_weight.element_size()
+    seconds = device_seconds(lambda: step.choose(hidden, positions, decoder.sampling), device)
+    parts.append(Part("output head and choice", head_bytes, seconds))
+    parts.append(glue(decoder, proposal, verify(), positions, above))
+    return parts
+
+
+def layer_parts(step: TargetStep, rows: int) -> list[Part]:
+    """The large products of the target, by kind, all layers together; none for a Hugging Face model, where they count
+    to the rest."""
+    if step.decoder is None:
+        return []
+    by_kind: dict[str, list[Product]] = {}
+    for layer in step.decoder.layers:
+        blocks: list[Any] = [layer.attention, layer.feedforward, getattr(layer.feedforward, "shared", None)]
+        for block in blocks:
+            for name, product in vars(block).items() if block is not None else ():
+                if isinstance(product, Product):
+                    by_kind.setdefault(name, []).append(product)
+    device = step.target.device
+    multiply: Callable[[Tensor, Product], Tensor] = (
+        step.kernels.multiply if step.kernels is not None else lambda x, product: product(x)
+    )
+    parts = []
+    for kind, products in by_kind.items():
+        x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
+        size = sum(product.weight.numel() * product.weight.element_size() for product in products)
+        work = partial(multiply_all, multiply, x, products)
+        parts.append(Part(f"products: {kind}", size, device_seconds(work, device)))
+    return parts
+
+
+def multiply_all(multiply: Callable[[Tensor, Product], Tensor], x: Tensor, products: list[Product]) -> list[Tensor]:
+    """One kind of product, layer by layer."""
+    return [multiply(x, product) for product in products]
+
+
+def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
+    """The cache, read once."""
+    cache: Any = step.cache
+    if step.decoder is not None:
+        width = step.decoder.layers[0].attention.slot_width
+        per_slot = len(step.decoder.layers) * width * step.target.dtype.itemsize
+    else:
+        stores = [*cache.stores["keys"], *cache.stores["values"]]
+        per_slot = sum(store.numel() * store.element_size() for store in stores) // (step.batch_size * step.capacity)
+    return batch_size * length * int(per_slot)
+
+
+def draft_bytes(decoder: Decoder) -> int:
+    """What drafting must read of the head: its weights once for every level, where it is a module."""
+    module: Any = getattr(decoder.head, "draft", decoder.head)
+    if not isinstance(module, torch.nn.Module):
+        return 0
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return weights * decoder.shape.depth if not hasattr(module, "lm_heads") else weights  # Medusa's are read once
+
+
+def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> Part:
+    """Acceptance, compaction, state and what the head is told; run on rows that are done, which it leaves as they
+    are."""
+    state, step = decoder.state, decoder.step
+    done, root = state.done.clone(), state.root.clone()
+    state.done.fill_(True)
+    consulted = step.choose(features.hidden, positions, decoder.sampling)
+    if decoder.rule.needs_law:
+        consulted = decoder.rule.consult(step.logits(features.hidden), positions)
+
+    def run() -> None:
+        roots = decoder.pinned > 1
+        judged = decoder.roots() if roots else proposal
+        given = consulted[:, :1] if roots else consulted
+        decoder.commit(judged, decoder.rule.accept(judged, given, positions, above), features)
+
+    seconds = device_seconds(run, state.root.device)
+    state.done.copy_(done)
+    state.root.copy_(root)
+    return Part("accept, compact, state, head told", 0, seconds)
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The record as text."""
+    made = [
+        f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
+        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"
+    ]
+    for name in ("plain", "round"):
+        made.append(f"{name + ' step':46}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
+        for part in record[name]:
+            ratio = "" if part["over_floor"] is None else f"{part['over_floor']:.2f}"
+            made.append(
+                f"  {part['part']:44}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
+            )
+        made.append(f"  {'whole':44}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
+    speedup = record["speedup"]
+    made.append(
+        f"speedup now {speedup['now']:.2f}, at zero gaps {speedup['zero_gaps']:.2f}, at the floor "
+        f"{speedup['floor']:.2f}; plain decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth"
+    )
+    return made

@@ -1,0 +1,100 @@
+"""Whether a text is plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
+
+In bfloat16 a product of one row and a product of eight are different kernels with different roundings, and logits that
+lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
+nodes as the rounds have (`Engine(pinned=...)`): the same kernels on the same shapes. Chains must repeat it exactly, and
+so must trees under `strict`. Other trees find their ancestors in other slots than plain decoding does, so their sums
+are made in another order; where that turned a choice, the two tokens must lie within two units in the last place.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eval.runtime.engine import Engine
+from eval.runtime.prefill import read_prompts
+from eval.runtime.request import Request
+from eval.runtime.sampling import gumbel
+from heads.target import FrozenTarget
+
+NEAR = 2.0
+"""Units in the last place of the target's numbers, at the size of the larger logit."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A token that plain decoding, given all tokens before it, would not have chosen."""
+
+    position: int
+    """In the output."""
+    token: int
+    chosen: int
+    """Plain decoding's."""
+    gap: float
+    """By how much the chosen one scored higher, in logits."""
+    ulp: float
+    """A unit in the last place of such a logit."""
+
+    @property
+    def is_near_tie(self) -> bool:
+        return self.gap <= NEAR * self.ulp
+
+
+def is_narrow(target: FrozenTarget) -> bool:
+    """Whether texts must be held against pinned plain decoding: narrow numbers on a GPU. On a CPU the runtime's own
+    products heed no neighbour."""
+    return target.device.type == "cuda" and target.dtype.itemsize < 4
+
+
+def pinned_engine(engine: Engine) -> Engine:
+    """The reference of an engine's texts."""
+    return Engine(
+        engine.target, batch_size=engine.batch_size, max_length=engine.max_length, pinned=engine.nodes,
+        native=engine.native, strict=engine.strict,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[Flip]:
+    """Give the reference a whole output, token by token, and note where it would have gone another way."""
+    decoder, state, step = pinned.decoder, pinned.decoder.state, pinned.decoder.step
+    state.done.fill_(True)
+    state.length.zero_()
+    read_prompts(decoder, {0: replace(request, max_new_tokens=len(tokens))})
+    given = torch.tensor(tokens, device=state.root.device)
+    first = int(state.root[0])
+    flips = [Flip(0, tokens[0], first, math.inf, 0.0)] if first != tokens[0] else []
+    found = []
+    for t in range(len(tokens) - 1):
+        state.root[:1] = given[t : t + 1]
+        proposal = decoder.propose()
+        hidden = step.verify(proposal, None, state.length, step.capacity, decoder.depth).hidden
+        positions = state.length[:, None] + 1 + proposal.depths
+        chosen = step.choose(hidden, positions, decoder.sampling)[0, 0]
+        scores, logits = scores_of(pinned, step.logits(hidden), positions)
+        pair = torch.stack([chosen, given[t + 1]])
+        found.append(torch.cat([pair.double(), scores[pair].double(), logits[pair].double()]))
+        state.length[:1] += 1
+    for t, row in enumerate(torch.stack(found).tolist() if found else [], start=1):
+        wanted, token, best, score, *sizes = row
+        if wanted != token:
+            largest = max(abs(size) for size in sizes)
+            ulp = torch.finfo(pinned.target.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
+            flips.append(Flip(t, int(token), int(wanted), best - score, ulp))
+    return flips
+
+
+def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of row 0's root: by what its tokens are compared, in units of logits, and the logits; (V,) each."""
+    sampling = engine.decoder.sampling
+    own = logits[0, 0].float()
+    if not sampling.random:
+        return own, own
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    law = sampling.log_law(logits[:, :1])[0, 0]
+    noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
+    temperature = sampling.temperature[0]
+    return torch.where(temperature > 0, (law + noise) * temperature, own), own

@@ -1,0 +1,58 @@
+"""The roofline: every byte of the weights is in some part, and the figures follow from the parts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from eval.roofline import Part, copy_bandwidth, lines, roofline
+from eval.runtime.engine import Engine, Request
+from heads.errors import UserError
+from heads.registry import build_head
+from heads.target import FrozenTarget
+from heads.tree import parse_shape
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
+def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
+    head = build_head("eagle3", {}, tiny_target, torch.ones(128, dtype=torch.int64))
+    shape = parse_shape(tree)
+    engine = Engine(tiny_target, head, shape=shape, batch_size=2, max_length=128)
+    plain = Engine(tiny_target, batch_size=2, max_length=128)
+    record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
+    parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
+    size = tiny_target.dtype.itemsize
+    products = sum(part["bytes"] for name, part in parts.items() if name.startswith("products"))
+    linear = [p for name, p in tiny_target.layers.named_parameters() if p.dim() == 2]
+    assert products == sum(p.numel() for p in linear) * size
+    assert parts["draft"]["bytes"] == 3 * sum(p.numel() * p.element_size() for p in head.parameters())
+    assert parts["output head and choice"]["bytes"] == tiny_target.lm_head_weight.numel() * size
+    cache = 2 * 40 * 8 * 2 * (2 * 8) * size  # rows, tokens, layers, keys and values, two heads of 8
+    assert parts["attention, norms and the rest of the target"]["bytes"] == cache
+    assert record["round_floor_us"] == pytest.approx(sum(part["floor_us"] for part in record["round"]))
+    assert record["speedup"]["now"] == pytest.approx(2.0 * record["plain_us"] / record["round_us"])
+    assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
+    assert all(
+        part["us"] > 0 for part in record["round"] if part["part"] not in ("gaps",) and "rest" not in part["part"]
+    )
+    assert len(lines(record)) == len(record["round"]) + len(record["plain"]) + 6
+    # What was timed has left the engine fit for use.
+    requests = [Request([5, 6, 7], 12)]
+    assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens
+
+
+def test_a_part_beside_its_floor() -> None:
+    record = Part("products: qkv", 2_000_000, 3e-3).record(1e9)
+    assert (record["floor_us"], record["us"], record["over_floor"]) == (pytest.approx(2000), pytest.approx(3000), 1.5)
+    assert copy_bandwidth(torch.device("cpu")) > 1e7
+
+
+def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:
+    plain = Engine(tiny_target, max_length=64)
+    with pytest.raises(UserError, match="a context of 63 tokens leaves no room in 64 slots"):
+        roofline(plain, plain, length=63, tau=1.0, bandwidth=1e9)
