@@ -165,8 +165,25 @@ def grow(
     def draw(logits: Tensor, level: int, count: int) -> tuple[Tensor, Tensor]:
         return pick(logits, (position + level)[:, None].expand(-1, logits.shape[1]), count, token_ids)
 
-    grow_shape = _grow_dynamic if shape.paths is None else _grow_static
+    grow_shape = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
     return grow_shape(shape, root, logits, draw, expand)
+
+
+def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
+    """A dynamic tree of one node a level, without the operations that choose among several."""
+    B, K, device = len(root), shape.depth, root.device
+    seen = torch.ones(B, 1, K, dtype=torch.bool, device=device)
+    row = root.new_zeros(B, 1)
+    tokens, steps = [root[:, None]], []
+    for level in range(1, K + 1):
+        picked, logp = draw(logits, level, 1)  # (B, 1, 1)
+        tokens.append(picked[:, 0])
+        steps.append(logp[:, 0])
+        if level < K:
+            logits = expand(picked[:, 0], row, seen[..., :level], level)
+    node = torch.arange(K + 1, device=device).expand(B, -1)
+    scores = torch.nn.functional.pad(torch.cat(steps, 1).cumsum(1), (1, 0))
+    return Proposal(torch.cat(tokens, 1), (node - 1).clamp_min(0), node, scores)
 
 
 def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
@@ -188,11 +205,8 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
         scores.append(totals)
         parents.append(beam_nodes.repeat_interleave(K, dim=1))
         if level < shape.depth:
-            if K == 1:
-                beam_tokens, beam_scores, beam_nodes = candidates, totals, torch.full_like(beam_nodes, base)
-            else:
-                beam_scores, best = totals.topk(K, dim=1)
-                beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
+            beam_scores, best = totals.topk(K, dim=1)
+            beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
             visible = torch.cat([visible.gather(1, rows[..., None].expand(-1, -1, visible.shape[2])), own], dim=2)
             expansions.append(beam_nodes)
     all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
@@ -201,7 +215,7 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
         torch.arange(len(widths), device=device), constant(tuple(widths), device), output_size=sum(widths)
     )
     depths = depths.expand(B, -1)
-    places = torch.full_like(all_parents, -1) if K > 1 and shape.depth > 1 else None
+    places = torch.full_like(all_parents, -1) if shape.depth > 1 else None
     if places is not None:
         order = torch.cat(expansions, dim=1)  # (B, nodes expanded)
         places.scatter_(1, order, torch.arange(order.shape[1], device=device).expand(B, -1))

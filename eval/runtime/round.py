@@ -184,11 +184,14 @@ class Decoder:
     def observe(self, acceptance: Acceptance, features: Features, count: Tensor) -> None:
         """Hand the head the true features of the accepted path; count (B,) is 0 for rows that are done."""
         assert self.head is not None
-        path = acceptance.path[..., None]
+        taps, hidden = features.taps, features.hidden
+        if not is_chain(self.shape):  # a chain's path is its nodes in order
+            path = acceptance.path[..., None]
+            taps, hidden = (x.gather(1, path.expand(-1, -1, x.shape[-1])) for x in (taps, hidden))
         observation = Observation(
             tokens=torch.cat([self.state.root[:, None], acceptance.emitted], dim=1),
-            taps=features.taps.gather(1, path.expand(-1, -1, features.taps.shape[-1])),
-            hidden=features.hidden.gather(1, path.expand(-1, -1, features.hidden.shape[-1])),
+            taps=taps,
+            hidden=hidden,
             start=self.state.length.clone(),
             count=count,
             nodes=acceptance.path,
