@@ -234,15 +234,15 @@ def grow_eagle3(
 ) -> Eagle3:
     """The head of a grown target: the same drafts from the grown target's features.
 
-    Taps stay at their layers, since new layers come after the old ones and add nothing. UserError for the options that
-    norm what the constant channel stands in.
+    Taps stay at their layers, since new layers come after the old ones and add nothing. With norms between the taps and
+    the state the constant channel is lost on the way: then no draft ids can be added, and eps is half of what it was.
     """
     config, new, D = head.config, growth.new, growth.old.hidden_size
-    if config.fc_norm or config.norm_output:
-        raise UserError("head.fc_norm and head.norm_output: a head with these cannot be grown")
     if config.rms_norm_eps != growth.eps:
         raise UserError(f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}")
-    surplus, spare = draft_vocab_size - config.draft_vocab_size, new.vocab_size - growth.old.vocab_size
+    normed = config.fc_norm or config.norm_output
+    surplus = draft_vocab_size - config.draft_vocab_size
+    spare = 0 if normed else new.vocab_size - growth.old.vocab_size
     if not 0 <= surplus <= spare or intermediate_size < config.intermediate_size:
         raise UserError(
             f"a head of {config.draft_vocab_size} draft ids and intermediate width {config.intermediate_size} can be "
@@ -276,7 +276,7 @@ def grow_eagle3(
         parameter.zero_()
     L = len(config.taps)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
-    if growth.wider:
+    if growth.wider and not normed:
         fc[D, (L - 1) * new.hidden_size + D] = 1.0  # the constant channel of the highest tap
     grown.fc.weight.copy_(fc)
     ours, theirs = grown.midlayer, head.midlayer
@@ -287,7 +287,10 @@ def grow_eagle3(
         for name, weight in weights.items():
             getattr(ours, part).get_parameter(name).copy_(weight)
     grown.norm.weight.copy_(grow_norm(growth, head.norm.weight))
-    if growth.wider:
+    if head.fc_norm is not None and grown.fc_norm is not None:
+        for large, small in zip(grown.fc_norm.parameters(), head.fc_norm.parameters(), strict=True):
+            large.copy_(grow_norm(growth, small))
+    if growth.wider and not normed:
         grown.norm.weight[D] = 1.0
     grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, draft_vocab_size))
     return grown.eval()

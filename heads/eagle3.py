@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from heads.base import TargetEnds
 from heads.eagle3_format import eagle3_engine_config
@@ -216,10 +217,16 @@ class Eagle3(Recurrent):
         )
         if module is None:
             return None
-        fuse = Product.of(self.fc, draft=True)
+        weight = self.fc.weight.detach()
+        if self.fc_norm is not None:  # what the norms multiply with goes into the weight
+            weight = weight * torch.cat([norm.detach() for norm in self.fc_norm.parameters()])
+        fuse, parts, eps = Product(weight, draft=True), (len(self.config.taps), -1), self.config.rms_norm_eps
 
         def start(taps: Tensor, hidden: Tensor) -> Tensor:
-            return fuse(taps.float()) if self.fc_norm is None else self.fuse(taps)
+            taps = taps.float()
+            if self.fc_norm is not None:
+                taps = rms_norm(taps.unflatten(-1, parts), (self.config.hidden_size,), eps=eps).flatten(-2)
+            return fuse(taps)
 
         return KernelDraft([module], start, self.config.draft_vocab_size)
 

@@ -59,15 +59,19 @@ def test_a_grown_target_is_the_same_function(small: FrozenTarget, grown: FrozenT
     assert float(ours.taps[..., 33:48].abs().max()) == 0
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grown_head_drafts_and_is_accepted_alike(
-    temperature: float, small: FrozenTarget, grown: FrozenTarget
+    temperature: float, normed: bool, small: FrozenTarget, grown: FrozenTarget
 ) -> None:
     torch.manual_seed(0)
-    head = build_head("eagle3", {"draft_vocab_size": 100}, small, torch.rand(128)).double()
+    head = build_head(
+        "eagle3", {"draft_vocab_size": 100, "fc_norm": normed, "norm_output": normed}, small, torch.rand(128)
+    ).double()
     growth = Growth(shape_of(small.config), BIG, small.config.rms_norm_eps)
-    large = grow_eagle3(head, growth, intermediate_size=90, draft_vocab_size=110, num_layers=11)
-    assert large.config.taps == head.config.taps and large.lm_head.weight.shape == (110, 48)
+    size = 100 if normed else 110
+    large = grow_eagle3(head, growth, intermediate_size=90, draft_vocab_size=size, num_layers=11)
+    assert large.config.taps == head.config.taps and large.lm_head.weight.shape == (size, 48)
     requests = [
         Request(torch.randint(6, 128, (n,)).tolist(), 24, Sampling(temperature=temperature, seed=n)) for n in (4, 9)
     ]
