@@ -217,15 +217,13 @@ class Eagle3(Recurrent):
         )
         if module is None:
             return None
-        weight = self.fc.weight.detach()
-        if self.fc_norm is not None:  # what the norms multiply with goes into the weight
-            weight = weight * torch.cat([norm.detach() for norm in self.fc_norm.parameters()])
-        fuse, parts, eps = Product(weight, draft=True), (len(self.config.taps), -1), self.config.rms_norm_eps
+        fuse, parts, eps = Product.of(self.fc, draft=True), (len(self.config.taps), -1), self.config.rms_norm_eps
+        scales = None if self.fc_norm is None else torch.cat([norm.detach() for norm in self.fc_norm.parameters()])
 
         def start(taps: Tensor, hidden: Tensor) -> Tensor:
             taps = taps.float()
-            if self.fc_norm is not None:
-                taps = rms_norm(taps.unflatten(-1, parts), (self.config.hidden_size,), eps=eps).flatten(-2)
+            if scales is not None:
+                taps = rms_norm(taps.unflatten(-1, parts), (self.config.hidden_size,), eps=eps).flatten(-2) * scales
             return fuse(taps)
 
         return KernelDraft([module], start, self.config.draft_vocab_size)
