@@ -24,6 +24,8 @@ none could be repeated. Those rules are therefore refused: `check_adaptive`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -181,7 +183,8 @@ class Controller:
                 if other != rung and known is not None:
                     self.costs[other].seconds = known * factor
         self.fresh = False
-        if self._tried():
+        # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh.
+        if self._tried() and not (rung == self.home == self.none and self.stay < self.interval):
             self._choose()
 
     def _tried(self) -> bool:
@@ -230,7 +233,8 @@ class Controller:
     def speed(self, rung: int) -> float:
         """Tokens a second of each row, by what is known."""
         alphas = self.acceptance[rung].alpha()[: self.shapes[rung].depth]
-        return (1.0 + float(np.cumprod(alphas).sum())) / self.seconds(rung)
+        tokens: float = 1.0 + sum(accumulate(alphas, mul))
+        return tokens / self.seconds(rung)
 
     def seconds(self, rung: int) -> float:
         """Of a round; where it was never measured, between its neighbours by depth."""

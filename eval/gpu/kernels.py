@@ -1,0 +1,88 @@
+"""Every kernel at a big model's sizes: its bytes, the time they take at the measured bandwidth, and its own.
+
+Weights come from memory, not from a cache: several of them are taken in turn.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from eval.grown import ModelShape
+from eval.roofline import Part
+from eval.runtime.kernels import accept, attention, choose, gemm, layers
+from eval.runtime.timing import device_seconds
+from heads.tree import Proposal
+
+COLD = 1 << 28
+"""Bytes of weights taken in turn, at least: several times what a card caches."""
+ROWS = (1, 8, 16, 32, 64)
+
+
+def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device) -> list[Part]:
+    """The kernels of one step of `rows` tokens behind `length`; bfloat16."""
+    D, H, Hkv, d = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+
+    def empty(*size: int) -> Tensor:
+        return torch.zeros(*size, dtype=torch.bfloat16, device=device)
+
+    parts = []
+
+    def add(name: str, size: int, work: Callable[[], Any], times: int = 1) -> None:
+        parts.append(Part(f"{name}, {rows} rows", size, device_seconds(work, device) / times))
+
+    products = {
+        "qkv": ((H + 2 * Hkv) * d, D),
+        "out": (D, H * d),
+        "gate_up": (2 * shape.intermediate_size, D),
+        "down": (D, shape.intermediate_size),
+    }
+    for name, (N, K) in products.items():
+        copies = max(2, -(-COLD // (2 * N * K)))
+        weights, x = [empty(N, K) for _ in range(copies)], empty(rows, K)
+        for maker, multiply in (("library", linear), ("skinny_mm", gemm.skinny_mm)):
+            add(f"{name} by {maker}", 2 * N * K, partial(each, multiply, x, weights), copies)
+    x, head = empty(rows, D), empty(shape.vocab_size, D)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+    for noisy in (False, True):
+        work = partial(choose.choose, x, head, zeros.float(), zeros, zeros, noisy=noisy)
+        add(f"choose{' with noise' if noisy else ''}", 2 * head.numel(), work)
+    capacity = length + 64
+    depths = torch.arange(rows, device=device)[None]
+    words, paths = attention.ancestor_words((depths - 1).clamp_min(0), depths, rows - 1)
+    stores = [empty(1, capacity, 2, Hkv, d) for _ in range(max(2, -(-COLD // (4 * capacity * Hkv * d))))]
+    q, at = empty(1, rows, H, d), torch.full((1,), length, device=device)
+    for own in (None, paths):
+        attend = partial(attend_each, q, stores, words, at, depths, own)
+        add(
+            f"tree_attention{' strict' if own is not None else ''} at {length}",
+            4 * length * Hkv * d,
+            attend,
+            len(stores),
+        )
+    add("add_norm", 2 * 4 * rows * D, partial(layers.add_norm, x, empty(rows, D), head[0], 1e-5))
+    qkv, half = empty(rows, (H + 2 * Hkv) * d), empty(rows, d // 2)
+    keys, values = stores[0][0].unbind(1)
+    work = partial(layers.rope_write, qkv, half, half, zeros + depths[0], keys, values, num_heads=H)
+    add("rope_write", 2 * 2 * qkv.numel(), work)
+    fused = empty(rows, 2 * shape.intermediate_size)
+    add("silu_mul", 3 * fused.numel(), partial(layers.silu_mul, fused))
+    proposal = Proposal(depths, (depths - 1).clamp_min(0), depths, depths)
+    add("accept", 4 * 8 * rows, partial(accept.accept, proposal, depths, rows - 1))
+    return parts
+
+
+def each(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """x times every weight."""
+    return [multiply(x, weight) for weight in weights]
+
+
+def attend_each(
+    q: Tensor, stores: list[Tensor], words: Tensor, length: Tensor, depths: Tensor, paths: Tensor | None
+) -> list[Tensor]:
+    """Attention over every cache (1, S, 2, Hkv, d)."""
+    caches = [store.unbind(2) for store in stores]
+    return [attention.tree_attention(q, k, v, words, length, depths, paths=paths) for k, v in caches]

@@ -1,0 +1,101 @@
+"""The models that a GPU is measured with: the quickstart's target, and the same grown to a big model's shape."""
+
+import copy
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from eval.grown import SHAPES, Growth, ModelShape, grow_eagle3, grow_llama, shape_of
+from eval.runtime.request import Request
+from eval.runtime.sampling import Sampling
+from heads.checkpoint import load_head
+from heads.eagle3 import Eagle3
+from heads.registry import build_head
+from heads.target import FrozenTarget, load_target
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET, HEAD = ROOT / "recipes/quickstart/target", ROOT / "runs/quickstart/head"
+DRAFT_VOCAB = 32_000
+LONGEST = 1 << 17
+"""Positions that the grown target is timed at; beyond the small one's context its text means nothing."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and an EAGLE-3 head, and how they came to be."""
+
+    target: FrozenTarget
+    head: Eagle3
+    facts: dict[str, Any]
+
+
+def small_models(device: torch.device, head_path: Path | None = None) -> Models:
+    """The quickstart's target in bfloat16, and a head of it; an untrained one where none is at hand."""
+    target = load_target(str(TARGET), dtype=torch.bfloat16, device="cpu")
+    path = head_path or HEAD
+    if path.is_dir():
+        head = load_head(path, dtype=torch.bfloat16)
+        assert isinstance(head, Eagle3), f"{path} holds no EAGLE-3 head"
+    else:
+        head = build_head("eagle3", {}, target, torch.ones(target.vocab_size, dtype=torch.int64)).to(torch.bfloat16)
+    target.model.to(device)  # type: ignore[arg-type]
+    name = str(path) if path.is_dir() else "untrained: tau is no trained head's"
+    return Models(target, head.to(device).eval(), {"target": "quickstart", "head": name})
+
+
+def grown_models(models: Models, name: str, device: torch.device) -> Models:
+    """The small models in the shape `name` of `eval.grown.SHAPES`, on the device."""
+    shape, cpu = SHAPES[name], torch.device("cpu")
+    model, head = copy.deepcopy(models.target.model).to(cpu), copy.deepcopy(models.head).to(cpu)  # type: ignore[arg-type]
+    growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
+    grown = grow_llama(model, shape)
+    surplus = min(DRAFT_VOCAB, shape.vocab_size) - head.config.draft_vocab_size
+    large = grow_eagle3(
+        head,
+        growth,
+        intermediate_size=shape.intermediate_size,
+        draft_vocab_size=head.config.draft_vocab_size + max(0, surplus),
+        num_layers=shape.num_hidden_layers,
+    )
+    untyped: Any = grown
+    target = FrozenTarget(untyped.to(device), f"quickstart grown to {name}")
+    target.context_length = LONGEST
+    facts = {**models.facts, "target": f"quickstart, grown to the shape of {name}", "grown": True}
+    return Models(target, large.to(device), facts)
+
+
+def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:
+    """The small target over the grown one's vocabulary, for the library's assisted generation."""
+    small = shape_of(models.target.config)
+    shape: ModelShape = replace(small, hidden_size=small.hidden_size + 64, vocab_size=grown.vocab_size)
+    model = copy.deepcopy(models.target.model).to(torch.device("cpu"))  # type: ignore[arg-type]
+    drafted: Any = grow_llama(model, shape)
+    return drafted.to(grown.device)
+
+
+def code_prompts(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Beginnings of functions from Python's own library, `tokens` ids each."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(TARGET))
+    chooser = random.Random(seed)
+    prompts: list[list[int]] = []
+    files = sorted(Path(random.__file__).parent.glob("*.py"))
+    while len(prompts) < count:
+        text = chooser.choice(files).read_text(encoding="utf-8", errors="ignore")
+        starts = [i for i in range(len(text)) if text.startswith("\ndef ", i)]
+        if starts:
+            at = chooser.choice(starts) + 1
+            ids = tokenizer(text[at : at + 8 * tokens], add_special_tokens=False).input_ids[:tokens]
+            if len(ids) == tokens:
+                prompts.append(ids)
+    return prompts
+
+
+def code_requests(count: int, tokens: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
+    """The prompts as requests; sampled ones with a seed each."""
+    ways = [Sampling(temperature, seed=i) if temperature else Sampling() for i in range(count)]
+    prompts = code_prompts(count, tokens)
+    return [Request(ids, new_tokens, way, ignore_eos=True) for ids, way in zip(prompts, ways, strict=True)]

@@ -1,0 +1,237 @@
+"""The parts of the GPU suite. Each takes a bench and gives what it found, as plain values for JSON.
+
+Whatever part fails, the others are still run: see scripts/gpu_suite.py.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.gpu.baselines import WAYS, tokens_per_second
+from eval.gpu.checks import CHECKS
+from eval.gpu.kernels import ROWS, kernel_parts
+from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
+from eval.grown import SHAPES
+from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.identity import find_flips, pinned_engine
+from heads.registry import build_head
+from heads.tree import parse_shape
+
+Found = dict[str, Any]
+TREES = ("chain:5", "tree:6x8x32")
+PROMPT, NEW = 96, 160
+
+
+@dataclass
+class Bench:
+    """What the parts share."""
+
+    device: torch.device
+    shape: str
+    """Of `eval.grown.SHAPES`."""
+    head: Path | None
+    deadline: float
+    """`time.monotonic` after which no long part goes on."""
+    prompts: int = 200
+    timed_prompts: int = 6
+
+    @cached_property
+    def bandwidth(self) -> float:
+        return copy_bandwidth(self.device)
+
+    @cached_property
+    def small(self) -> Models:
+        return small_models(self.device, self.head)
+
+    @cached_property
+    def grown(self) -> Models:
+        return grown_models(self.small, self.shape, self.device)
+
+    @property
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
+        """An engine for a tree, or for plain decoding where it is `none`."""
+        head = None if tree == "none" else models.head
+        shape = parse_shape(tree)
+        return Engine(models.target, head, shape=shape, batch_size=batch_size, max_length=max_length, **options)
+
+
+def checks(bench: Bench) -> Found:
+    """`eval.gpu.checks`, each by itself."""
+    found: Found = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            found[name] = "passed"
+        except Exception as error:  # whatever breaks, the others are to be seen
+            found[name] = f"{type(error).__name__}: {error}"[:800]
+    found["failed"] = sum(result != "passed" for result in found.values())
+    return found
+
+
+def kernels(bench: Bench) -> Found:
+    """Every kernel at the big shape beside its floor."""
+    found: Found = {"copy_bandwidth": bench.bandwidth}
+    for rows in ROWS:
+        if bench.out_of_time:
+            break
+        parts = kernel_parts(SHAPES[bench.shape], rows, 2048, bench.device)
+        found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
+    return found
+
+
+def identity(bench: Bench) -> Found:
+    """Texts of the small target in bfloat16 against pinned plain decoding."""
+    found: Found = {}
+    for tree, strict in ((TREES[0], False), (TREES[1], False), (TREES[1], True)):
+        for temperature in (0.0, 1.0):
+            if bench.out_of_time:
+                return found
+            requests = code_requests(bench.prompts, PROMPT, 256, temperature)
+            engine = bench.engine(bench.small, tree, 8, PROMPT + 256 + 64, strict=strict)
+            name = f"{tree}{' strict' if strict else ''}, temperature {temperature:g}"
+            found[name] = compare(engine, requests)
+    return found
+
+
+def compare(engine: Engine, requests: list[Request]) -> Found:
+    """How many texts are the reference's, and what the others' first flips are."""
+    pinned = pinned_engine(engine)
+    ours, theirs = engine.generate(requests), pinned.generate(requests)
+    differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.tokens != b.tokens]
+    audited = [find_flips(pinned, requests[i], ours[i].tokens) for i in differ[:10]]
+    flips = [flip for found in audited for flip in found]
+    return {
+        "prompts": len(requests),
+        "identical": len(requests) - len(differ),
+        "tau": tau_of(ours),
+        "audited": len(audited),
+        "flips": len(flips),
+        "flips_beyond_near_ties": sum(not flip.is_near_tie for flip in flips),
+        "largest_gap_in_ulp": max((flip.gap / flip.ulp for flip in flips if flip.ulp), default=0.0),
+    }
+
+
+def tau_of(outputs: list[Output]) -> float:
+    """Tokens a target pass."""
+    rounds = sum(output.rounds for output in outputs)
+    return sum(len(output.tokens) - 1 for output in outputs) / max(rounds, 1)
+
+
+def plain(bench: Bench) -> Found:
+    """Plain decoding at the big shape: its share of the bandwidth, part by part, and what more nodes cost."""
+    engine = bench.engine(bench.grown, "none", max_length=2048)
+    record = roofline(engine, engine, length=1024, tau=1.0, bandwidth=bench.bandwidth)
+    found: Found = {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
+    found["tokens_per_second"] = 1e6 / record["plain_us"]
+    found["graphs"] = bool(engine.rounds_of(engine.decoder).graphs)
+    found["verify_over_one"] = {}
+    for nodes in (8, 16, 32, 64):
+        pinned = bench.engine(bench.grown, "none", max_length=2048, pinned=nodes)
+        seat(pinned, 1024)
+        found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, 1024) / record["plain_us"]
+    return found
+
+
+def drafting(bench: Bench) -> Found:
+    """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
+    found: Found = {}
+    requests = code_requests(bench.timed_prompts, PROMPT, NEW)
+    reference = bench.engine(bench.grown, "none")
+    for tree in TREES:
+        engine = bench.engine(bench.grown, tree)
+        for warm in (reference, engine):
+            warm.generate(requests[:1])
+        seconds, outputs = [0.0, 0.0], []
+        for request in requests:
+            for place, contender in enumerate((reference, engine)):
+                made = contender.generate([request])
+                seconds[place] += contender.timings.decode_seconds
+                outputs += made if place else []
+        tau = tau_of(outputs)
+        record = roofline(engine, reference, length=PROMPT + NEW // 2, tau=tau, bandwidth=bench.bandwidth)
+        draft = next(part for part in record["round"] if part["part"] == "draft")
+        speedup = seconds[0] / seconds[1]
+        found[tree] = {
+            "tau": tau,
+            "speedup": speedup,
+            "speedup_over_tau": speedup / tau,
+            "tokens_per_second": len(requests) * (NEW - 1) / seconds[1],
+            "draft_over_floor": draft["over_floor"],
+            "roofline": record,
+        }
+    return found
+
+
+def useless_head(bench: Bench) -> Found:
+    """A head of random weights under the controller, over plain decoding."""
+    target = bench.grown.target
+    head = build_head("eagle3", {}, target, torch.ones(target.vocab_size, dtype=torch.int64))
+    head = head.to(bench.device, target.dtype)
+    requests = code_requests(bench.timed_prompts, PROMPT, NEW)
+    engine = Engine(target, head, shape=parse_shape(TREES[0]), max_length=512, adaptive=True)
+    reference = bench.engine(bench.grown, "none")
+    seconds = []
+    for contender in (reference, engine):
+        contender.generate(requests[:2])
+        contender.generate(requests)
+        seconds.append(contender.timings.decode_seconds)
+    return {"over_plain": seconds[0] / seconds[1], "rungs": dict(engine.timings.rungs)}
+
+
+def baselines(bench: Bench) -> Found:
+    """The library's ways at the big shape, tokens a second; ours, prefill included, beside them."""
+    requests = code_requests(4, PROMPT, 96)
+    found: Found = {}
+    for tree in ("none", *TREES):
+        engine = bench.engine(bench.grown, tree)
+        engine.generate(requests[:1])
+        started = time.perf_counter()
+        engine.generate(requests[1:])
+        found[f"draftsmith, {tree}"] = 96 * (len(requests) - 1) / (time.perf_counter() - started)
+    for way in WAYS:
+        if bench.out_of_time:
+            break
+        try:
+            draft = draft_for_assisted(bench.small, bench.grown.target) if way == "assisted generation" else None
+            found[way] = tokens_per_second(bench.grown.target, requests, way, draft)
+        except Exception as error:  # the library's ways fail in their own ways
+            found[way] = f"{type(error).__name__}: {error}"[:400]
+    return found
+
+
+def scaling(bench: Bench) -> Found:
+    """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
+    speedup."""
+    found: Found = {"batch": {}, "context": {}}
+    cases: list[tuple[str, int, int]] = [("batch", b, 512) for b in (1, 2, 4, 8, 16, 32)]
+    cases += [("context", 1, length) for length in (512, 2048, 8192, 32768)]
+    for kind, batch_size, length in cases:
+        if bench.out_of_time:
+            break
+        us = {}
+        for tree in ("none", TREES[0]):
+            engine = bench.engine(bench.grown, tree, batch_size, length + 256)
+            seat(engine, length)
+            us[tree] = 1e6 * round_seconds(engine, length)
+            del engine
+        torch.cuda.empty_cache()
+        found[kind][batch_size if kind == "batch" else length] = {**us, "plain_over_round": us["none"] / us[TREES[0]]}
+    return found
+
+
+GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {
+    "checks": (checks,),
+    "kernels": (kernels,),
+    "grown": (plain, drafting, baselines, useless_head, scaling),
+    "identity": (identity,),
+}
+"""Parts that share a process: a fault of the device ends one group alone."""

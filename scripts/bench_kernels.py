@@ -1,0 +1,39 @@
+"""Every kernel at a big model's shape: bytes, the time they take at the measured bandwidth, its own, and the ratio.
+
+python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
+"""
+
+import argparse
+import sys
+
+import torch
+
+from eval.gpu.kernels import ROWS, kernel_parts
+from eval.grown import SHAPES
+from eval.roofline import copy_bandwidth
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kernels beside their floors.")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--length", type=int, default=2048, help="tokens in the cache")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU is at hand: the kernels run on one", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    bandwidth = copy_bandwidth(device)
+    print(f"{torch.cuda.get_device_name(device)}: copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    for rows in options.rows:
+        for part in kernel_parts(SHAPES[options.shape], rows, options.length, device):
+            made = part.record(bandwidth)
+            print(
+                f"{made['part']:40} {made['bytes'] / 1e6:9.2f} MB  floor {made['floor_us']:8.1f} us  "
+                f"{made['us']:8.1f} us  {made['over_floor']:7.2f}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
