@@ -3,8 +3,9 @@
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
 
-G is Gumbel noise, so the choice is a draw from p_t; and since G is a pure function of the seed, the absolute position
-and the token id, it is the same draw on every device, in every batch, tree and round. That makes sampled speculative
+Whatever differs from log p_t by a constant serves as well, so no choice waits for a sum over the vocabulary. G is
+Gumbel noise, so the choice is a draw from p_t; and since G is a pure function of the seed, the absolute position and
+the token id, it is the same draw on every device, in every batch, tree and round. That makes sampled speculative
 decoding equal to plain decoding token for token, and lets a draft use the very noise the target will use.
 
 Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eval.runtime import draws
 from heads.errors import UserError
 
 GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
@@ -94,8 +96,13 @@ class RowSampling:
         """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
         if not self.random:
             return logits.argmax(dim=-1)
+        if not self.filtered:
+            chosen = draws.choose(logits, self.temperature, self.seed, positions)
+            if chosen is not None:
+                return chosen
         noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
-        return noise.add_(self.log_law(logits)).argmax(dim=-1)
+        scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        return noise.add_(scores).argmax(dim=-1)
 
     def pick(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -105,6 +112,9 @@ class RowSampling:
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
             ids, logp = self.pick(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
+        picked = draws.pick(logits, self.temperature, self.seed, positions, count, token_ids)
+        if picked is not None:
+            return picked
         scores = self.perturb(logits, positions, token_ids).log_softmax(-1)
         logp, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
         return columns if token_ids is None else token_ids[columns], logp
@@ -135,14 +145,21 @@ def log_law(
 
     logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
     """
+    return scaled(logits, temperature, top_k, top_p, min_p, filtered=filtered).log_softmax(dim=-1)
+
+
+def scaled(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """`log_law` but for a constant of each position: 0 at the likeliest token."""
     hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
     top = logits.argmax(dim=-1, keepdim=True)
     greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
     # The maximum is taken off first: logits divided by a very low temperature would overflow to inf - inf.
-    scaled = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
+    warm = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
     if filtered:
-        scaled = scaled.masked_fill(~_kept(scaled, top_k, top_p, min_p), -torch.inf)
-    return torch.where(hot, scaled.log_softmax(dim=-1), greedy)
+        warm = warm.masked_fill(~_kept(warm, top_k, top_p, min_p), -torch.inf)
+    return torch.where(hot, warm, greedy)
 
 
 def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -169,6 +186,9 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     drawn by their true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some
     hundred millions).
     """
+    noise = draws.gumbel(seeds, positions, token_ids)
+    if noise is not None:
+        return noise
     return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
 
 

@@ -8,26 +8,19 @@ Letters: R rows, K inputs, O outputs.
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from heads.native.compiling import compiled, logger
+
 SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-shared", "-fPIC")
 SERIAL_WEIGHTS = 1 << 16
 """A matrix of fewer weights is not worth waking a second thread for."""
 MOST_ROWS = 64
 """Products of more rows are arithmetic, where libraries are good."""
-logger = logging.getLogger("draftsmith")
 
 _POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 
@@ -106,15 +99,9 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> P
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The compiled kernels; None where there is no compiler, or where what it made is wrong."""
-    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if compiler is None or sys.platform == "win32":
-        logger.info("no C compiler found: decoding on this CPU takes torch's operations, which are slower")
-        return None
-    try:
-        library = ctypes.CDLL(str(build(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("the CPU kernels could not be compiled (%s): torch's operations are used", error)
+    """The compiled kernels; None where they cannot be had, or are wrong."""
+    library = compiled(SOURCE)
+    if library is None:
         return None
     declare(library)
     with torch.random.fork_rng(devices=[]):
@@ -140,26 +127,3 @@ def declare(library: ctypes.CDLL) -> None:
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int
-
-
-def build(compiler: str) -> Path:
-    """Compile the kernels for this processor into the user's cache, unless they are there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    digest = hashlib.sha256(SOURCE.read_bytes() + repr((compiler, FLAGS, processor())).encode())
-    path = folder / f"kernels-{digest.hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-            if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
-                subprocess.run(command, capture_output=True, check=True)  # one thread then
-            made.replace(path)
-    return path
-
-
-def processor() -> str:
-    """What `-march=native` depends on: one home folder may serve several machines."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine

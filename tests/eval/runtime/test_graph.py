@@ -52,9 +52,10 @@ class Tape(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def looks_at_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; on a CPU a head asks how long its texts are."""
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a head asks how long its texts are, and noise is no tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+    monkeypatch.setattr("eval.runtime.draws.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:

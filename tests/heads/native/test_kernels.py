@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.native import kernels
+from heads.native import compiling, kernels
 from heads.native.architectures import native_decoder
 from heads.native.decoder import NativeDecoder
 from heads.target import FrozenTarget
@@ -149,6 +149,7 @@ def test_slots_move_all_at_once() -> None:
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kernels.load.cache_clear()
+    compiling.find_compiler.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert kernels.pack(torch.randn(4, 4)) is None and kernels.pack(torch.randn(4, 4)) is None
@@ -156,6 +157,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplo
         "no C compiler found: decoding on this CPU takes torch's operations, which are slower"
     ]
     kernels.load.cache_clear()
+    compiling.find_compiler.cache_clear()
 
 
 @compiled
@@ -164,7 +166,7 @@ def test_a_compiler_that_fails_is_no_obstacle(
 ) -> None:
     kernels.load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(compiling, "FLAGS", ("--no-such-flag",))
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert kernels.load() is None
     assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))

@@ -1,0 +1,60 @@
+"""C beside our Python: compiled on first use, for this processor, where there is a compiler."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-shared", "-fPIC")
+logger = logging.getLogger("draftsmith")
+
+
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library made of a file of C; None where it cannot be had, which is said once."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        return ctypes.CDLL(str(build(source, compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("%s could not be compiled (%s): torch's operations are used", source.name, error)
+        return None
+
+
+@cache
+def find_compiler() -> str | None:
+    """The path of a C compiler."""
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found is None or sys.platform == "win32":
+        logger.info("no C compiler found: decoding on this CPU takes torch's operations, which are slower")
+        return None
+    return found
+
+
+def build(source: Path, compiler: str) -> Path:
+    """Compile into the user's cache, unless the library is there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    digest = hashlib.sha256(source.read_bytes() + repr((compiler, FLAGS, processor())).encode())
+    path = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+            if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
+                subprocess.run(command, capture_output=True, check=True)  # one thread then
+            made.replace(path)
+    return path
+
+
+def processor() -> str:
+    """What `-march=native` depends on: one home folder may serve several machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine
