@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eval.command import Parser, count, exit_status, open_target
+from eval.command import Parser, count, exit_status, load_pair
 from eval.files import check_folder
 from eval.grown import SHAPES, Growth, ModelShape, grow_eagle3, grow_llama, shape_of
 from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
@@ -31,8 +31,12 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def grow(options: argparse.Namespace) -> int:
     """Grow, check, save; 0."""
     check_folder(options.out.parent, "OUT")
-    options.device = torch.device("cpu")
-    target, tokenizer = open_target(options.target, options)
+    target, tokenizer = load_pair(
+        options.target,
+        dtype=options.dtype,
+        device=torch.device("cpu"),
+        trust_remote_code=options.trust_remote_code,
+    )
     given = {
         field.name: getattr(options, field.name)
         for field in fields(ModelShape)
