@@ -26,10 +26,11 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.reports import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
-from eval.runtime.round import Decoder, RoundState
+from eval.runtime.round import Decoder
 from eval.runtime.rules import check_rule, make_rule
 from eval.runtime.sampling import RowSampling
 from eval.runtime.sampling import Sampling as Sampling
+from eval.runtime.state import RoundState, Settlement
 from eval.runtime.stops import StopWatch
 from heads.base import Drafter
 from heads.cache import round_up
@@ -178,6 +179,14 @@ class Engine:
                 target.ends, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
             )
         sampling = RowSampling(self.batch_size, device)
+        state = RoundState.new(
+            batch_size=self.batch_size,
+            capacity=self.max_length,
+            depth=self.shape.depth,
+            device=device,
+            rounds=self.poll_interval,
+        )
+        eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
             step=step,
             shape=self.shape,
@@ -185,16 +194,9 @@ class Engine:
             head_state=head_state,
             sampling=sampling,
             rule=make_rule(self.rule, self.shape, sampling, device),
-            eos=torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device),
-            state=RoundState.new(
-                batch_size=self.batch_size,
-                capacity=self.max_length,
-                depth=self.shape.depth,
-                device=device,
-                rounds=self.poll_interval,
-            ),
+            state=state,
+            settlement=Settlement(state, eos, self.shape.depth),
             zeros=torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device),
-            places=torch.arange(self.shape.depth + 1, device=device),
             pinned=self.nodes if head is None else 1,
         )
 
@@ -327,7 +329,7 @@ class Engine:
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
             rounds = self.timings.rounds
             seats[row] = Seat(index, request, seconds, rounds, len(request.prompt), request.max_new_tokens - 1, watch)
-        self.decoder.publish()
+        self.decoder.settlement.publish()
         self._launch(0, [seats.get(row) for row in range(self.batch_size)])
         return seats
 

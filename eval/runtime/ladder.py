@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.controller import Controller, Span, ladder
-from eval.runtime.round import Decoder, RoundState
+from eval.runtime.round import Decoder
 from eval.runtime.rules import make_rule
+from eval.runtime.state import RoundState, Settlement
 from heads.base import Drafter, Observation, Pick
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
 
@@ -118,8 +119,8 @@ class Ladder:
             shape=shape,
             head=head,
             head_state=replace(decoder.head_state, shape=shape) if drafts else self.backlog,
-            rule=make_rule("match", shape, decoder.sampling, decoder.eos.device),
-            places=decoder.places[: shape.depth + 1],
+            rule=make_rule("match", shape, decoder.sampling, decoder.zeros.device),
+            settlement=Settlement(decoder.state, decoder.settlement.eos, shape.depth),
         )
 
     @property

@@ -60,7 +60,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing leave them as they are
     state.done[row] = request.max_new_tokens == 1
     if not request.ignore_eos:
-        state.done[row : row + 1].logical_or_((root == decoder.eos).any())
+        state.done[row : row + 1].logical_or_((root == decoder.settlement.eos).any())
     return root
 
 

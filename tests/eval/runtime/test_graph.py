@@ -53,9 +53,10 @@ class Tape(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a head asks how long its texts are, and noise is no tensor operation."""
+    """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    monkeypatch.setattr("eval.runtime.draws.load", lambda: None)
+    for module in ("draws", "state"):
+        monkeypatch.setattr(f"eval.runtime.{module}.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:
