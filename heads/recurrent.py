@@ -33,7 +33,7 @@ from heads.labels import chain_metrics, label_slots, supervised
 from heads.layers import Attend
 from heads.losses import draft_loss
 from heads.native.drafting import KernelDraft, KernelMemory
-from heads.tree import Proposal, TreeShape, grow, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
@@ -187,8 +187,16 @@ class Recurrent(nn.Module):
     @torch.no_grad()
     def propose(self, state: RecurrentState, pick: Pick) -> Proposal:
         memory, J, chain = state.memory, self.num_modules, state.shape.top_k <= 1
-        length = state.length[:, None]
         extent = state.extent(max(state.shape.depth, scratch_slots(state.shape)))
+        if (
+            is_chain(state.shape)
+            and isinstance(pick, CompiledPick)
+            and isinstance(memory, KernelMemory)
+            and memory.drafts_chains
+        ):
+            newest, depth = state.recycled[0], state.shape.depth
+            return memory.draft_chain(pick, self.kept, newest, state.root, state.length, depth, extent)
+        length = state.length[:, None]
         key = state.slot[:extent]
         places = key.repeat(len(length), 1)  # (B, E), the position of the token in each slot
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above

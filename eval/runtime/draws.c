@@ -12,6 +12,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { BLOCK = 64 };
@@ -77,17 +78,25 @@ static void make_noise(uint64_t key, const int64_t *ids, int64_t V, float *noise
 
 static int64_t padded(int64_t V) { return (V + BLOCK - 1) / BLOCK * BLOCK; }
 
-/* Floats of scratch that each thread needs. */
-int64_t draws_room(int64_t V) { return 2 * padded(V); }
+/* Room for the noise of a row, and for its scores behind it. */
+static float *make_room(int64_t V)
+{
+    float *room = malloc(2 * padded(V) * sizeof(float));
+    if (!room)
+        abort();
+    return room;
+}
 
 /* noise (R, V) of seeds (B), positions (R) and ids (V) or NULL. */
-void gumbel(const int64_t *seeds, const int64_t *positions, const int64_t *ids, float *scratch, float *noise, int64_t B,
-            int64_t W, int64_t V)
+void gumbel(const int64_t *seeds, const int64_t *positions, const int64_t *ids, float *noise, int64_t B, int64_t W,
+            int64_t V)
 {
+    float *room = make_room(V);
     for (int64_t r = 0; r < B * W; r++) {
-        make_noise(key_of(seeds[r / W], positions[r]), ids, V, scratch);
-        memcpy(noise + r * V, scratch, V * sizeof(float));
+        make_noise(key_of(seeds[r / W], positions[r]), ids, V, room);
+        memcpy(noise + r * V, room, V * sizeof(float));
     }
+    free(room);
 }
 
 /* The highest of V numbers; NaN where one is. */
@@ -141,25 +150,22 @@ static int64_t choose_one(const float *logits, float temperature, const float *n
 
 /* logits (R, V), temperatures and seeds (B), positions (R) -> chosen (R). */
 void choose(const float *logits, const float *temperatures, const int64_t *seeds, const int64_t *positions,
-            float *scratch, int64_t *chosen, int64_t B, int64_t W, int64_t V, int64_t threads)
+            int64_t *chosen, int64_t B, int64_t W, int64_t V, int64_t threads)
 {
     (void)threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        Noise noise = {.made = 0};
-        float *room = NULL;
-#pragma omp critical
-        room = scratch, scratch += draws_room(V);
-        noise.noise = room;
+        Noise noise = {.noise = make_room(V)};
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < B * W; r++) {
             const float *row = logits + r * V, temperature = temperatures[r / W];
             if (temperature > 0) {
                 noise_of(&noise, key_of(seeds[r / W], positions[r]), NULL, V);
-                chosen[r] = choose_one(row, temperature, noise.noise, V, room + padded(V));
+                chosen[r] = choose_one(row, temperature, noise.noise, V, noise.noise + padded(V));
             } else
                 chosen[r] = first_best(row, V);
         }
+        free(noise.noise);
     }
 }
 
@@ -207,18 +213,23 @@ static void take_best(const float *score, int64_t V, int64_t count, int64_t *col
         logp[i] = (logp[i] - top) - rest;
 }
 
+typedef struct {
+    const float *temperatures; /* (B) */
+    const int64_t *seeds;      /* (B) */
+} Sampling;
+
 /* A draft's best columns, by logits / T + G, or by logits where T is 0: logits (R, V), which stand for the target ids
- * `ids` (V) or NULL -> picked (R, count) ids, logp (R, count). */
-void pick(const float *logits, const float *temperatures, const int64_t *seeds, const int64_t *positions,
-          const int64_t *ids, float *scratch, int64_t *picked, float *logp, int64_t B, int64_t W, int64_t V,
-          int64_t count)
+ * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count). `heads.tree.CompiledPick` says so too. */
+void pick(const void *context, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
+          float *logp, int64_t B, int64_t W, int64_t V, int64_t count)
 {
-    Noise noise = {.noise = scratch};
-    float *warm = scratch + padded(V);
+    const Sampling *sampling = context;
+    Noise noise = {.noise = make_room(V)};
+    float *warm = noise.noise + padded(V);
     for (int64_t r = 0; r < B * W; r++, picked += count, logp += count) {
-        const float *score = logits + r * V, temperature = temperatures[r / W];
+        const float *score = logits + r * V, temperature = sampling->temperatures[r / W];
         if (temperature > 0) {
-            noise_of(&noise, key_of(seeds[r / W], positions[r]), ids, V);
+            noise_of(&noise, key_of(sampling->seeds[r / W], positions[r]), ids, V);
             for (int64_t v = 0; v < V; v++)
                 warm[v] = score[v] / temperature + noise.noise[v];
             score = warm;
@@ -227,4 +238,5 @@ void pick(const float *logits, const float *temperatures, const int64_t *seeds, 
         for (int64_t i = 0; ids && i < count; i++)
             picked[i] = ids[picked[i]];
     }
+    free(noise.noise);
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from heads.native.compiling import compiled
+from heads.tree import CompiledPick
 
 SOURCE = Path(__file__).with_name("draws.c")
 SERIAL_VALUES = 1 << 16
@@ -27,10 +28,9 @@ def load() -> ctypes.CDLL | None:
     library = compiled(SOURCE)
     if library is not None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        library.draws_room.argtypes, library.draws_room.restype = [integer], integer
-        library.gumbel.argtypes = [*[pointer] * 5, *[integer] * 3]
-        library.choose.argtypes = [*[pointer] * 6, *[integer] * 4]
-        library.pick.argtypes = [*[pointer] * 8, *[integer] * 4]
+        library.gumbel.argtypes = [*[pointer] * 4, *[integer] * 3]
+        library.choose.argtypes = [*[pointer] * 5, *[integer] * 4]
+        library.pick.argtypes = [*[pointer] * 6, *[integer] * 4]
         library.gumbel.restype = library.choose.restype = library.pick.restype = None
     return library
 
@@ -48,8 +48,7 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None
     (B, W), V = positions.shape, len(token_ids)
     held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
     noise = torch.empty(B, W, V)
-    room = torch.empty(library.draws_room(V))
-    library.gumbel(*(x.data_ptr() for x in (*held, room, noise)), B, W, V)
+    library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
     return noise
 
 
@@ -63,24 +62,36 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
     logits, positions = logits.contiguous(), positions.contiguous()
     chosen = torch.empty_like(positions)
-    room = torch.empty(threads * library.draws_room(V))
-    tensors = logits, temperature, seeds, positions, room, chosen
+    tensors = logits, temperature, seeds, positions, chosen
     library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
     return chosen
 
 
-def pick(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, count: int, token_ids: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """As `RowSampling.pick`: logits (B, W, V) float32 -> ids (B, W, count), log-probabilities (B, W, count)."""
-    library = library_for(logits)
-    if library is None or logits.dtype != torch.float32:
-        return None
-    B, W, V = logits.shape
-    logits, positions = logits.contiguous(), positions.contiguous()
-    picked, logp = positions.new_empty(B, W, count), logits.new_empty(B, W, count)
-    room = torch.empty(library.draws_room(V))
-    ids = None if token_ids is None else token_ids.data_ptr()
-    before = (x.data_ptr() for x in (logits, temperature, seeds, positions))
-    library.pick(*before, ids, room.data_ptr(), picked.data_ptr(), logp.data_ptr(), B, W, V, count)
-    return picked, logp
+class SamplingStruct(ctypes.Structure):
+    """`Sampling` of draws.c."""
+
+    _fields_ = (("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p))
+
+
+class Picker(CompiledPick):
+    """`RowSampling.pick` of a batch's temperatures and seeds, (B,) each, which stay where they are."""
+
+    def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
+        self.library, self.held = library, (temperature, seeds)
+        self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr())
+        self.context = ctypes.addressof(self.struct)
+        self.function = ctypes.cast(library.pick, ctypes.c_void_p).value or 0
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        nodes = logits.shape[1]
+        if nodes > 1 and logits.stride(1) == positions.stride(1) == 0:  # one law for all, as independent heads have
+            logits, positions = logits[:, :1], positions[:, :1]
+        B, W, V = logits.shape
+        logits, positions = logits.float().contiguous(), positions.contiguous()
+        picked, logp = positions.new_empty(B, W, count), logits.new_empty(B, W, count)
+        ids = None if token_ids is None else token_ids.data_ptr()
+        where = logits.data_ptr(), positions.data_ptr(), ids, picked.data_ptr(), logp.data_ptr()
+        self.library.pick(self.context, *where, B, W, V, count)
+        return (picked, logp) if nodes == W else (picked.expand(-1, nodes, -1), logp.expand(-1, nodes, -1))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eval.runtime import draws
 from heads.errors import UserError
+from heads.tree import Pick
 
 GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
 MIX_1, MIX_2 = -4658895280553007687, -7723592293110705685  # splitmix64's two multipliers
@@ -68,6 +69,10 @@ class RowSampling:
         self.min_p = torch.zeros(batch_size, device=device)
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.random = self.filtered = False
+        library = draws.library_for(self.seed)
+        picker = None if library is None else draws.Picker(library, self.temperature, self.seed)
+        self.pick: Pick = self.pick_in_tensors if picker is None else picker
+        """Children for the rule `match`: the likeliest to be chosen, noise and all."""
 
     def set_row(self, row: int, sampling: Sampling) -> None:
         """Give a row to a request."""
@@ -104,17 +109,14 @@ class RowSampling:
         scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
         return noise.add_(scores).argmax(dim=-1)
 
-    def pick(
+    def pick_in_tensors(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Children for the rule `match` (`heads.base.Pick`): the likeliest to be chosen, noise and all."""
+        """`pick` by tensor operations, on any device."""
         W = logits.shape[1]
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
-            ids, logp = self.pick(logits[:, :1], positions[:, :1], count, token_ids)
+            ids, logp = self.pick_in_tensors(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
-        picked = draws.pick(logits, self.temperature, self.seed, positions, count, token_ids)
-        if picked is not None:
-            return picked
         scores = self.perturb(logits, positions, token_ids).log_softmax(-1)
         logp, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
         return columns if token_ids is None else token_ids[columns], logp

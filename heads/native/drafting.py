@@ -20,6 +20,7 @@ from heads.native.feedforward import GatedMLP
 from heads.native.kernels import ModuleStruct, PassStruct, ProductStruct, load
 from heads.native.linear import Norm, Product
 from heads.native.stack import KernelStack
+from heads.tree import CompiledPick, Proposal
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ class KernelMemory:
         self.references = [ctypes.byref(module.struct) for module in draft.modules]
         self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
         self.rooms: dict[tuple[int, ...], Tensor] = {}
+        self.chains: dict[int, tuple[Tensor, Tensor]] = {}
+        """By depth: the parents and depths (B, N) of a chain's nodes."""
 
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
@@ -143,14 +146,7 @@ class KernelMemory:
         held = [tensor.contiguous() for tensor in (state, positions, slots)]
         states, at, to = (tensor.data_ptr() for tensor in held)
         made = torch.empty_like(held[0])
-        shape = (B, W, D, extent)
-        room = self.rooms.get(shape)
-        if room is None:
-            room = self.rooms[shape] = torch.empty(self.library.module_room(reference, *shape))
-        step = PassStruct(
-            *(None, None, *self.where, at, to, None if mask is None else mask.data_ptr(), None, room.data_ptr()),
-            *(B, 0, W, D, extent, cache.capacity, torch.get_num_threads()),
-        )
+        step = self._pass(module, (B, W, D, extent), at, to, None if mask is None else mask.data_ptr())
         ids = tokens.contiguous() if self.table is not None else None
         rows = self.table if self.table is not None else self.embed(tokens).to(state.dtype).contiguous()
         self.library.recycle(
@@ -158,3 +154,54 @@ class KernelMemory:
             *(states, made.data_ptr(), cache.where[0], cache.where[2]),
         )
         return made
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether `draft_chain` knows how: for one module, where embeddings are a table's rows."""
+        return len(self.references) == 1 and self.table is not None
+
+    def draft_chain(
+        self,
+        pick: CompiledPick,
+        kept: Tensor,
+        recycled: Tensor,
+        root: Tensor,
+        length: Tensor,
+        depth: int,
+        extent: int,
+    ) -> Proposal:
+        """What `heads.tree.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
+        (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
+        assert self.drafts_chains and self.table is not None
+        (B, D), N = recycled.shape, depth + 1
+        if depth not in self.chains:
+            node = torch.arange(N).repeat(B, 1)
+            self.chains[depth] = (node - 1).clamp_min(0), node
+        tokens, scores, ids = root.new_empty(B, N), recycled.new_empty(B, N), root.new_empty(3, B)
+        room = recycled.new_empty(B * (3 * D + len(kept) + 1))
+        step = self._pass(0, (B, 1, D, extent))
+        where = (tensor.data_ptr() for tensor in (kept, self.table, recycled, root, length))
+        self.library.draft_chain(
+            *(self.references[0], ctypes.byref(step), pick.function, pick.context, *where),
+            *(depth, self.caches[0].where[0], self.caches[0].where[2], room.data_ptr(), ids.data_ptr()),
+            *(tokens.data_ptr(), scores.data_ptr()),
+        )
+        return Proposal(tokens, *self.chains[depth], scores)
+
+    def _pass(
+        self,
+        module: int,
+        shape: tuple[int, int, int, int],
+        positions: int | None = None,
+        slots: int | None = None,
+        mask: int | None = None,
+    ) -> PassStruct:
+        """A pass through a module, of shape (B, W, D, E); the addresses of where its tokens stand, and of its mask."""
+        B, W, D, extent = shape
+        room = self.rooms.get(shape)
+        if room is None:
+            room = self.rooms[shape] = torch.empty(self.library.module_room(self.references[module], *shape))
+        return PassStruct(
+            *(None, None, *self.where, positions, slots, mask, None, room.data_ptr()),
+            *(B, 0, W, D, extent, self.caches[module].capacity, torch.get_num_threads()),
+        )

@@ -23,7 +23,7 @@ enum { LANES = 4, VECTORS = 4 };
 #else
 enum { LANES = 8, VECTORS = 2 }; /* 12 sums, 2 weights and 1 input in 16 registers */
 #endif
-enum { BLOCK = LANES * VECTORS, TILE = 6, CHUNK = 4 * TILE, PANEL = 256, AHEAD = 32 };
+enum { BLOCK = LANES * VECTORS, TILE = 6, CHUNK = 4 * TILE, PANEL = 256, AHEAD = 64 };
 
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
@@ -229,7 +229,8 @@ static int extent(const Pass *p, const float *mask, int b)
                 e--;
         last = most(last, e);
     }
-    return (most(1, last) + BLOCK - 1) / BLOCK * BLOCK;
+    const int used = (most(1, last) + BLOCK - 1) / BLOCK * BLOCK;
+    return used < E ? used : E;
 }
 
 /* Scores of one query into weights of the first `used` slots, those it sees and 0 for all others. */
@@ -406,4 +407,39 @@ void read_out(const Module *m, const float *states, float *scratch, float *logit
         states = scratch;
     }
     multiply(&m->output, states, D, NULL, logits, R, threads);
+}
+
+/* `heads.tree.CompiledPick`. */
+typedef void Pick(const void *context, const float *logits, const int64_t *positions, const int64_t *ids,
+                  int64_t *picked, float *logp, int64_t B, int64_t W, int64_t V, int64_t count);
+
+/* A chain behind each root (B), which stands at `length` (B), from the states (B, D) that the first step recycles:
+ * tokens and scores (B, depth + 1), the root first. The target's ids `kept` are the draft's; the pass is of one token;
+ * rooms of B * (3 D + V + 1) floats and 3 B ids. */
+void draft_chain(const Module *m, const Pass *given, Pick *pick, const void *context, const int64_t *kept,
+                 const float *table, const float *recycled, const int64_t *root, const int64_t *length, int64_t depth,
+                 float *keys, float *values, float *room, int64_t *ids, int64_t *tokens, float *scores)
+{
+    Pass p = *given;
+    const int64_t B = p.B, D = p.D, V = m->output.O;
+    float *made = room, *next = made + B * D, *normed = next + B * D, *logits = normed + B * D, *logp = logits + B * V;
+    int64_t *own = ids + B, *child = own + B;
+    p.positions = p.slots = own; /* a chain's tokens stand in the slots that they keep if they are accepted */
+    for (int64_t b = 0; b < B; b++)
+        tokens[b * (depth + 1)] = root[b], scores[b * (depth + 1)] = 0;
+    for (int64_t level = 1; level <= depth; level++) {
+        for (int64_t b = 0; b < B; b++)
+            child[b] = length[b] + level, own[b] = child[b] - 1;
+        read_out(m, level > 1 ? made : recycled, normed, logits, B, D, p.threads);
+        pick(context, logits, child, kept, ids, logp, B, 1, V, 1);
+        for (int64_t b = 0; b < B; b++) {
+            const int64_t at = b * (depth + 1) + level;
+            tokens[at] = ids[b], scores[at] = scores[at - 1] + logp[b];
+        }
+        if (level < depth) {
+            recycle(m, &p, ids, table, level > 1 ? made : recycled, next, keys, values);
+            float *swap = made;
+            made = next, next = swap;
+        }
+    }
 }

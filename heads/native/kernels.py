@@ -123,7 +123,8 @@ def declare(library: ctypes.CDLL) -> None:
     library.module_room.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
     library.recycle.argtypes = [_POINTER] * 8
     library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]
-    library.recycle.restype = library.read_out.restype = None
+    library.draft_chain.argtypes = [*[_POINTER] * 9, _INT, *[_POINTER] * 6]
+    library.recycle.restype = library.read_out.restype = library.draft_chain.restype = None
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Observation, TargetEnds
+from eval.runtime.sampling import RowSampling, Sampling
+from heads.base import Observation, Pick, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
 from heads.native import kernels
 from heads.native.drafting import KernelMemory
 from heads.recurrent import Memory, Recurrent
-from heads.tree import Proposal, parse_shape
+from heads.tree import CompiledPick, Proposal, parse_shape
 from heads.vocab import build_vocab
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
@@ -50,12 +51,14 @@ def make_head(name: str) -> Recurrent:
     return head
 
 
-def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
     return columns if token_ids is None else token_ids[columns], logp
 
 
-def rounds(head: Recurrent, shape: str, memory: type, *, embedding: bool = True) -> list[Proposal]:
+def rounds(
+    head: Recurrent, shape: str, memory: type, *, embedding: bool = True, pick: Pick = likeliest
+) -> list[Proposal]:
     """Two rows with prompts of many tokens, then rounds of a few each; a draft after every one."""
     generator = torch.Generator().manual_seed(2)
     table, out = torch.randn(2, V, D, generator=generator).bfloat16().float()
@@ -85,6 +88,21 @@ def test_drafts_are_those_without_kernels(name: str, shape: str, monkeypatch: py
     for found, expected in zip(ours, rounds(head, shape, Memory, embedding=False), strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("embedding", [True, False])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("name", HEADS)
+def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, depth: int, embedding: bool) -> None:
+    head, rows = make_head(name), RowSampling(2)
+    rows.set_row(1, Sampling(temperature=0.8, seed=7))
+    assert isinstance(rows.pick, CompiledPick)
+    ours = rounds(head, f"chain:{depth}", KernelMemory, embedding=embedding, pick=rows.pick)
+    steps = rounds(head, f"chain:{depth}", KernelMemory, embedding=embedding, pick=lambda *draw: rows.pick(*draw))
+    for one, other in zip(ours, steps, strict=True):
+        for field in ("tokens", "parents", "depths"):
+            assert torch.equal(getattr(one, field), getattr(other, field)), field
+        torch.testing.assert_close(one.scores, other.scores, atol=1e-6, rtol=1e-6)
 
 
 def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are() -> None:
