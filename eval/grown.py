@@ -18,18 +18,15 @@ prime: the grown one's.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
 from heads.families import rope_theta
-from heads.target import check_taps
-from heads.vocab import kept_ids
 
 NEVER = -1e7
 """The weight on the constant channel of an id that must never be chosen."""
@@ -226,71 +223,3 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
     fresh = type(grown.model.rotary_emb)(config=grown_config)  # its frequencies are no parameters: made anew
     grown.model.rotary_emb = fresh
     return grown.eval()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def grow_eagle3(
-    head: Eagle3, growth: Growth, *, intermediate_size: int, draft_vocab_size: int, num_layers: int
-) -> Eagle3:
-    """The head of a grown target: the same drafts from the grown target's features.
-
-    Taps stay at their layers, since new layers come after the old ones and add nothing. With norms between the taps and
-    the state the constant channel is lost on the way: then no draft ids can be added, and eps is half of what it was.
-    """
-    config, new, D = head.config, growth.new, growth.old.hidden_size
-    if config.rms_norm_eps != growth.eps:
-        raise UserError(f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}")
-    normed = config.fc_norm or config.norm_output
-    surplus = draft_vocab_size - config.draft_vocab_size
-    spare = 0 if normed else new.vocab_size - growth.old.vocab_size
-    if not 0 <= surplus <= spare or intermediate_size < config.intermediate_size:
-        raise UserError(
-            f"a head of {config.draft_vocab_size} draft ids and intermediate width {config.intermediate_size} can be "
-            f"grown to {config.draft_vocab_size} to {config.draft_vocab_size + spare} ids and no smaller width; "
-            f"got {draft_vocab_size} and {intermediate_size}"
-        )
-    own = ModelShape(
-        D, 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size, 0
-    )
-    goal = replace(new, num_hidden_layers=1, vocab_size=0, intermediate_size=intermediate_size)
-    block = Growth(own, goal, growth.eps)
-    grown_config: Eagle3Config = replace(
-        config,
-        hidden_size=new.hidden_size,
-        vocab_size=new.vocab_size,
-        num_target_layers=num_layers,
-        taps=check_taps(config.taps, num_layers),
-        draft_vocab_size=draft_vocab_size,
-        rope_theta=config.rope_theta ** (new.head_dim / config.head_dim),
-        num_attention_heads=new.num_attention_heads,
-        num_key_value_heads=new.num_key_value_heads,
-        head_dim=new.head_dim,
-        intermediate_size=intermediate_size,
-        rms_norm_eps=growth.new_eps,
-    )
-    kept = torch.cat([kept_ids(head.d2t), growth.old.vocab_size + torch.arange(surplus)])
-    t2d = torch.zeros(new.vocab_size, dtype=torch.bool)
-    t2d[kept] = True
-    grown = Eagle3(grown_config, kept - torch.arange(draft_vocab_size), t2d).to(head.fc.weight.dtype)
-    for parameter in grown.parameters():
-        parameter.zero_()
-    L = len(config.taps)
-    fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
-    if growth.wider and not normed:
-        fc[D, (L - 1) * new.hidden_size + D] = 1.0  # the constant channel of the highest tap
-    grown.fc.weight.copy_(fc)
-    ours, theirs = grown.midlayer, head.midlayer
-    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        getattr(ours, norm).weight.copy_(grow_norm(growth, getattr(theirs, norm).weight))
-    for part, parts in (("self_attn", 2), ("mlp", 1)):
-        weights = grow_block(block, dict(getattr(theirs, part).named_parameters()), intermediate_size, parts=parts)
-        for name, weight in weights.items():
-            getattr(ours, part).get_parameter(name).copy_(weight)
-    grown.norm.weight.copy_(grow_norm(growth, head.norm.weight))
-    if head.fc_norm is not None and grown.fc_norm is not None:
-        for large, small in zip(grown.fc_norm.parameters(), head.fc_norm.parameters(), strict=True):
-            large.copy_(grow_norm(growth, small))
-    if growth.wider and not normed:
-        grown.norm.weight[D] = 1.0
-    grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, draft_vocab_size))
-    return grown.eval()

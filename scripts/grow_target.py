@@ -17,9 +17,9 @@ import torch
 
 from eval.command import Parser, count, exit_status, load_pair
 from eval.files import check_folder
-from eval.grown import SHAPES, Growth, ModelShape, grow_eagle3, grow_llama, shape_of
+from eval.grown import SHAPES, Growth, ModelShape, grow_llama, shape_of
+from eval.grown_heads import HeadSize, grow_head
 from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
-from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from train.run_folder import whole_folder
@@ -61,15 +61,7 @@ def grow(options: argparse.Namespace) -> int:
         tokenizer.save_pretrained(path)
     if folder is not None:
         head = load_head(folder, dtype=target.dtype)
-        if not isinstance(head, Eagle3):
-            raise UserError(f"{options.head}: only eagle3 heads can be grown")
-        large = grow_eagle3(
-            head,
-            growth,
-            intermediate_size=options.head_intermediate_size or shape.intermediate_size,
-            draft_vocab_size=options.draft_vocab_size or head.config.draft_vocab_size,
-            num_layers=shape.num_hidden_layers,
-        )
+        large = grow_head(head, growth, HeadSize(options.head_intermediate_size, options.draft_vocab_size))
         save_head(large, options.out / "head", target=target_record(grown), provenance={"grown_from": str(folder)})
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.out}: {parameters / 1e9:.2f}B parameters" + (", head in head/" if folder else ""))
@@ -96,12 +88,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")
     add("out", type=Path, help="the folder to make")
-    add("--head", help="an EAGLE-3 head of it, to be grown too: a run directory, a head's directory or a hub id")
+    add("--head", help="a head of it, to be grown too: a run directory, a head's directory or a hub id")
     add("--shape", choices=sorted(SHAPES), help="whose shape; single sizes can be named beside it or without it")
     for field in fields(ModelShape):
         add(f"--{field.name.replace('_', '-')}", type=count, help=argparse.SUPPRESS)
     add("--head-intermediate-size", type=count, help="the head's, by default the grown target's")
-    add("--draft-vocab-size", type=count, help="the grown head's, by default the head's own")
+    add("--draft-vocab-size", type=count, help="an EAGLE-3 head's, by default its own")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="to store and check it in")
     add("--trust-remote-code", action="store_true", help="run code that comes with the target")
     return parser.parse_args(arguments)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from eval.grown import SHAPES, Growth, ModelShape, grow_eagle3, grow_llama, shape_of
+from eval.grown import SHAPES, Growth, ModelShape, grow_llama, shape_of
+from eval.grown_heads import HeadSize, grow_head
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
@@ -54,13 +55,8 @@ def grown_models(models: Models, name: str, device: torch.device) -> Models:
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
     grown = grow_llama(model, shape)
     surplus = min(DRAFT_VOCAB, shape.vocab_size) - head.config.draft_vocab_size
-    large = grow_eagle3(
-        head,
-        growth,
-        intermediate_size=shape.intermediate_size,
-        draft_vocab_size=head.config.draft_vocab_size + max(0, surplus),
-        num_layers=shape.num_hidden_layers,
-    )
+    large = grow_head(head, growth, HeadSize(draft_vocab_size=head.config.draft_vocab_size + max(0, surplus)))
+    assert isinstance(large, Eagle3)
     untyped: Any = grown
     target = FrozenTarget(untyped.to(device), f"quickstart grown to {name}")
     target.context_length = LONGEST
