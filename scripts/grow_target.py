@@ -1,10 +1,10 @@
-"""Grow a small target, and its head, into the shape of a big model: the same function at the big model's cost.
+"""Grow a small target, and heads of it, into the shape of a big model: the same function at the big model's cost.
 
-    python scripts/grow_target.py recipes/quickstart/target runs/grown-0.4b --shape 0.4b --head runs/quickstart
-    python eval/bench.py runs/grown-0.4b/head
+    python scripts/grow_target.py recipes/quickstart/target runs/grown --shape 0.4b --heads runs/quickstart
+    python eval/bench.py runs/grown/quickstart
 
-New width, heads and layers are zeros (`eval/grown.py`). The grown model's logits are checked against the small one's
-before anything is kept; every report calls such a target grown.
+New width, attention heads and layers are zeros (`eval/grown.py`). The grown model's logits are checked against the
+small one's before anything is kept; every report calls such a target grown.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from eval.command import Parser, count, exit_status, load_pair
 from eval.files import check_folder
 from eval.grown import SHAPES, Growth, ModelShape, grow_llama, shape_of
 from eval.grown_heads import HeadSize, grow_head
-from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
+from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from train.run_folder import whole_folder
@@ -44,9 +44,10 @@ def grow(options: argparse.Namespace) -> int:
     }
     small = shape_of(target.config)
     shape = replace(SHAPES[options.shape] if options.shape else small, **given)
-    folder = find_head(options.head) if options.head else None
-    if folder is not None:
-        check_fits(folder, target)
+    folders = {Path(path).name: find_head(path) for path in options.heads}
+    if len(folders) < len(options.heads):
+        raise UserError("--heads: each is saved under its own name, and two have the same; rename one")
+    heads = {name: open_head(folder, target) for name, folder in folders.items()}
     growth = Growth(small, shape, target.config.rms_norm_eps)
     model = grow_llama(target.model, shape)
     model.config.grown_from = target.name
@@ -59,13 +60,21 @@ def grow(options: argparse.Namespace) -> int:
     with whole_folder(options.out) as path:
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    if folder is not None:
-        head = load_head(folder, dtype=target.dtype)
-        large = grow_head(head, growth, HeadSize(options.head_intermediate_size, options.draft_vocab_size))
-        save_head(large, options.out / "head", target=target_record(grown), provenance={"grown_from": str(folder)})
+    size = HeadSize(options.head_intermediate_size, options.draft_vocab_size)
+    record, facts = target_record(grown), {"grown_from": target.name}
+    for name, head in heads.items():
+        save_head(grow_head(head, growth, size), options.out / name / "head", target=record, provenance=facts)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{options.out}: {parameters / 1e9:.2f}B parameters" + (", head in head/" if folder else ""))
+    print(f"{options.out}: {parameters / 1e9:.2f}B parameters, heads: {', '.join(heads) or 'none'}")
     return 0
+
+
+def open_head(folder: Path, target: FrozenTarget) -> Any:
+    """A head of the small target. UserError if it is another's."""
+    check_fits(folder, target)
+    if read_config(folder)["target"].get("adapter"):
+        raise UserError(f"{folder}: was trained with an adapter on its target, which cannot be grown")
+    return load_head(folder, dtype=target.dtype)
 
 
 @torch.no_grad()
@@ -88,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")
     add("out", type=Path, help="the folder to make")
-    add("--head", help="a head of it, to be grown too: a run directory, a head's directory or a hub id")
+    add("--heads", nargs="+", default=[], help="heads of it, to be grown too, each into OUT/NAME: run directories")
     add("--shape", choices=sorted(SHAPES), help="whose shape; single sizes can be named beside it or without it")
     for field in fields(ModelShape):
         add(f"--{field.name.replace('_', '-')}", type=count, help=argparse.SUPPRESS)

@@ -21,19 +21,26 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_target_and_head_are_grown_and_fit(tiny_target_dir: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_target_dir))
-    head = build_head("eagle3", {}, target, torch.ones(target.vocab_size))
-    save_head(head, tmp_path / "head", target=target_record(target))
+    for kind in ("eagle3", "medusa"):
+        head = build_head(kind, {}, target, torch.ones(target.vocab_size))
+        save_head(head, tmp_path / kind / "head", target=target_record(target))
     out = tmp_path / "grown"
     sizes = "--hidden-size 48 --num-hidden-layers 11 --num-attention-heads 12 --num-key-value-heads 3 --head-dim 12"
-    done = run(str(tiny_target_dir), str(out), "--head", str(tmp_path / "head"), *sizes.split())
+    done = run(
+        str(tiny_target_dir),
+        str(out),
+        "--heads",
+        *(str(tmp_path / kind) for kind in ("eagle3", "medusa")),
+        *sizes.split(),
+    )
     assert done.returncode == 0, done.stderr
     grown = load_target(str(out))
     assert shape_of(grown.config).hidden_size == 48 and grown.config.grown_from == target.name
-    bench = [sys.executable, "eval/bench.py", str(out / "head"), "--tree", "chain:2", "--max-new-tokens", "8"]
-    bench += ["--num-prompts", "2", "--repeats", "1", "--max-prompt-tokens", "200", "--out", str(tmp_path / "bench")]
-    measured = subprocess.run(bench, capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, "eval/compare.py", str(out / "eagle3"), str(out / "medusa"), "--tree", "chain:2"]
+    command += ["--num-prompts", "2", "--repeats", "1", "--max-prompt-tokens", "200", "--max-new-tokens", "8"]
+    measured = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, cwd=ROOT)
     assert measured.returncode == 0, measured.stderr
-    assert "2 of 2" in measured.stdout and "grown" in measured.stdout
+    assert measured.stdout.count("2 of 2") == 2 and "grown" in measured.stdout
 
 
 def test_a_smaller_shape_is_refused_in_one_line(tiny_target_dir: Path, tmp_path: Path) -> None:
