@@ -178,7 +178,8 @@ def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
-    """The same function in another shape, in the model's dtype; UserError for what is no plain Llama."""
+    """The same function in another shape, in the model's dtype and on its device; UserError for what is no plain
+    Llama."""
     config = model.config
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise UserError(f"expected a Llama without biases, got a {config.model_type}")
@@ -201,7 +202,7 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
     )
     with torch.device("meta"):
         empty: Any = LlamaForCausalLM(grown_config)
-    grown: LlamaForCausalLM = empty.to(model.dtype).to_empty(device="cpu")
+    grown: LlamaForCausalLM = empty.to(model.dtype).to_empty(device=model.device)
     for parameter in grown.parameters():
         parameter.zero_()
     D, width = growth.old.hidden_size, growth.width()
@@ -220,6 +221,6 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
             weights = grow_block(growth, dict(getattr(theirs, part).named_parameters()), shape.intermediate_size)
             for name, weight in weights.items():
                 getattr(ours, part).get_parameter(name).copy_(weight)
-    fresh = type(grown.model.rotary_emb)(config=grown_config)  # its frequencies are no parameters: made anew
-    grown.model.rotary_emb = fresh
+    # Its frequencies are no parameters: they are made anew.
+    grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
     return grown.eval()  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ What a round takes beyond the sum of its parts is its gaps; on a GPU the launche
 Letters: B rows, N nodes, L layers.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,16 @@ from eval.runtime.round import Decoder
 from eval.runtime.sampling import Sampling
 from eval.runtime.timing import device_seconds
 from heads.cache import round_up
+from heads.eagle3 import Eagle3
 from heads.errors import UserError
+from heads.medusa import Medusa
 from heads.native.linear import Product
-from heads.tree import ancestors, is_chain
+from heads.recurrent import Recurrent
+from heads.tree import ancestors, grow, is_chain
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Larger than any cache."""
+GLUE = "accept, compact, state"
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
 """Rounds timed together, and how often; the best counts, as it does of the parts."""
 
@@ -67,11 +72,15 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @torch.inference_mode()
 def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
-    """The parts of a round of `engine` and of a plain step, behind `length` tokens; `tau` tokens a round."""
+    """The parts of a round of `engine` and of a plain step, behind `length` tokens; `tau` tokens a round.
+
+    `glue_us`: choosing which nodes to draft, acceptance, compaction and state; the first of these is a part of `draft`.
+    """
     seat(engine, length)
     seat(plain, length)
     round_parts, step_parts = parts_of(engine, length), parts_of(plain, length)
     seconds, step = round_seconds(engine, length), round_seconds(plain, length)
+    glue = select_seconds(engine.decoder) + sum(p.seconds for p in round_parts if p.name == GLUE)
     busy, step_busy = (sum(part.seconds for part in parts) for parts in (round_parts, step_parts))
     floor, step_floor = (sum(part.bytes for part in parts) / bandwidth for parts in (round_parts, step_parts))
     return {
@@ -84,6 +93,7 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
         "plain": [part.record(bandwidth) for part in step_parts] + [gaps(step, step_busy)],
         "round_us": 1e6 * seconds,
         "plain_us": 1e6 * step,
+        "glue_us": 1e6 * glue,
         "round_floor_us": 1e6 * floor,
         "plain_floor_us": 1e6 * step_floor,
         "plain_share_of_bandwidth": step_floor / step,
@@ -102,6 +112,7 @@ def gaps(whole: float, busy: float) -> dict[str, Any]:
     return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
 
 
+@torch.inference_mode()
 def seat(engine: Engine, length: int) -> None:
     """Give every row a prompt of `length` tokens, and no end in sight."""
     most = engine.max_length - engine.nodes - length
@@ -119,23 +130,29 @@ def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
     return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 
 
+@torch.inference_mode()
 def round_seconds(engine: Engine, length: int) -> float:
     """Of one round, as the engine runs them, one after another without a look."""
-    state, rounds = engine.decoder.state, engine.rounds_of(engine.decoder)
-    count, tries = ROUNDS[engine.target.device.type], TRIES[engine.target.device.type]
+    rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
-    kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
     best = float("inf")
-    for _ in range(tries):
-        for name, value in kept.items():  # the same texts are decoded again
-            getattr(state, name).copy_(value)
-        started = engine._clock()
-        for _ in range(count):
-            rounds(extent)
-        best = min(best, (engine._clock() - started) / count)
+    for _ in range(TRIES[engine.target.device.type]):
+        with rewound(engine):
+            started = engine._clock()
+            for _ in range(count):
+                rounds(extent)
+            best = min(best, (engine._clock() - started) / count)
+    return best
+
+
+@contextmanager
+def rewound(engine: Engine) -> Iterator[None]:
+    """Afterwards the rows stand where they stood before: the same texts are decoded again."""
+    state = engine.decoder.state
+    kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
+    yield
     for name, value in kept.items():
         getattr(state, name).copy_(value)
-    return best
 
 
 def parts_of(engine: Engine, length: int) -> list[Part]:
@@ -145,7 +162,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     extent = min(round_up(length + N), step.capacity)
     parts = []
     if decoder.head is not None:
-        parts.append(Part("draft", draft_bytes(decoder), device_seconds(decoder.propose, device)))
+        parts.append(Part("draft", draft_bytes(decoder)[0], device_seconds(decoder.propose, device)))
     proposal = decoder.propose()
     needs = not is_chain(decoder.shape) and step.kernels is None
     above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
@@ -164,8 +181,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     head_bytes = engine.target.lm_head_weight.numel() * engine.target.lm_head_weight.element_size()
     seconds = device_seconds(lambda: step.choose(hidden, positions, decoder.sampling), device)
     parts.append(Part("output head and choice", head_bytes, seconds))
-    parts.append(glue(decoder, proposal, verify(), positions, above))
-    return parts
+    return parts + glue(decoder, proposal, verify(), positions, above)
 
 
 def layer_parts(step: TargetStep, rows: int) -> list[Part]:
@@ -210,18 +226,30 @@ def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
     return batch_size * length * int(per_slot)
 
 
-def draft_bytes(decoder: Decoder) -> int:
-    """What drafting must read of the head: its weights once for every level, where it is a module."""
+def draft_bytes(decoder: Decoder) -> tuple[int, int]:
+    """What drafting a round must read of the head's weights, and what the head must read to take in what was accepted;
+    0 where it is no module."""
     module: Any = getattr(decoder.head, "draft", decoder.head)
     if not isinstance(module, torch.nn.Module):
-        return 0
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    return weights * decoder.shape.depth if not hasattr(module, "lm_heads") else weights  # Medusa's are read once
+        return 0, 0
+    K, weights = decoder.shape.depth, sum(bytes_of(parameter) for parameter in module.parameters())
+    if isinstance(module, Recurrent):  # the output head is read at every level, the modules after the first of them
+        output = module.readout(decoder.step.target.ends)
+        own = sum(bytes_of(p) for p in module.parameters() if p.data_ptr() != output.data_ptr())
+        fuse = bytes_of(module.fc.weight) if isinstance(module, Eagle3) else 0
+        used = sum(module.num_modules - min(level, module.num_modules - 1) for level in range(1, K))
+        return K * bytes_of(output) + used * (own - fuse) // module.num_modules, own
+    return (weights, 0) if isinstance(module, Medusa) else (K * weights, 0)
 
 
-def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> Part:
-    """Acceptance, compaction, state and what the head is told; run on rows that are done, which it leaves as they
-    are."""
+def bytes_of(weight: Tensor) -> int:
+    """Of one tensor."""
+    return weight.numel() * weight.element_size()
+
+
+def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
+    """Acceptance, compaction and state; and what it takes to tell the head. Run on rows that are done, which it leaves
+    as they are."""
     state, step = decoder.state, decoder.step
     done, root = state.done.clone(), state.root.clone()
     state.done.fill_(True)
@@ -229,16 +257,40 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     if decoder.rule.needs_law:
         consulted = decoder.rule.consult(step.logits(features.hidden), positions)
 
-    def run() -> None:
+    def run(decoder: Decoder) -> None:
         roots = decoder.pinned > 1
         judged = decoder.roots() if roots else proposal
         given = consulted[:, :1] if roots else consulted
         decoder.commit(judged, decoder.rule.accept(judged, given, positions, above), features)
 
-    seconds = device_seconds(run, state.root.device)
+    device = state.root.device
+    seconds = device_seconds(partial(run, replace(decoder, head=None)), device)
+    parts = [Part(GLUE, 0, seconds)]
+    if decoder.head is not None:
+        whole = device_seconds(partial(run, decoder), device)
+        parts.append(Part("the head told", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
     state.done.copy_(done)
     state.root.copy_(root)
-    return Part("accept, compact, state, head told", 0, seconds)
+    return parts
+
+
+def select_seconds(decoder: Decoder) -> float:
+    """To choose which nodes to draft and verify, the head's own passes left out; 0 for heads that recycle no state."""
+    head: Any = decoder.head
+    held = decoder.head_state
+    if not isinstance(head, Recurrent):
+        return 0.0
+    B, Vd, device = len(held.root), len(head.kept), held.root.device
+    widest = max(decoder.shape.nodes, decoder.shape.top_k)
+    levels = torch.randn(B, widest, Vd, device=device).to(decoder.step.target.dtype)
+
+    def select() -> Any:
+        return grow(
+            decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
+            lambda tokens, rows, visible, level: levels[:, : tokens.shape[1]], head.kept,
+        )  # fmt: skip
+
+    return device_seconds(select, device)
 
 
 def lines(record: dict[str, Any]) -> list[str]:
@@ -258,6 +310,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     speedup = record["speedup"]
     made.append(
         f"speedup now {speedup['now']:.2f}, at zero gaps {speedup['zero_gaps']:.2f}, at the floor "
-        f"{speedup['floor']:.2f}; plain decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth"
+        f"{speedup['floor']:.2f}; plain decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth; "
+        f"choosing nodes, acceptance, compaction and state {record['glue_us']:.0f} us"
     )
     return made

@@ -50,10 +50,9 @@ def small_models(device: torch.device, head_path: Path | None = None) -> Models:
 
 def grown_models(models: Models, name: str, device: torch.device) -> Models:
     """The small models in the shape `name` of `eval.grown.SHAPES`, on the device."""
-    shape, cpu = SHAPES[name], torch.device("cpu")
-    model, head = copy.deepcopy(models.target.model).to(cpu), copy.deepcopy(models.head).to(cpu)  # type: ignore[arg-type]
+    shape, head = SHAPES[name], copy.deepcopy(models.head).to(torch.device("cpu"))
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
-    grown = grow_llama(model, shape)
+    grown = grow_llama(copy.deepcopy(models.target.model), shape)
     surplus = min(DRAFT_VOCAB, shape.vocab_size) - head.config.draft_vocab_size
     large = grow_head(head, growth, HeadSize(draft_vocab_size=head.config.draft_vocab_size + max(0, surplus)))
     assert isinstance(large, Eagle3)
@@ -67,9 +66,9 @@ def grown_models(models: Models, name: str, device: torch.device) -> Models:
 def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:
     """The small target over the grown one's vocabulary, for the library's assisted generation."""
     small = shape_of(models.target.config)
-    shape: ModelShape = replace(small, hidden_size=small.hidden_size + 64, vocab_size=grown.vocab_size)
-    model = copy.deepcopy(models.target.model).to(torch.device("cpu"))  # type: ignore[arg-type]
-    drafted: Any = grow_llama(model, shape)
+    wider = small.hidden_size + 32 * small.num_attention_heads  # the library wants a multiple of the heads
+    shape: ModelShape = replace(small, hidden_size=wider, vocab_size=grown.vocab_size)
+    drafted: Any = grow_llama(copy.deepcopy(models.target.model), shape)
     return drafted.to(grown.device)
 
 

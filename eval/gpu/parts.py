@@ -1,10 +1,11 @@
-"""The parts of the GPU suite. Each takes a bench and gives what it found, as plain values for JSON.
+"""The parts of the GPU suite. Each takes a bench and writes down what it finds, as plain values for JSON.
 
 Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 """
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +15,21 @@ import torch
 
 from eval.gpu.baselines import WAYS, tokens_per_second
 from eval.gpu.checks import CHECKS
+from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
 from eval.grown import SHAPES
 from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from heads.registry import build_head
 from heads.tree import parse_shape
 
 Found = dict[str, Any]
+Part = Callable[["Bench", Found], None]
+"""What it finds it writes down at once, so that a part that breaks leaves what it had."""
 TREES = ("chain:5", "tree:6x8x32")
 PROMPT, NEW = 96, 160
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
 
 
 @dataclass
@@ -64,9 +68,8 @@ class Bench:
         return Engine(models.target, head, shape=shape, batch_size=batch_size, max_length=max_length, **options)
 
 
-def checks(bench: Bench) -> Found:
+def checks(bench: Bench, found: Found) -> None:
     """`eval.gpu.checks`, each by itself."""
-    found: Found = {}
     for name, check in CHECKS.items():
         try:
             check()
@@ -74,32 +77,28 @@ def checks(bench: Bench) -> Found:
         except Exception as error:  # whatever breaks, the others are to be seen
             found[name] = f"{type(error).__name__}: {error}"[:800]
     found["failed"] = sum(result != "passed" for result in found.values())
-    return found
 
 
-def kernels(bench: Bench) -> Found:
+def kernels(bench: Bench, found: Found) -> None:
     """Every kernel at the big shape beside its floor."""
-    found: Found = {"copy_bandwidth": bench.bandwidth}
+    found["copy_bandwidth"] = bench.bandwidth
     for rows in ROWS:
         if bench.out_of_time:
             break
         parts = kernel_parts(SHAPES[bench.shape], rows, 2048, bench.device)
         found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
-    return found
 
 
-def identity(bench: Bench) -> Found:
+def identity(bench: Bench, found: Found) -> None:
     """Texts of the small target in bfloat16 against pinned plain decoding."""
-    found: Found = {}
     for tree, strict in ((TREES[0], False), (TREES[1], False), (TREES[1], True)):
         for temperature in (0.0, 1.0):
             if bench.out_of_time:
-                return found
+                return
             requests = code_requests(bench.prompts, PROMPT, 256, temperature)
             engine = bench.engine(bench.small, tree, 8, PROMPT + 256 + 64, strict=strict)
             name = f"{tree}{' strict' if strict else ''}, temperature {temperature:g}"
             found[name] = compare(engine, requests)
-    return found
 
 
 def compare(engine: Engine, requests: list[Request]) -> Found:
@@ -126,11 +125,11 @@ def tau_of(outputs: list[Output]) -> float:
     return sum(len(output.tokens) - 1 for output in outputs) / max(rounds, 1)
 
 
-def plain(bench: Bench) -> Found:
+def plain(bench: Bench, found: Found) -> None:
     """Plain decoding at the big shape: its share of the bandwidth, part by part, and what more nodes cost."""
     engine = bench.engine(bench.grown, "none", max_length=2048)
     record = roofline(engine, engine, length=1024, tau=1.0, bandwidth=bench.bandwidth)
-    found: Found = {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
+    found |= {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
     found["tokens_per_second"] = 1e6 / record["plain_us"]
     found["graphs"] = bool(engine.rounds_of(engine.decoder).graphs)
     found["verify_over_one"] = {}
@@ -138,24 +137,25 @@ def plain(bench: Bench) -> Found:
         pinned = bench.engine(bench.grown, "none", max_length=2048, pinned=nodes)
         seat(pinned, 1024)
         found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, 1024) / record["plain_us"]
-    return found
 
 
-def drafting(bench: Bench) -> Found:
+def idle(bench: Bench, found: Found) -> None:
+    """How long the device stands idle inside rounds and between them."""
+    for tree in ("none", *TREES):
+        engine = bench.engine(bench.grown, tree)
+        seat(engine, PROMPT)
+        found[tree] = measure_idle(engine, PROMPT)
+
+
+def drafting(bench: Bench, found: Found) -> None:
     """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
-    found: Found = {}
     requests = code_requests(bench.timed_prompts, PROMPT, NEW)
     reference = bench.engine(bench.grown, "none")
     for tree in TREES:
         engine = bench.engine(bench.grown, tree)
         for warm in (reference, engine):
             warm.generate(requests[:1])
-        seconds, outputs = [0.0, 0.0], []
-        for request in requests:
-            for place, contender in enumerate((reference, engine)):
-                made = contender.generate([request])
-                seconds[place] += contender.timings.decode_seconds
-                outputs += made if place else []
+        seconds, (_, outputs) = decode_seconds((reference, engine), requests)
         tau = tau_of(outputs)
         record = roofline(engine, reference, length=PROMPT + NEW // 2, tau=tau, bandwidth=bench.bandwidth)
         draft = next(part for part in record["round"] if part["part"] == "draft")
@@ -166,72 +166,85 @@ def drafting(bench: Bench) -> Found:
             "speedup_over_tau": speedup / tau,
             "tokens_per_second": len(requests) * (NEW - 1) / seconds[1],
             "draft_over_floor": draft["over_floor"],
+            "glue_us": record["glue_us"],
             "roofline": record,
         }
-    return found
 
 
-def useless_head(bench: Bench) -> Found:
+@torch.no_grad()
+def useless_head(bench: Bench, found: Found) -> None:
     """A head of random weights under the controller, over plain decoding."""
-    target = bench.grown.target
-    head = build_head("eagle3", {}, target, torch.ones(target.vocab_size, dtype=torch.int64))
-    head = head.to(bench.device, target.dtype)
+    head = copy.deepcopy(bench.grown.head)
+    for parameter in head.parameters():
+        parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
     requests = code_requests(bench.timed_prompts, PROMPT, NEW)
-    engine = Engine(target, head, shape=parse_shape(TREES[0]), max_length=512, adaptive=True)
-    reference = bench.engine(bench.grown, "none")
-    seconds = []
-    for contender in (reference, engine):
+    useless = Models(bench.grown.target, head, bench.grown.facts)
+    contenders = bench.engine(bench.grown, "none"), bench.engine(useless, TREES[0], adaptive=True)
+    for contender in contenders:
         contender.generate(requests[:2])
-        contender.generate(requests)
-        seconds.append(contender.timings.decode_seconds)
-    return {"over_plain": seconds[0] / seconds[1], "rungs": dict(engine.timings.rungs)}
+    seconds = decode_seconds(contenders, requests)[0]
+    found |= {"over_plain": seconds[0] / seconds[1], "rungs": dict(contenders[1].timings.rungs)}
 
 
-def baselines(bench: Bench) -> Found:
-    """The library's ways at the big shape, tokens a second; ours, prefill included, beside them."""
-    requests = code_requests(4, PROMPT, 96)
-    found: Found = {}
+def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
+    """Of all requests by each engine, in turns, and what they gave."""
+    seconds = [0.0] * len(engines)
+    outputs: list[list[Output]] = [[] for _ in engines]
+    for request in requests:
+        for place, engine in enumerate(engines):
+            outputs[place] += engine.generate([request])
+            seconds[place] += engine.timings.decode_seconds
+    return seconds, outputs
+
+
+def ours(bench: Bench, found: Found) -> None:
+    """Tokens a second at the big shape, prefill included, as the library's ways are measured."""
+    requests = code_requests(4, PROMPT, NEW)
     for tree in ("none", *TREES):
         engine = bench.engine(bench.grown, tree)
         engine.generate(requests[:1])
         started = time.perf_counter()
         engine.generate(requests[1:])
-        found[f"draftsmith, {tree}"] = 96 * (len(requests) - 1) / (time.perf_counter() - started)
-    for way in WAYS:
-        if bench.out_of_time:
-            break
-        try:
-            draft = draft_for_assisted(bench.small, bench.grown.target) if way == "assisted generation" else None
-            found[way] = tokens_per_second(bench.grown.target, requests, way, draft)
-        except Exception as error:  # the library's ways fail in their own ways
-            found[way] = f"{type(error).__name__}: {error}"[:400]
-    return found
+        found[tree] = NEW * (len(requests) - 1) / (time.perf_counter() - started)
 
 
-def scaling(bench: Bench) -> Found:
+def library(way: str) -> Part:
+    """One of the library's ways, tokens a second on the same prompts."""
+
+    def part(bench: Bench, found: Found) -> None:
+        draft = draft_for_assisted(bench.small, bench.grown.target) if way == "assisted generation" else None
+        requests = code_requests(4, PROMPT, NEW)
+        found["tokens_per_second"] = tokens_per_second(bench.grown.target, requests, way, draft)
+
+    part.__name__ = way
+    return part
+
+
+def scaling(bench: Bench, found: Found) -> None:
     """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
     speedup."""
-    found: Found = {"batch": {}, "context": {}}
-    cases: list[tuple[str, int, int]] = [("batch", b, 512) for b in (1, 2, 4, 8, 16, 32)]
-    cases += [("context", 1, length) for length in (512, 2048, 8192, 32768)]
+    found |= {"batch": {}, "context": {}}
+    cases = [("batch", b, 512) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
     for kind, batch_size, length in cases:
         if bench.out_of_time:
             break
         us = {}
         for tree in ("none", TREES[0]):
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
-            seat(engine, length)
+            seat(engine, 16)
+            with torch.inference_mode():
+                engine.decoder.state.length.fill_(length)  # an empty cache takes as long to read
             us[tree] = 1e6 * round_seconds(engine, length)
             del engine
         torch.cuda.empty_cache()
         found[kind][batch_size if kind == "batch" else length] = {**us, "plain_over_round": us["none"] / us[TREES[0]]}
-    return found
 
 
-GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {
+GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
-    "kernels": (kernels,),
-    "grown": (plain, drafting, baselines, useless_head, scaling),
+    "grown": (plain, drafting, idle, useless_head, scaling),
     "identity": (identity,),
+    "kernels": (kernels,),
+    "library": (ours, *map(library, WAYS)),
 }
-"""Parts that share a process: a fault of the device ends one group alone."""
+"""Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""

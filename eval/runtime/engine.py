@@ -267,6 +267,9 @@ class Engine:
         rounds = min(self.poll_interval, max((seat.left for seat in seats if seat is not None), default=0), BACKLOG)
         if rounds <= 0:
             return
+        if self.ladder is not None and not self.profile:
+            for rung in self.ladder.rungs:  # at once, so that no trial is measured by its capture
+                self.rounds_of(rung).prepare()
         decoder = self.ladder.begin(rounds) if self.ladder is not None else self.decoder
         M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
         if not self.launched:

@@ -1,9 +1,10 @@
 """Rounds as CUDA graphs: one for each extent and form of sampling, replayed without a word between host and device.
 
 A round has static shapes, keeps its state in static tensors and never asks the host, so that it can be captured once
-and replayed. What the host decides is frozen in a graph: the slots shown, and whether any row samples or filters. So
-there is a graph for each combination that occurs, its extents few (powers of two), all in one pool of memory, since no
-two run at once. Where a round cannot be captured, rounds are called plainly.
+and replayed. What the host decides is frozen in a graph: the slots shown (kernels look at what is there, and need no
+telling), and whether any row samples or filters. So there is a graph for each combination that occurs, its extents few
+(powers of two), all in one pool of memory, since no two run at once. Where a round cannot be captured, rounds are
+called plainly.
 """
 
 import logging
@@ -44,17 +45,26 @@ class Rounds:
 
     def __call__(self, extent: int) -> None:
         """Advance every row that is not done, as `Decoder.round`."""
-        sampling = self.decoder.sampling
-        form = sampling.random, sampling.filtered
-        if self.capture is not None and (self.bucket(extent), form) not in self.graphs:
-            self.record(form)
+        self.prepare()
         if self.capture is None:
             self.decoder.round(extent)
         else:
-            self.graphs[self.bucket(extent), form].replay()
+            self.graphs[self.bucket(extent), self.form].replay()
+
+    @property
+    def form(self) -> Form:
+        """Of the rows as they are."""
+        return self.decoder.sampling.random, self.decoder.sampling.filtered
+
+    def prepare(self) -> None:
+        """Capture what the rows as they are ask for, if that was not done before."""
+        if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
+            self.record(self.form)
 
     def bucket(self, extent: int) -> int:
         """The smallest captured extent that shows so many slots."""
+        if self.decoder.step.kernels is not None:
+            return self.decoder.step.capacity
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
 
     def extents(self) -> list[int]:

@@ -230,13 +230,16 @@ class KernelStep:
     def mixed(self, block: Experts, x: Tensor) -> Tensor:
         """The same by experts."""
         weights, ids = block.router(x)
-        if len(x) <= MOST_ROWS:
-            fused = expert_mm(x, ids, block.gate_up)  # (R, A, 2 I)
-            visits = expert_mm(self.activate(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down)
-            out = torch.bmm(weights.to(x.dtype)[:, None], visits)[:, 0]
-        else:
-            out = block.visit(x, ids, weights)
+        # In parts, since to sort rows by expert the host would have to know how many each has.
+        parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
+        visits = torch.cat([self.visit(block, *part) for part in parts])
+        out = torch.bmm(weights.to(x.dtype)[:, None], visits)[:, 0]
         return out if block.shared is None else out.add_(self.gated(block.shared, x))
+
+    def visit(self, block: Experts, x: Tensor, ids: Tensor) -> Tensor:
+        """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""
+        fused = expert_mm(x, ids, block.gate_up)  # (R, A, 2 I)
+        return expert_mm(self.activate(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(..., D) -> (..., V) float32: what `choose` compares; None where the output head is more than a product."""

@@ -1,5 +1,6 @@
 """How long the device takes for something, launches left out."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import torch
 
 REPEATS = 5
+ENOUGH, MOST = 5e-4, 100
+"""Work that takes less than so many seconds is captured several times over, at most so often: what starts a graph would
+show beside it."""
 
 
 def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
@@ -29,20 +33,27 @@ def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int =
         for _ in range(2):
             work()
     torch.cuda.current_stream(device).wait_stream(stream)
+    once = replay_seconds(captured(work, stream, 1), repeats)
+    times = min(MOST, math.ceil(ENOUGH / once))
+    return once if times == 1 else replay_seconds(captured(work, stream, times), repeats) / times
+
+
+def captured(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> torch.cuda.CUDAGraph:
+    """`work`, so many times over, as a graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        held = work()
-    replay = replay_seconds(graph, repeats)
-    del held
-    return replay
+        for _ in range(times):
+            work()
+    return graph
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int = REPEATS) -> float:
-    """Seconds of one replay, the best of `repeats`."""
-    graph.replay()
+    """Seconds of one replay, the best of `repeats`; each is launched while the one before it runs, so that the device
+    does not wait for the host in between."""
     best = float("inf")
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
         start.record()
         graph.replay()
         end.record()

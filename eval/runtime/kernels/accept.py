@@ -10,12 +10,15 @@ from eval.runtime.accept import Acceptance, match
 from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
 from heads.tree import Proposal, ancestors
 
+MOST_NODES = 128
+"""A program compares all nodes with all: larger trees would not fit its registers."""
+
 
 def accept(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
     """`eval.runtime.accept.match` of choice (B, N), which needs no ancestors here: the path is walked from the root."""
-    if not runs_kernels(choice):
-        return accept_twin(proposal, choice, depth)
     B, N = choice.shape
+    if not runs_kernels(choice) or N > MOST_NODES:
+        return accept_twin(proposal, choice, depth)
     accepted = choice.new_empty(B)
     path, emitted = choice.new_zeros(2, B, depth + 1)
     _accept[(B,)](

@@ -23,7 +23,8 @@ from heads.tree import ancestors
 
 SPLIT = 256
 """Slots of one split. A number of the function: another one rounds differently."""
-LOG2E = 1.4426950408889634
+CHUNK = 16
+"""Splits that are merged at once; likewise."""
 
 
 def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -143,9 +144,10 @@ def _kernel(
     B, N, H, d = q.shape
     S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
     G, splits = H // Hkv, triton.cdiv(S, split)
-    wide = dv > 256  # latents: sums of few rows fill the registers
+    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
+    small = wide or q.element_size() > 2
     tiled = G if paths is not None else N * G
-    rows = max(16, min(16 if wide else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
     tiles = triton.cdiv(tiled, rows)
     sums = q.new_empty(B, splits, N, H, dv, dtype=torch.float32)
     tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
@@ -157,14 +159,15 @@ def _kernel(
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
         G=G, W=(words if paths is None else paths).shape[2],
-        SPLIT=split, ROWS=rows, SLOTS=min(32 if wide else 64, split),
+        SPLIT=split, ROWS=rows, SLOTS=min(32 if small else 64, split),
         D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
         WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
         num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     _merge_splits[(B, N, H)](
-        sums, tops[0], tops[1], length, out, N, H, splits, SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), MOST=splits
-    )
+        sums, tops[0], tops[1], length, out, N, H, splits,
+        SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), MOST=splits, CHUNK=CHUNK,
+    )  # fmt: skip
     return out
 
 
@@ -182,7 +185,11 @@ def _split_attention(  # type: ignore[no-untyped-def]
     WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
     """
     b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
-    part = tl.program_id(1)
+    part = tl.program_id(1).to(tl.int64)
+    length = tl.load(LENGTH + b)
+    end = tl.minimum(length + N, S)
+    if part * SPLIT >= end:  # nothing stands here, and the merge does not look
+        return
     if OWN_PATH:
         r = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
         only = tl.program_id(2) // tiles
@@ -191,8 +198,6 @@ def _split_attention(  # type: ignore[no-untyped-def]
     else:
         r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
         live, node, head = r < N * G, r // G, h * G + r % G
-    length = tl.load(LENGTH + b)
-    end = tl.minimum(length + N, S)
     d, dv = tl.arange(0, PAD_D), tl.arange(0, PAD_DV)
     q_at = Q + b * q_b + node * q_n + head * q_h
     q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
@@ -204,49 +209,47 @@ def _split_attention(  # type: ignore[no-untyped-def]
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PAD_DV], tl.float32)
     for start in range(0, SPLIT, SLOTS):
-        first = part * SPLIT + start
-        if first < end:
-            slot = first + tl.arange(0, SLOTS)
-            here = slot < end
-            j = slot - length
-            in_tree = here & (j >= 0)
-            place = slot
-            if OWN_PATH:
-                here = here & (j <= own_depth)
-                above = tl.load(WORDS + (b * N + only) * W + j, mask=here & (j >= 0), other=0)
-                place = tl.where(j < 0, slot, length + above)
-            k_at = K + b * k_b + place * k_s + h * k_h
-            k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
-            x = tl.dot(q, k, input_precision="ieee")
-            if ROPE > 0:
-                k_rope = tl.load(k_at[None] + D + turned[:, None], mask=here[None], other=0.0)
-                x += tl.dot(q_rope, k_rope, input_precision="ieee")
-            x = x * scale
-            if CAP:
-                e = tl.exp(-2.0 * tl.abs(x / soft_cap))
-                x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
-            if OWN_PATH:
-                seen = live[:, None] & here[None]
-                if WINDOW:
-                    seen = seen & (position[:, None] - slot[None] < window)
-            else:
-                word = tl.load(
-                    WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
-                )
-                bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
-                seen = here[None] & ((j < 0)[None] | (bit == 1))
-                if WINDOW:
-                    depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
-                    seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
-            x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
-            newer = tl.maximum(top, tl.max(x, 1))
-            base = tl.where(newer == -float("inf"), 0.0, newer)
-            shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
-            v_at = V + b * v_b + place * v_s + h * v_h
-            v = tl.load(v_at[:, None] + dv[None], mask=here[:, None] & (dv < DV)[None], other=0.0)
-            mass = mass * shrink + tl.sum(p, 1)
-            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee").to(tl.float32)
-            top = newer
+        slot = part * SPLIT + start + tl.arange(0, SLOTS)
+        here = slot < end
+        j = slot - length
+        in_tree = here & (j >= 0)
+        place = slot
+        if OWN_PATH:
+            here = here & (j <= own_depth)
+            above = tl.load(WORDS + (b * N + only) * W + j, mask=here & (j >= 0), other=0)
+            place = tl.where(j < 0, slot, length + above)
+        k_at = K + b * k_b + place * k_s + h * k_h
+        k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
+        x = tl.dot(q, k, input_precision="ieee")
+        if ROPE > 0:
+            k_rope = tl.load(k_at[None] + D + turned[:, None], mask=here[None], other=0.0)
+            x += tl.dot(q_rope, k_rope, input_precision="ieee")
+        x = x * scale
+        if CAP:
+            e = tl.exp(-2.0 * tl.abs(x / soft_cap))
+            x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
+        if OWN_PATH:
+            seen = live[:, None] & here[None]
+            if WINDOW:
+                seen = seen & (position[:, None] - slot[None] < window)
+        else:
+            word = tl.load(
+                WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
+            )
+            bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
+            seen = here[None] & ((j < 0)[None] | (bit == 1))
+            if WINDOW:
+                depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
+                seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
+        x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
+        newer = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(newer == -float("inf"), 0.0, newer)
+        shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
+        v_at = V + b * v_b + place * v_s + h * v_h
+        v = tl.load(v_at[:, None] + dv[None], mask=here[:, None] & (dv < DV)[None], other=0.0)
+        mass = mass * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+        top = newer
     at = ((b * splits + part) * N + node) * (HKV * G) + head
     tl.store(TOPS + at, top, mask=live)
     tl.store(MASSES + at, mass, mask=live)
@@ -256,24 +259,27 @@ def _split_attention(  # type: ignore[no-untyped-def]
 @jit
 def _merge_splits(  # type: ignore[no-untyped-def]
     SUMS, TOPS, MASSES, LENGTH, OUT, N, H, splits,
-    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, MOST: constexpr,
+    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, MOST: constexpr, CHUNK: constexpr,
 ):  # fmt: skip
-    """The splits of one (row, node, head), first to last."""
+    """The splits of one (row, node, head), first to last, CHUNK at a time: a fixed number, so that the order of the
+    sums does not change with the cache's size."""
     b, n, h = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     end = tl.load(LENGTH + b) + N
     dv = tl.arange(0, PAD_DV)
     top, mass = -float("inf"), 0.0
     total = tl.zeros([PAD_DV], tl.float32)
-    for part in range(0, MOST):
-        if part * SPLIT < end:
-            at = ((b * splits + part) * N + n) * H + h
-            own = tl.load(TOPS + at)
-            newer = tl.maximum(top, own)
-            base = tl.where(newer == -float("inf"), 0.0, newer)
-            old, new = tl.exp2(top - base), tl.exp2(own - base)
-            total = total * old + new * tl.load(SUMS + at * DV + dv, mask=dv < DV, other=0.0)
-            mass = mass * old + new * tl.load(MASSES + at)
-            top = newer
+    for start in range(0, MOST, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        used = part * SPLIT < end
+        at = ((b * splits + part) * N + n) * H + h
+        own = tl.load(TOPS + at, mask=used, other=-float("inf"))
+        newer = tl.maximum(top, tl.max(own, 0))
+        base = tl.where(newer == -float("inf"), 0.0, newer)
+        old, new = tl.exp2(top - base), tl.exp2(own - base)
+        sums = tl.load(SUMS + at[:, None] * DV + dv[None], mask=used[:, None] & (dv < DV)[None], other=0.0)
+        total = total * old + tl.sum(new[:, None] * sums, 0)
+        mass = mass * old + tl.sum(new * tl.load(MASSES + at, mask=used, other=0.0), 0)
+        top = newer
     tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
 
 

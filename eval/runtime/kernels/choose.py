@@ -18,6 +18,8 @@ from eval.runtime.sampling import gumbel
 TILE = 64
 """Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
 DEPTH = 64
+ROWS = 64
+"""Of hidden states that a program takes, at most: more would not fit its registers."""
 
 
 def choose(
@@ -49,13 +51,13 @@ def _kernel(
 ) -> Tensor:
     (M, D), V = hidden.shape, len(weight)
     tiles = triton.cdiv(V, TILE)
+    rows = min(ROWS, max(16, next_power_of_2(M)))
     best = hidden.new_empty(tiles, M, dtype=torch.float32)
     ids = hidden.new_empty(tiles, M, dtype=torch.int64)
     out = hidden.new_empty(M, dtype=torch.int64)
-    _best_of_tile[(tiles,)](
+    _best_of_tile[(triton.cdiv(M, rows), tiles)](
         hidden, weight, temperature, seeds, positions, best, ids, M, V, hidden.stride(0), weight.stride(0),
-        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=max(16, next_power_of_2(M)),
-        NOISY=noisy, WRITE=False,
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=noisy, WRITE=False,
     )  # fmt: skip
     _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
     return out
@@ -67,10 +69,10 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden.float() @ weight.float().T
     (M, D), V = hidden.shape, len(weight)
     out = hidden.new_empty(M, V, dtype=torch.float32)
-    _best_of_tile[(triton.cdiv(V, TILE),)](
+    rows = min(ROWS, max(16, next_power_of_2(M)))
+    _best_of_tile[(triton.cdiv(M, rows), triton.cdiv(V, TILE))](
         hidden, weight, out, out, out, out, out, M, V, hidden.stride(0), weight.stride(0),
-        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=max(16, next_power_of_2(M)), NOISY=False,
-        WRITE=True,
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=False, WRITE=True,
     )  # fmt: skip
     return out
 
@@ -103,9 +105,12 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
     HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, h_m, w_v,
     D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
 ):  # fmt: skip
-    """The best score and id of one tile of the vocabulary, for every row; with WRITE the tile's logits, to BEST."""
-    tile = tl.program_id(0)
-    m, v = tl.arange(0, ROWS), (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    """The best score and id of one tile of the vocabulary, for ROWS rows; with WRITE the tile's logits, to BEST.
+
+    All rows' programs of one tile run side by side, so that its weights come from memory once.
+    """
+    m, tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    v = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     live, real = m < M, v < V
     logits = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, D, DEPTH):

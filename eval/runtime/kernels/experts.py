@@ -30,7 +30,7 @@ def expert_mm(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
     _experts[(triton.cdiv(N, OUTS), X)](
         x, ids.contiguous(), weight, out, M, N, x.stride(0), x.stride(1) if by_visit else 0, weight.stride(0),
         weight.stride(1), K=K, A=A, ACTIVE=next_power_of_2(A),
-        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=DEPTH,
+        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=DEPTH if x.element_size() < 4 else 32,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

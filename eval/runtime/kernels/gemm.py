@@ -32,12 +32,12 @@ def skinny_mm(x: Tensor, weight: Tensor) -> Tensor:
     if not runs_kernels(x) or len(x) > MOST_ROWS:
         return skinny_mm_twin(x, weight)
     (M, K), N = x.shape, len(weight)
-    parts = parts_of(N, K)
+    parts, depth = parts_of(N, K), DEPTH if x.element_size() < 4 else 32  # registers hold no more of float32
     out = x.new_empty(M, N)
     sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else out
     _skinny[(triton.cdiv(N, OUTS), parts)](
-        x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * DEPTH) * DEPTH,
-        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=DEPTH, num_warps=4, num_stages=4,
+        x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * depth) * depth,
+        TOKENS=max(16, next_power_of_2(M)), OUTS=OUTS, DEPTH=depth, num_warps=4, num_stages=4,
     )  # fmt: skip
     if parts > 1:
         _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=parts, BLOCK=1024)

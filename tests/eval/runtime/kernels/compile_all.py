@@ -1,10 +1,17 @@
-"""Compiles every kernel for an H100 or H200 at Llama-3.1-8B's and DeepSeek-V2-Lite's shapes, without a GPU: prints the
-shared memory and spills of each."""
+"""Compiles every kernel for an H100 or H200 without a GPU, in both dtypes and at the shapes of Llama-3.1-8B, Qwen2.5-7B,
+DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too
+little."""
 
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -12,6 +19,10 @@ from triton.runtime.jit import JITFunction
 from eval.runtime.kernels import backend
 
 SHARED_MEMORY = 227 * 1024
+MOST_SPILLED = {torch.bfloat16: 64, torch.float32: 2048}
+"""Bytes a thread; float32, which no tensor core takes whole, is for checks and not for speed."""
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+Empty = Callable[..., Tensor]
 
 
 class NoDevice:
@@ -27,63 +38,93 @@ class NoDevice:
         return 0
 
 
-compiled: dict[str, Any] = {}
+compiled: dict[tuple[torch.dtype, str], Any] = {}
+dtypes: list[torch.dtype] = []
 
 
 def compile_only(kernel: Any, grid: Any) -> Any:
     def launch(*args: Any, **options: Any) -> None:
         made = kernel.warmup(*args, grid=grid, **options)
-        compiled[f"{kernel.fn.__name__}-{made.hash[:8]}"] = made
+        compiled[dtypes[-1], f"{kernel.fn.__name__}-{made.hash[:8]}"] = made
 
     return launch
+
+
+def attend(empty: Empty, N: int) -> None:
+    """Attention: groups of 4, 7 and 1 heads, head widths 64 and 128, and a latent of 512 and 64."""
+    from eval.runtime.kernels import attention
+
+    ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    words, paths = attention.ancestor_words(ids, ids, 6)
+    for H, Hkv, d in ((32, 8, 128), (28, 4, 128), (8, 2, 64), (4, 4, 128)):
+        slots = empty(2048, 2, Hkv, d)
+        keys, values = slots[:, 0][None], slots[:, 1][None]
+        for own, window in ((None, 0), (paths, 0), (None, 100)):
+            q = empty(1, N, H, d)
+            attention.tree_attention(q, keys, values, words, length, ids, paths=own, window=window)
+    latent, q = empty(1, 2048, 1, 576), empty(1, N, 16, 576)
+    for own in (None, paths):
+        attention.tree_attention(q, latent, latent[..., :512], words, length, ids, rope=64, paths=own)
+
+
+def step(empty: Empty, N: int) -> None:
+    """All else of a step of N tokens."""
+    from eval.runtime.kernels import accept, choose, experts, gemm, layers
+    from heads.tree import Proposal
+
+    ids = torch.zeros(1, N, dtype=torch.int64)
+    x, norm, half = empty(N, 4096), empty(128), empty(N, 64)
+    slots, qkv = empty(2048, 2, 8, 128), empty(N, 6144)
+    layers.add_norm(x, x, x[0], 1e-5)
+    layers.add_norm(x, None, x[0], 1e-5)
+    for own in (None, norm):
+        layers.rope_write(qkv, half, half, ids[0], slots[:, 0], slots[:, 1], num_heads=32, q_norm=own, k_norm=own)
+    layers.silu_mul(empty(N, 28672))
+    for outs, width in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        gemm.skinny_mm(empty(N, width), empty(outs, width))
+    weight = empty(128256, 4096)
+    for noisy in (False, True):
+        choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
+    choose.logits(x, weight)
+    length = torch.zeros(1, dtype=torch.int64)
+    accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
+    accept.compact(empty(32, 1, 2048, 2048), length, ids[:, :1].expand(1, 7), length)
+    chosen = torch.zeros(N, 6, dtype=torch.int64)
+    experts.expert_mm(x[:, :2048], chosen, empty(64, 2816, 2048))
+    experts.expert_mm(empty(N, 6, 1408), chosen, empty(64, 2048, 1408))
+
+
+def resources(made: Any) -> dict[str, int]:
+    """What the assembler says of one kernel: registers, and bytes a thread spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", said)}
 
 
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.__getitem__ = compile_only
     backend.ON_CPU = True
-    from eval.runtime.kernels import accept, attention, choose, experts, gemm, layers
+    for dtype, sizes in ((torch.bfloat16, (1, 6, 8, 16, 32, 64, 192)), (torch.float32, (1, 9, 64))):
+        dtypes.append(dtype)
 
-    bf16 = torch.bfloat16
-    for N in (1, 8, 64):
-        ids = torch.zeros(1, N, dtype=torch.int64)
-        words, paths = attention.ancestor_words(ids, ids, 6)
-        x, heads = torch.empty(N, 4096, dtype=bf16), torch.empty(1, N, 32, 128, dtype=bf16)
-        slots = torch.empty(2048, 2, 8, 128, dtype=bf16)
-        keys, values = slots[:, 0], slots[:, 1]
-        length = torch.zeros(1, dtype=torch.int64)
-        for own, window in ((None, 0), (paths, 0), (None, 100)):
-            attention.tree_attention(heads, keys[None], values[None], words, length, ids, paths=own, window=window)
-        latent = torch.empty(1, 2048, 1, 576, dtype=bf16)
-        q = torch.empty(1, N, 16, 576, dtype=bf16)
-        for own in (None, paths):
-            attention.tree_attention(q, latent, latent[..., :512], words, length, ids, rope=64, paths=own)
-        layers.add_norm(x, x, x[0], 1e-5)
-        layers.add_norm(x, None, x[0], 1e-5)
-        half = torch.empty(N, 64, dtype=bf16)
-        norm = torch.empty(128, dtype=bf16)
-        qkv = torch.empty(N, 6144, dtype=bf16)
-        for own in (None, norm):
-            layers.rope_write(qkv, half, half, ids[0], keys, values, num_heads=32, q_norm=own, k_norm=own)
-        layers.silu_mul(torch.empty(N, 28672, dtype=bf16))
-        for out in (6144, 28672):
-            gemm.skinny_mm(x, torch.empty(out, 4096, dtype=bf16))
-        gemm.skinny_mm(torch.empty(N, 14336, dtype=bf16), torch.empty(4096, 14336, dtype=bf16))
-        weight = torch.empty(128256, 4096, dtype=bf16)
-        for noisy in (False, True):
-            choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
-        choose.logits(x, weight)
-        from heads.tree import Proposal
+        def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(*size, dtype=dtype)
 
-        accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
-        accept.compact(torch.empty(32, 1, 2048, 2048, dtype=bf16), length, ids[:, :1].expand(1, 7), length)
-        chosen = torch.zeros(N, 6, dtype=torch.int64)
-        up = torch.empty(64, 2816, 2048, dtype=bf16)
-        experts.expert_mm(x[:, :2048], chosen, up)
-        experts.expert_mm(torch.empty(N, 6, 1408, dtype=bf16), chosen, torch.empty(64, 2048, 1408, dtype=bf16))
-    for name, made in compiled.items():
+        for N in sizes:
+            attend(empty, N)
+            if N <= 64:
+                step(empty, N)
+    for (dtype, name), made in compiled.items():
+        used = resources(made)
+        print(
+            f"{name:32} shared {made.metadata.shared:7}  warps {made.metadata.num_warps}  "
+            f"registers {used['REG']:3}  spilled {used['STACK']}"
+        )
         assert made.metadata.shared <= SHARED_MEMORY, f"{name}: {made.metadata.shared} bytes of shared memory"
-        print(f"{name:32} shared {made.metadata.shared:7}  warps {made.metadata.num_warps}")
+        assert used["STACK"] <= MOST_SPILLED[dtype], f"{name}: spills {used['STACK']} bytes a thread"
     print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
 
 

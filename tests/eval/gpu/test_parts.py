@@ -1,0 +1,90 @@
+"""Every part of the GPU suite but those of the kernels' own clocks runs through on a CPU, on a small shape."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.gpu import parts
+from eval.gpu.idle import idle_of
+from eval.grown import ModelShape
+from scripts import gpu_suite
+
+CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
+for without in ("checks", "kernels", "idle"):  # of the device alone
+    del CPU_PARTS[without]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[parts.Bench]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(parts.SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
+        for name, value in (("NEW", 8), ("PROMPT", 24), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
+            patch.setattr(parts, name, value)
+        patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
+        patch.setattr("eval.roofline.TRIES", {"cpu": 1})
+        patch.setattr("eval.gpu.models.DRAFT_VOCAB", 2500)
+        yield parts.Bench(torch.device("cpu"), "small", None, time.monotonic() + 600, prompts=2, timed_prompts=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CPU_PARTS)
+@pytest.mark.filterwarnings("ignore")  # the library's, of its own ways
+def test_a_part_runs_through(name: str, bench: parts.Bench) -> None:
+    found = gpu_suite.run_part(CPU_PARTS[name], bench)
+    assert "error" not in found, found["error"]
+    numbers = json.loads(json.dumps(found))
+    if name == "drafting":
+        for tree in parts.TREES:
+            assert numbers[tree]["tau"] >= 1 and numbers[tree]["glue_us"] > 0 and numbers[tree]["draft_over_floor"] > 0
+    if name == "identity":
+        assert len(numbers) == 6 and all(config["identical"] == config["prompts"] == 2 for config in numbers.values())
+    if name == "plain":
+        assert set(numbers["verify_over_one"]) == {"8", "16", "32", "64"} and numbers["share"] > 0
+
+
+def test_a_part_that_breaks_leaves_what_it_had() -> None:
+    def part(bench: Any, found: dict[str, Any]) -> None:
+        found["one"] = 1
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    found = gpu_suite.run_part(part, None)
+    assert found == {"one": 1, "error": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    assert gpu_suite.failed(found) and not gpu_suite.failed({"one": 1})
+
+
+def test_a_group_that_dies_is_written_down_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups, one of them killed after its first part."""
+    script = tmp_path / "group.py"
+    script.write_text(
+        "import sys, json, os\n"
+        "group, out = sys.argv[2], sys.argv[4]\n"
+        "json.dump({group + ' part': {'share': 0.8}}, open(out, 'w'))\n"
+        "os.kill(os.getpid(), 9) if group == 'grown' else None\n"
+    )
+    monkeypatch.setattr(gpu_suite, "__file__", str(script))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(gpu_suite, "device_facts", lambda device: {})
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py"])
+    for groups, status in (["grown", "checks"], 1), (["checks"], 0):
+        options = gpu_suite.parse_arguments(["--out", str(out), "--groups", *groups])
+        assert gpu_suite.run_suite(options) == status
+        record = json.loads(out.read_text())
+        assert all(record[f"{group} part"] == {"share": 0.8} for group in groups)
+        assert record.get("grown error") == ("ended with status -9" if status else None)
+
+
+def test_idle_time_within_rounds_and_between_them() -> None:
+    """Two rounds of three kernels, given out of order: 6 of 10 microseconds busy, 4 between the rounds."""
+    one = [(0.0, 2.0), (3.0, 5.0), (8.0, 10.0)]
+    found = idle_of([*one[::-1], *((start + 14, end + 14) for start, end in one)], 2)
+    assert (found["kernels"], found["round_us"], found["gap_us"]) == (3, 10, 4)
+    assert found["idle_share"] == pytest.approx(0.4)
+    with pytest.raises(ValueError, match="5 kernels are no 2 equal rounds"):
+        idle_of([*one, *one[:2]], 2)
