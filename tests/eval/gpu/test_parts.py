@@ -12,7 +12,7 @@ import torch
 
 from eval.gpu import parts
 from eval.gpu.idle import idle_of
-from eval.grown import ModelShape
+from eval.grown import SHAPES, ModelShape
 from scripts import gpu_suite
 
 CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
@@ -23,7 +23,7 @@ for without in ("checks", "kernels", "idle"):  # of the device alone
 @pytest.fixture(scope="module")
 def bench() -> Iterator[parts.Bench]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(parts.SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
+        patch.setitem(SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
         for name, value in (("NEW", 8), ("PROMPT", 24), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
             patch.setattr(parts, name, value)
         patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
@@ -53,7 +53,7 @@ def test_a_part_that_breaks_leaves_what_it_had() -> None:
         found["one"] = 1
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    found = gpu_suite.run_part(part, None)
+    found = gpu_suite.run_part(part, parts.Bench(torch.device("cpu"), "small", None, 0.0))
     assert found == {"one": 1, "error": "RuntimeError: CUDA error: an illegal memory access was encountered"}
     assert gpu_suite.failed(found) and not gpu_suite.failed({"one": 1})
 

@@ -1,4 +1,4 @@
-"""Compiles every kernel for an H100 or H200 without a GPU, in both dtypes and at the shapes of Llama-3.1-8B, Qwen2.5-7B,
+"""Compiles every kernel for an H100 or H200 without a GPU, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
 DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too
 little."""
 
