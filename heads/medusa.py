@@ -25,6 +25,7 @@ from heads.errors import UserError
 from heads.labels import chain_metrics, label_slots, supervised
 from heads.losses import LOSSES, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
+from heads.native.linear import Product
 from heads.target import FrozenTarget
 from heads.tree import MOST_NODES, Proposal, TreeShape, grow
 from heads.vocab import build_vocab, kept_ids
@@ -77,6 +78,8 @@ class MedusaState:
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
+    levels: "list[Level]"
+    """By depth."""
 
 
 class ResidualBlocks(nn.Module):
@@ -91,6 +94,21 @@ class ResidualBlocks(nn.Module):
             update = silu(layer(z))
             z = z.to(update.dtype) + update  # the dtype of autocast, where there is one
         return z
+
+
+class Level:
+    """One head as it drafts: on a CPU by the kernels, from its weights as they are now, held in bfloat16; the target
+    judges what that gives."""
+
+    def __init__(self, blocks: ResidualBlocks, out: nn.Linear) -> None:
+        layers = [layer for layer in blocks.layers if isinstance(layer, nn.Linear)]
+        self.layers, self.out = [Product.of(layer, draft=True) for layer in layers], Product.of(out, draft=True)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """(B, D) -> logits (B, 1, Vd)."""
+        for layer in self.layers:
+            z = z + silu(layer(z))
+        return self.out(z)[:, None]
 
 
 class Medusa(nn.Module):
@@ -233,7 +251,9 @@ class Medusa(nn.Module):
             )
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
-        return MedusaState(shape, ids[0], ids[1], hidden)
+        parts = zip(self.blocks, self.lm_heads, strict=True)
+        levels = [Level(blocks, out) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
+        return MedusaState(shape, ids[0], ids[1], hidden, levels)
 
     def reset_rows(self, state: MedusaState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -250,13 +270,11 @@ class Medusa(nn.Module):
 
     @torch.no_grad()
     def propose(self, state: MedusaState, pick: Pick) -> Proposal:
-        levels = [self.logits(state.hidden[:, None], k) for k in range(state.shape.depth)]  # (B, 1, Vd) each
-
         def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
-            return levels[level].expand(-1, tokens.shape[1], -1)
+            return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
 
         ids = None if self.token_map is None else self.kept
-        return grow(state.shape, state.root, state.length, levels[0], pick, expand, ids)
+        return grow(state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

@@ -255,34 +255,66 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
 
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
-    B, device = len(root), root.device
-    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(shape.paths)}}
+    B = len(root)
+    levels, parents, depths, places = _plan(shape.paths, root.device)
     tokens, scores = root[:, None], logits.new_zeros(B, 1, dtype=torch.float32)  # (B, nodes so far)
+    for k, level in enumerate(levels, start=1):
+        picked, logp = draw(logits, k, level.count)  # (B, W, R)
+        tokens = torch.cat([tokens, picked[:, level.row, level.rank]], dim=1)
+        scores = torch.cat([scores, scores[:, level.above] + logp[:, level.row, level.rank]], dim=1)
+        if k < len(levels):
+            logits = expand(
+                tokens[:, level.parents], level.row_of_parents.expand(B, -1), level.visible.expand(B, -1, -1), k
+            )
+    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, places.expand(B, -1))
+
+
+@dataclass(frozen=True)
+class _Level:
+    """A static tree's nodes of one depth, W of them, P of which are expanded."""
+
+    count: int
+    """Children picked for each node of the level above."""
+    row: Tensor  # (W,) int64, each one's parent among the nodes expanded above
+    rank: Tensor  # (W,) int64, which of its parent's children it is
+    above: Tensor  # (W,) int64, its parent
+    parents: Tensor  # (P,) int64, the nodes to expand
+    row_of_parents: Tensor  # (P,) int64, their parents among the nodes expanded above
+    visible: Tensor  # (P, all expanded so far) bool, which of them stand above
+
+
+@cache
+def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[_Level], Tensor, Tensor, Tensor]:
+    """A static tree's levels; its nodes' parents, depths, and places among those expanded; (1, N) each."""
+    node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
+    has_children = {path[:-1] for path in paths}
     expanded: list[tuple[int, ...]] = [()]  # the nodes expanded at the level before
     order: list[tuple[int, ...]] = []  # all nodes given to `expand`, in order
-    for level in range(1, shape.depth + 1):
-        nodes = [path for path in shape.paths if len(path) == level]
-        picked, logp = draw(logits, level, 1 + max(path[-1] for path in nodes))  # (B, W, R)
-        row = constant(tuple(expanded.index(path[:-1]) for path in nodes), device)
-        rank = constant(tuple(path[-1] for path in nodes), device)
-        above = constant(tuple(node_of[path[:-1]] for path in nodes), device)
-        tokens = torch.cat([tokens, picked[:, row, rank]], dim=1)
-        scores = torch.cat([scores, scores[:, above] + logp[:, row, rank]], dim=1)
-        if level == shape.depth:
-            break
-        parents_of_next = [path for path in nodes if any(p[:-1] == path for p in shape.paths)]
-        order += parents_of_next
-        visible = constant(
-            tuple(tuple(path[: len(other)] == other for other in order) for path in parents_of_next), device
+    levels = []
+    for depth in range(1, 1 + max(map(len, paths))):
+        nodes = [path for path in paths if len(path) == depth]
+        parents = [path for path in nodes if path in has_children]
+        order += parents
+        levels.append(
+            _Level(
+                count=1 + max(path[-1] for path in nodes),
+                row=constant(tuple(expanded.index(path[:-1]) for path in nodes), device),
+                rank=constant(tuple(path[-1] for path in nodes), device),
+                above=constant(tuple(node_of[path[:-1]] for path in nodes), device),
+                parents=constant(tuple(node_of[path] for path in parents), device),
+                row_of_parents=constant(tuple(expanded.index(path[:-1]) for path in parents), device),
+                visible=constant(
+                    tuple(tuple(path[: len(other)] == other for other in order) for path in parents), device
+                ),
+            )
         )
-        rows = constant(tuple(expanded.index(path[:-1]) for path in parents_of_next), device)
-        ids = constant(tuple(node_of[path] for path in parents_of_next), device)
-        logits = expand(tokens[:, ids], rows.expand(B, -1), visible.expand(B, -1, -1), level)
-        expanded = parents_of_next
-    parents = constant((0, *(node_of[path[:-1]] for path in shape.paths)), device).expand(B, -1)
-    depths = constant((0, *map(len, shape.paths)), device).expand(B, -1)
-    places = (-1, *(order.index(path) if path in order else -1 for path in shape.paths))
-    return Proposal(tokens, parents, depths, scores, constant(places, device).expand(B, -1))
+        expanded = parents
+    return (
+        levels,
+        constant(((0, *(node_of[path[:-1]] for path in paths)),), device),
+        constant(((0, *map(len, paths)),), device),
+        constant(((-1, *(order.index(path) if path in has_children else -1 for path in paths)),), device),
+    )
 
 
 @cache

@@ -12,6 +12,7 @@ from heads.base import Batch, Observation, TargetEnds, TreeHead
 from heads.errors import UserError
 from heads.medusa import Medusa, MedusaConfig, MedusaState
 from heads.medusa_tree import grow_tree, rank_accuracies
+from heads.native import kernels
 from heads.own_tree import most_nodes, shape_for
 from heads.tree import Proposal, parse_shape, static_shape
 
@@ -177,6 +178,20 @@ def node_scores(proposal: Proposal) -> dict[tuple[int, ...], float]:
     for j in range(1, proposal.tokens.shape[1]):
         paths.append((*paths[int(proposal.parents[0, j])], int(proposal.tokens[0, j])))
     return dict(zip(paths, proposal.scores[0].tolist(), strict=True))
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
+def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
+    head = make_head().float()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(parameter.bfloat16())  # as the kernels hold them
+    ends = TargetEnds(embed=lambda ids: ids, logits=lambda hidden: hidden)
+    state = head.new_state(ends, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    assert all(level.out.packed is not None for level in state.levels) and len(state.levels) == 3
+    state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
+    for k, level in enumerate(state.levels):
+        torch.testing.assert_close(level(state.hidden), head.logits(state.hidden, k)[:, None], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
