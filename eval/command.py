@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from eval.files import is_full_disk
+from eval.runtime.memory import is_out_of_memory
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
@@ -22,7 +23,7 @@ from heads.errors import UserError
 from heads.own_tree import HEAD_TREE, shape_for
 from heads.quantization import SCHEMES
 from heads.registry import build_untrained, untrained_kind
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target import FrozenTarget, first_line, load_target, load_tokenizer
 from heads.tree import TreeShape
 
 AUTO = "auto"
@@ -231,6 +232,8 @@ def exit_status(act: Callable[[], int]) -> int:
     except Exception as error:
         if is_full_disk(error):
             return _refuse(f"no space left on the device ({error}); free some and run the same command again")
+        if is_out_of_memory(error):
+            return _refuse(f"the memory does not suffice ({first_line(error)}); ask for less, or for smaller batches")
         traceback.print_exc()
         return 1
 

@@ -38,6 +38,27 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise UserError(f"{path}: could not be written ({error.strerror}); free space or name another place") from error
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether there is a file; no for what cannot be a path at all, such as a name too long."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_given(path: Path, what: str) -> str:
+    """The text of a file that a user named, and that is to be `what`. UserError where there is none in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; expected {what}") from None
+    except (OSError, ValueError) as error:  # a folder, no permission, a name too long, a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({reason}); expected {what}") from None
+
+
 def sync_folder(path: Path) -> None:
     """Make renames inside a folder durable."""
     handle = os.open(path, os.O_RDONLY)

@@ -1,6 +1,9 @@
 """Records as conversations: `messages`, `conversations`, or a question with its answer."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from eval.records import Record
 from heads.errors import UserError
@@ -53,6 +56,17 @@ def read_text(record: Record) -> str:
     if "text" not in fields:
         raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
     return _text(f"{place}: text", fields["text"])
+
+
+def apply_template(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str = "conversation", **options: Any
+) -> str:
+    """The text that a chat template makes of a conversation. UserError where the template fails."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # a template is a program: it fails in any of a program's ways
+        what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
+        raise UserError(f"{place}: the chat template refuses {what} ({str(error) or type(error).__name__})") from None
 
 
 def shown(value: Any) -> str:

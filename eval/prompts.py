@@ -18,7 +18,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
-from eval.messages import CONVERSATIONS, Message, read_question, read_turns, shown
+from eval.files import is_file
+from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns, shown
 from eval.records import Record, read_hub, read_records
 from heads.errors import UserError
 
@@ -39,6 +40,7 @@ HUB_SUITES: dict[str, dict[str, Any]] = {
 HELD_OUT_TOKENS = (64, 128)  # the least and most tokens of a prompt cut out of a module
 HELD_OUT_REST = 64  # tokens of the module that must follow, so that there is something to continue
 EXCERPT_CHARACTERS = 4_000
+MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
 ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
 TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
 
@@ -114,6 +116,8 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens:
     The line and the length follow from the seed and the module's path alone, so a package more or less on the machine
     changes no other module's prompt. Where there are fewer modules than prompts, each gives several.
     """
+    if count > MOST_HELD_OUT:
+        raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
     modules = read_split(held_out=True)
     texts: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
@@ -157,7 +161,7 @@ def cut_prompt(
 
 def suite_records(suite_or_path: str) -> Iterator[Record]:
     """The records of a file, or of a public suite by name."""
-    if Path(suite_or_path).is_file():
+    if is_file(suite_or_path):
         return read_records(suite_or_path)
     if suite_or_path in HUB_SUITES:
         return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
@@ -205,7 +209,7 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> t
     if tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return text, encode(text, tokenizer)
-    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    text = apply_template(messages, tokenizer, add_generation_prompt=True)
     return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eval.files import is_file, read_given
 from heads.errors import UserError
 
 Record = tuple[str, dict[str, Any]]
@@ -22,8 +23,9 @@ def read_records(path: str, *, split: str = "train", limit: int | None = None) -
     return islice(_read(path, split), limit)
 
 
-def read_hub(name: str, **arguments: Any) -> Iterator[Record]:
-    """Records of a data set that `datasets.load_dataset` finds by these arguments, called `name` in what is said."""
+def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
+    """Records of a data set that `datasets.load_dataset` finds by these arguments; `called` is its name in what is
+    said, beside which `arguments` may hold a `name` of their own."""
     from datasets import load_dataset  # only what is not a file here needs the network and a second of imports
 
     try:
@@ -31,15 +33,15 @@ def read_hub(name: str, **arguments: Any) -> Iterator[Record]:
     except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
         reason = _first_line(error)
         raise UserError(
-            f"{name}: no data set that can be loaded, split {arguments['split']} ({reason}); "
+            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}); "
             "without a network, name a file"
         ) from None
-    return ((f"{name}:{number}", dict(record)) for number, record in enumerate(table, start=1))
+    return ((f"{called}:{number}", dict(record)) for number, record in enumerate(table, start=1))
 
 
 def _read(path: str, split: str) -> Iterator[Record]:
     file = Path(path)
-    if file.is_file():
+    if is_file(file):
         name = file.name.lower()
         if name.endswith(JSON_LINES):
             return _read_json_lines(file)
@@ -48,7 +50,7 @@ def _read(path: str, split: str) -> Iterator[Record]:
         if name.endswith(".parquet"):
             return _read_parquet(file)
         raise UserError(f"{path}: expected a {FORMS}")
-    if file.is_absolute() or file.exists() or path.count("/") > 1 or file.suffix:
+    if file.is_absolute() or path.count("/") > 1 or file.suffix or file.exists():
         raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
     return read_hub(path, path=path, split=split)
 
@@ -78,16 +80,24 @@ def _parse_line(place: str, line: bytes) -> dict[str, Any]:
         raise UserError(f"{place}: expected a JSON record ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
         raise UserError(f"{place}: expected a JSON record ({_first_line(error)})") from None
+    if b"\\u" in line and not _is_encodable(record):
+        raise UserError(f"{place}: expected UTF-8 text, got half of a surrogate pair; write the whole character")
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
     return record
 
 
-def _read_text(file: Path) -> str:
+def _is_encodable(record: Any) -> bool:
+    """JSON can name half a character, which no text holds and no tokenizer takes."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_text(file: Path) -> str:
+    text = read_given(file, "text")
     if not text.strip():
         raise UserError(f"{file}: the file is empty")
     return text

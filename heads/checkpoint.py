@@ -70,7 +70,7 @@ def save_head(
     folder = Path(folder)
     fresh, old = _beside(folder, "new"), _beside(folder, "old")
     kind = next(name for name, cls in HEADS.items() if type(head) is cls)
-    ours = {
+    ours: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
         "config": asdict(head.config),
@@ -87,6 +87,7 @@ def save_head(
         ours["sha256"] = file_hash(fresh / WEIGHTS)
         if write_adapter is not None:
             ours["target"] = {**target, "adapter": write_adapter(fresh / ADAPTER)}
+        ours["seal"] = seal(ours)
         config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if isinstance(head, WithFiles):
@@ -108,6 +109,12 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(record: dict[str, Any]) -> str:
+    """SHA-256 of what a record says of the head itself, of its weights and of its target."""
+    said = [record.get(key) for key in ("kind", "config", "target", "sha256")]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _beside(folder: Path, what: str) -> Path:
@@ -162,17 +169,21 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
         return HEADS[record["kind"]].from_record(record["config"], weights)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError) as error:
         raise UserError(f"{folder / CONFIG}: damaged: describes no head ({first_line(error)})") from error
 
 
 def find_head(path: str | Path) -> Path:
     """The folder with the head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
-    for folder in (Path(path), Path(path) / "head"):
-        _restore(folder)
-        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
-            return folder
-    if Path(path).exists() or str(path).startswith((".", "/")) or str(path).count("/") != 1:
+    try:
+        for folder in (Path(path), Path(path) / "head"):
+            _restore(folder)
+            if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+                return folder
+        is_here = Path(path).exists()
+    except (OSError, ValueError) as error:  # a name too long, a null byte
+        raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
+    if is_here or str(path).startswith((".", "/")) or str(path).count("/") != 1:
         raise UserError(
             f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id"
         )
@@ -193,9 +204,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         record: Any = json.loads(file.read_text()).get("draftsmith")
-    except (ValueError, AttributeError, OSError) as error:
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise UserError(f"{file}: not a JSON object ({first_line(error)})") from error
-    if not isinstance(record, dict) or record.get("kind") not in HEADS:
+    if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(f"{file}: format {record.get('format')}, this version reads {FORMAT}")
@@ -204,6 +215,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         held = record[section].keys() if isinstance(record.get(section), dict) else set()
         if absent := keys - held:
             raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
+    if record.get("seal", seal(record)) != seal(record):  # heads of before there was one have none
+        raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
 
 
@@ -235,7 +248,7 @@ def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTar
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
         ("number of layers", trained_for["num_layers"], target.num_layers),
-        ("fingerprint of the weights", _weights(trained_for["fingerprint"]), _weights(target.fingerprint)),
+        ("fingerprint of the weights", _weights(str(trained_for["fingerprint"])), _weights(target.fingerprint)),
     ):
         if ours != theirs:
             raise UserError(

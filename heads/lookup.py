@@ -20,6 +20,8 @@ from heads.tree import Proposal, TreeShape
 
 NOTHING = -1
 """Stands where there is no token; equal to none."""
+LONGEST = 100
+"""Every length up to the longest is looked for."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class LookupConfig:
     """The longest match looked for; a longer one says no more."""
 
     def __post_init__(self) -> None:
-        if self.ngram < 1:
-            raise UserError(f"lookup: expected a longest match of at least 1 token, got {self.ngram}")
+        if not 1 <= self.ngram <= LONGEST:
+            raise UserError(f"lookup: expected a longest match of 1 to {LONGEST} tokens, got {self.ngram}")
 
 
 @dataclass

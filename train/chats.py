@@ -9,10 +9,9 @@ model sees it when it answers.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from eval.messages import Message
+from eval.messages import Message, apply_template
 from heads.errors import UserError
 from train.packing import Document
 
@@ -98,16 +97,7 @@ def _render(
 ) -> list[int]:
     if not messages and not answer_next:
         return []
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answer_next, chat_template=template
-        )
-    except (
-        TemplateError,
-        IndexError,
-    ) as error:  # an answer before any question makes many templates index an empty list
-        what = "an empty conversation" if not messages else f"turns 1 to {len(messages)}"
-        raise UserError(f"{place}: the chat template refuses {what} ({error})") from None
+    text = apply_template(messages, tokenizer, place, add_generation_prompt=answer_next, chat_template=template)
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 

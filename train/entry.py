@@ -8,7 +8,7 @@ from eval.command import exit_status
 from eval.settings import BenchSettings
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
-from train.interrupts import Interrupted
+from train.interrupts import Interrupted, Interrupts
 from train.launch import leave, on_main
 from train.loop import Outcome, fit
 from train.preparing import load_ground
@@ -38,7 +38,9 @@ def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
                 f"the recipe says {recipe.head['kind']}; use the entry of that kind"
             )
         try:
-            return finish(recipe, fit(recipe))
+            outcome = fit(recipe)
+            with Interrupts():
+                return finish(recipe, outcome)
         except Interrupted:
             return 130
 

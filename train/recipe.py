@@ -7,10 +7,11 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import Field, ValidationError, create_model
+from pydantic import AfterValidator, Field, ValidationError, create_model
 
 from eval.command import AUTO
 from eval.runtime.rules import check_rule
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
 from heads.registry import HEADS, recipe_settings
@@ -22,6 +23,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Weight = Annotated[float, Field(gt=0)] | None
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -101,7 +103,7 @@ class Regenerate(Settings):
     prompt_tokens: Count = 512
     """Prompts from text are this long at most; longer conversations are left out."""
     new_tokens: Count = 256
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     batch_size: Count = 8
     seed: Seed = 0
     share: Share = 1.0
@@ -121,7 +123,7 @@ class OnPolicy(Settings):
     """How many of them are answered at each renewal."""
     prompt_tokens: Count = 512
     new_tokens: Count = 256
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Temperature = 1.0
     batch_size: Count = 8
     seed: Seed = 0
     share: Share = 0.5
@@ -147,9 +149,9 @@ class Train(Settings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps lm_head and the norms. Not
     under DeepSpeed or FSDP, which cut matrices up."""
-    lr: Annotated[float, Field(gt=0)] = 1e-4
+    lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
     betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     decay_fraction: Share = 0.2
@@ -174,7 +176,7 @@ class Report(Settings):
     batch_size: Count = 1
     trees: Annotated[list[str], Field(min_length=1)] | None = None
     """Drafts to measure; `auto` looks for the fastest."""
-    temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] | None = None
+    temperatures: Annotated[list[Temperature], Field(min_length=1)] | None = None
     repeats: Count = 2
 
 
@@ -188,7 +190,7 @@ class Eval(Settings):
     tree: str = "chain:5"
     rule: Literal["match", "ratio", "ratio-wr", "block"] = "match"
     """By which sampled drafts are accepted (eval/runtime/rules.py); at temperature 0 all are one."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Share = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -279,6 +281,9 @@ def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[K
         return
     if recipe.train.warmup_steps >= recipe.train.max_steps:
         yield ("train", "warmup_steps"), f"expected less than train.max_steps ({recipe.train.max_steps})"
+    depth = recipe.head.get("depth")
+    if isinstance(depth, int) and depth >= recipe.data.context_length:
+        yield ("head", "depth"), f"expected less than data.context_length ({recipe.data.context_length})"
     if recipe.target.adapter and recipe.target.adapter.first_step >= recipe.train.max_steps:
         yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({recipe.train.max_steps})"
     if recipe.data.on_policy and recipe.data.on_policy.every >= recipe.train.max_steps:
@@ -321,7 +326,7 @@ def _head_errors(source: Source) -> list[str]:
     kind = head.get("kind")
     if kind is None:
         return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
-    if kind not in HEADS:
+    if not isinstance(kind, str) or kind not in HEADS:
         return [source.line(("head", "kind"), f"unknown kind {kind!r}" + suggest(str(kind), HEADS))]
     config = HEADS[kind].Config
     hints = get_type_hints(config)

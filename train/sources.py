@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
+from eval.files import read_given
 from eval.messages import read_messages, read_text
 from eval.records import read_records
 from heads.errors import UserError
@@ -54,10 +55,7 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
     if source.chat_template is None:
         check_template(tokenizer, source.path)
         return None
-    path = Path(source.chat_template)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a Jinja chat template")
-    return path.read_text(encoding="utf-8")
+    return read_given(Path(source.chat_template), "a Jinja chat template")
 
 
 def read_prompts(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from eval.files import read_given
 from heads.errors import UserError
 
 Key = tuple[str | int, ...]
@@ -46,15 +47,11 @@ def dotted(key: Key) -> str:
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     """Read a YAML file and put `key.sub=value` overrides on top. Raises UserError with a line for each fault."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; expected a recipe in YAML")
+    text = read_given(path, "a recipe in YAML")
     try:
-        text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, _Loader)
         tree = yaml.load(text, _Loader)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: expected UTF-8 text ({error})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(_yaml_error(str(path), error)) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}:1: expected a mapping of settings, got {type(tree).__name__}")
@@ -82,7 +79,24 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-4 as a number, as everyone who writes it means, and refuses a key given twice."""
+    """SafeLoader that reads 1e-4 as a number, as everyone who writes it means, and refuses a key given twice.
+
+    An alias would be one object in two places: an override of the one would change the other unsaid.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            problem = f"aliases (*{event.anchor}) are not supported; write the value out"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, AttributeError) as error:  # the thirteenth month, a number of thousands of digits
+            problem = f"a value that cannot be read ({error})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 _Loader.add_implicit_resolver(
@@ -109,7 +123,9 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
-def _yaml_error(name: str, error: yaml.YAMLError) -> str:
+def _yaml_error(name: str, error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"{name}: nested too deeply for a recipe"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{name}:{error.problem_mark.line + 1}: {error.problem}"
     return f"{name}: {' '.join(str(error).split())}"
@@ -136,7 +152,7 @@ def _override(source: Source, override: str) -> str | None:
     key: Key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         return _yaml_error(place, error)
     tree = source.tree
     for depth, part in enumerate(key):
@@ -171,7 +187,10 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
     if kind == "missing":
         return source.line(key, "is missing; give it a value")
     if kind == "union_tag_not_found":
-        return source.line((*key, "kind"), f"is missing; one of {context.get('expected_tags', '')}".rstrip())
+        kinds = [
+            str(get_args(section.model_fields["kind"].annotation)[0]) for section in _sections(model, source.tree, key)
+        ]
+        return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         return source.line((*key, "kind"), f"unknown kind '{context['tag']}'" + suggest(context["tag"], tags))

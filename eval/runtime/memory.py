@@ -94,6 +94,11 @@ def free_bytes(device: torch.device) -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory. A CPU's allocator says so in its text alone."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def gib(count: int) -> str:
     """Bytes in GiB."""
     return f"{count / 2**30:.1f} GiB"

@@ -44,7 +44,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
             raise UserError(f"temperature: expected 0 (greedy) or a number from {COLDEST} up, got {self.temperature}")
-        if self.top_k < 0:
+        if not 0 <= self.top_k < 2**63:
             raise UserError(f"top_k: expected a count, or 0 to keep all tokens, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: expected a share above 0 and at most 1, got {self.top_p}")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.checkpoint import check_fits, find_head, load_head, save_head, target_record
+from heads.checkpoint import check_fits, find_head, load_head, save_head, seal, target_record
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
 from heads.vocab import build_vocab
@@ -293,10 +293,19 @@ def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> N
     assert str(folder) in text and "\n" not in text
 
 
+def test_one_changed_setting_is_noticed(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["draftsmith"]["config"]["rms_norm_eps"] = 1e-2
+    file.write_text(json.dumps(config))
+    assert "was changed since it was saved" in refusal(load_head, folder)
+
+
 def set_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["draftsmith"].update(changes)
+    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
 
 
@@ -310,6 +319,7 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     ("section", "value"),
     [
         ("format", 99),
+        ("kind", []),
         ("config", {}),
         ("config", "wide"),
         ("target", []),

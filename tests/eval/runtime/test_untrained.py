@@ -42,7 +42,7 @@ def test_what_it_cannot_draft_is_refused(target_of: TargetOf) -> None:
         Engine(target, build_untrained("lookup:3", target), shape=parse_shape("tree:3x2x6"), max_length=64)
     with pytest.raises(UserError, match="expected lookup with a number, such as lookup:3"):
         build_untrained("lookup:", target)
-    with pytest.raises(UserError, match="at least 1 token, got 0"):
+    with pytest.raises(UserError, match="match of 1 to 100 tokens, got 0"):
         build_untrained("lookup:0", target)
 
 

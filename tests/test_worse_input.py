@@ -1,0 +1,136 @@
+"""Input that is worse than wrong: each is one UserError, and none of it hangs or passes unseen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from eval.command import exit_status
+from eval.messages import apply_template
+from eval.prompts import HUB_SUITES, held_out_prompts, suite_records
+from eval.records import read_records
+from eval.runtime.sampling import Sampling
+from heads.checkpoint import find_head
+from heads.errors import UserError
+from heads.lookup import LookupConfig
+from train.recipe import load_recipe
+
+RECIPE = """\
+output_dir: runs/x
+target: {path: some/target}
+head: {kind: eagle3, depth: 3}
+data: {sources: [{kind: python}], context_length: 64}
+train: {max_steps: 10}
+eval: {prompts: python-heldout}
+"""
+
+
+def laughs(levels: int) -> str:
+    """YAML whose size doubles with every level."""
+    return "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, levels))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (laughs(100), ":2: aliases (*a0) are not supported"),
+        ("[" * 3000, "nested too deeply"),
+        ("a: 2020-13-41\n", ":1: a value that cannot be read (month must be in 1..12)"),
+        (f"a: {'9' * 5000}\n", ":1: a value that cannot be read"),
+        ("a: !!int x\n", ":1: a value that cannot be read"),
+        ("a: !!timestamp x\n", ":1: a value that cannot be read"),
+    ],
+)
+def test_yaml_that_no_one_means(text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert fault in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", ["", "x" * 300, "a\0b", "/"])
+def test_a_recipe_at_no_path(path: str) -> None:
+    with pytest.raises(UserError, match="expected a recipe in YAML"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("head.kind=[1]", "head.kind: unknown kind [1]"),
+        ("data.sources=[{}]", "data.sources.0.kind: is missing; one of python, text, chat"),
+        ("head.depth=64", "head.depth: expected less than data.context_length (64)"),
+        ("train.lr=1e300", "train.lr: should be less than or equal to 100"),
+        ("eval.temperature=1e-30", "eval.temperature: temperature: expected 0 (greedy) or"),
+        ("eval.report.temperatures=[1e-30]", "eval.report.temperatures.0: temperature: expected 0 (greedy) or"),
+    ],
+)
+def test_settings_that_failed_late(change: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    with pytest.raises(UserError) as caught:
+        load_recipe(tmp_path / "r.yaml", [change])
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("suite", HUB_SUITES)
+def test_every_public_suite_reaches_its_data_set(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load(**arguments: Any) -> list[dict[str, str]]:
+        asked.append(arguments)
+        return [{"prompt": "hi"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(suite_records(suite)) == [(f"{suite}:1", {"prompt": "hi"})]
+    assert asked == [HUB_SUITES[suite]]
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(UserError, match=r"d\.jsonl:2: expected UTF-8 text, got half of a surrogate pair"):
+        list(read_records(str(path)))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".jsonl"])
+def test_names_that_are_too_long(name: str) -> None:
+    for read in (lambda: read_records(name + ".jsonl"), lambda: suite_records(name), lambda: find_head(name)):
+        with pytest.raises(UserError):
+            read()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ 1 + 'a' }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_a_chat_template_that_fails_as_a_program_does(template: str, tiny_target_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"place: the chat template refuses turns 1 to 1 \("):
+        apply_template([{"role": "user", "content": "hi"}], tokenizer, "place")
+
+
+def test_numbers_without_bounds(tiny_target_dir: Path) -> None:
+    with pytest.raises(UserError, match="top_k"):
+        Sampling(1.0, top_k=10**20)
+    with pytest.raises(UserError, match="lookup: expected a longest match of 1 to"):
+        LookupConfig(10**8)
+    with pytest.raises(UserError, match="expected at most 10000 prompts"):
+        held_out_prompts(AutoTokenizer.from_pretrained(tiny_target_dir), 10**8, 64, 0)
+
+
+def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    def take() -> int:
+        return len(torch.empty(2**50))
+
+    assert exit_status(take) == 2
+    assert capsys.readouterr().err.startswith("error: the memory does not suffice (")
+
+
+def test_json_still_reads_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"text": "naïve 😀"}) + "\n")
+    assert [fields for _, fields in read_records(str(path))] == [{"text": "naïve 😀"}]
