@@ -16,8 +16,9 @@ READABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
     """Refuse families whose past is more than keys and values behind a mask: recurrent state, attention in chunks."""
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - READABLE_LAYERS)
-    if not kinds and getattr(model, "_is_stateful", False):
+    named = set(getattr(config, "layer_types", None) or ())
+    kinds = sorted(named - READABLE_LAYERS)
+    if not named and getattr(model, "_is_stateful", False):
         kinds = ["recurrent state"]
     if kinds:
         raise UserError(

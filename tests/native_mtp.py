@@ -54,10 +54,13 @@ QWEN = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+ATTENTION = {"layer_types": ["full_attention"] * 4}
+"""Of Qwen's: without its recurrent layers, which no target here may have."""
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("qwen2", MIMO),
     "deepseek": ("deepseek_v3", DEEPSEEK),
-    "qwen": ("qwen3_next", QWEN),
+    "qwen": ("qwen3_next", QWEN | ATTENTION),
+    "qwen_dense": ("qwen3_5_text", QWEN | ATTENTION),
 }
 
 
@@ -104,9 +107,10 @@ def deepseek_shapes(i: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def qwen_shapes(i: int) -> dict[str, tuple[int, ...]]:
+def qwen_dense_shapes(i: int) -> dict[str, tuple[int, ...]]:
+    """Qwen3.5's smaller models."""
     assert i == 0
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         "mtp.fc.weight": (D, 2 * D),
         **{f"mtp.{norm}.weight": (D,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")},
         **{f"mtp.layers.0.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
@@ -116,16 +120,22 @@ def qwen_shapes(i: int) -> dict[str, tuple[int, ...]]:
         "mtp.layers.0.self_attn.o_proj.weight": (D, 4 * 16),
         "mtp.layers.0.self_attn.q_norm.weight": (16,),
         "mtp.layers.0.self_attn.k_norm.weight": (16,),
-        "mtp.layers.0.mlp.gate.weight": (4, D),
-        "mtp.layers.0.mlp.shared_expert_gate.weight": (1, D),
-        **mlp("mtp.layers.0.mlp.shared_expert", 16),
+        **mlp("mtp.layers.0.mlp", 48),
     }
+
+
+def qwen_shapes(i: int) -> dict[str, tuple[int, ...]]:
+    """Qwen3-Next's and those of Qwen3.5's mixtures of experts."""
+    shapes = {name: shape for name, shape in qwen_dense_shapes(i).items() if ".mlp." not in name}
+    shapes["mtp.layers.0.mlp.gate.weight"] = (4, D)
+    shapes["mtp.layers.0.mlp.shared_expert_gate.weight"] = (1, D)
+    shapes |= mlp("mtp.layers.0.mlp.shared_expert", 16)
     for e in range(4):
         shapes |= mlp(f"mtp.layers.0.mlp.experts.{e}", 16)
     return shapes
 
 
-SHAPES = {"mimo": mimo_shapes, "deepseek": deepseek_shapes, "qwen": qwen_shapes}
+SHAPES = {"mimo": mimo_shapes, "deepseek": deepseek_shapes, "qwen": qwen_shapes, "qwen_dense": qwen_dense_shapes}
 
 
 def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Tensor]:
@@ -139,7 +149,7 @@ def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Te
         native: dict[str, Tensor] = {}
         for i in range(modules):
             for name, shape in SHAPES[family](i).items():
-                value = torch.randn(shape) * 0.2 + (1.0 if "norm" in name and family != "qwen" else 0.0)
+                value = torch.randn(shape) * 0.2 + (1.0 if "norm" in name and "qwen" not in family else 0.0)
                 native[name] = value.bfloat16().float()
     weights = load_file(folder / "model.safetensors")
     shared = {}

@@ -73,7 +73,7 @@ class RecordSource(Settings):
 
     path: Name
     split: str = "train"
-    """Of a hub data set."""
+    """Of a hub data set; a file has none."""
     limit: Count | None = None
     weight: Weight = None
 
@@ -271,6 +271,8 @@ def _rules(recipe: Recipe) -> Iterator[_Rule]:
     for n, source in enumerate(recipe.data.sources):
         useless = source.weight is None or len(recipe.data.sources) == 1
         yield _Rule(("data", "sources", n, "weight"), useless, "with one source")
+        if isinstance(source, RecordSource):
+            yield _Rule(("data", "sources", n, "split"), Path(source.path).is_file(), "on a file, which has no splits")
 
 
 def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[Key, str]]:

@@ -1,5 +1,6 @@
 """Native modules of multi-token prediction: read from the target's files, run, and saved back bit for bit."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -18,7 +19,6 @@ from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.mtp import Mtp, MtpConfig
-from heads.mtp_formats import read_native
 from heads.registry import build_head
 from heads.target import FrozenTarget, load_target
 from heads.target_block import block_record
@@ -35,19 +35,19 @@ COUNTS = torch.arange(V)
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[FrozenTarget, dict[str, Tensor]]]:
     """family and number of modules -> the target in float64 and its modules' tensors."""
     made = {}
-    for family, modules in (("mimo", 1), ("mimo", 2), ("deepseek", 1), ("deepseek", 2)):
+    for family, modules in (("mimo", 1), ("mimo", 2), ("deepseek", 1), ("deepseek", 2), ("qwen", 1), ("qwen_dense", 1)):
         folder = tmp_path_factory.mktemp(f"{family}{modules}")
         native = write_native(folder, family, modules=modules)
         target = load_target(str(folder))
         target.model.double()  # after its check: the grouped kernels of experts know no float64
-        if family == "deepseek":
+        if family in ("deepseek", "qwen"):
             untyped: Any = target.model
             untyped.set_experts_implementation("eager")
         made[f"{family}{modules}"] = (target, native)
     return made
 
 
-NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2"]
+NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2", "qwen1", "qwen_dense1"]
 
 
 def make_rows(T: int) -> Rows:
@@ -79,7 +79,7 @@ def test_the_checkpoints_modules_come_back_bit_for_bit(
 
 
 def test_qwens_names_and_back() -> None:
-    """Its recurrent layers make it no target here; its module is read and written all the same."""
+    """Beside recurrent layers, which make it no target here, its module is read and written all the same."""
     config = AutoConfig.for_model("qwen3_next", **COMMON, **QWEN)
     record = json.loads(json.dumps(block_record(config, 1)))
     made = MtpConfig(
@@ -105,10 +105,36 @@ def test_qwens_names_and_back() -> None:
     assert all(torch.equal(value, weights[name]) for name, value in head.saved().items())
 
 
-def test_qwens_modules_are_found(tmp_path: Path) -> None:
-    native = write_native(tmp_path, "qwen")
-    found = read_native(str(tmp_path), AutoConfig.from_pretrained(tmp_path), {})
-    assert (found.layout, found.count) == ("qwen", 1) and found.weights.keys() == native.keys()
+@pytest.mark.parametrize("name", ["qwen1", "qwen_dense1"])
+def test_qwens_states_are_those_of_a_layer_of_transformers(
+    name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
+) -> None:
+    """Embedding first, norms that store their scale less one, the family's own layer behind the projection."""
+    target, native = targets[name]
+    head = build_head("mtp", {"native": True}, target, COUNTS).double()
+    assert head.config.layout == "qwen"
+    batch, T = batch_of(target), 17
+    own = {key.removeprefix("mtp."): value.double() for key, value in native.items()}
+
+    def rms(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + own[f"{name}.weight"])
+
+    both = [rms(batch.embeddings[:, 1:], "pre_fc_norm_embedding"), rms(batch.hidden[:, :T], "pre_fc_norm_hidden")]
+    block = {key.removeprefix("layers.0."): value for key, value in own.items() if key.startswith("layers.0.")}
+    if name == "qwen1":
+        experts = [[block.pop(f"mlp.experts.{e}.{n}_proj.weight") for n in ("gate", "up", "down")] for e in range(4)]
+        block["mlp.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        block["mlp.experts.down_proj"] = torch.stack([down for *_, down in experts])
+    decoder: Any = copy.deepcopy(target.base)
+    decoder.config._attn_implementation = "eager"
+    decoder.layers[0].load_state_dict(block)
+    mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
+    with torch.no_grad():
+        x = torch.cat(both, -1) @ own["fc.weight"].T
+        turn = decoder.rotary_emb(x, batch.positions[:, :T])
+        x = decoder.layers[0](x, position_embeddings=turn, attention_mask=mask)
+        ours = head.unroll(batch, 1)[0][:, :T]
+    torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
 
 
 @pytest.mark.parametrize("name", ["deepseek1", "deepseek2"])
@@ -226,7 +252,7 @@ def test_a_drafting_step_is_a_training_step(
         torch.testing.assert_close(ours[:, 0], theirs[:, n - 1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mimo2", "deepseek1"])
+@pytest.mark.parametrize("name", ["mimo2", "deepseek1", "qwen1"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_is_the_targets_own(
     name: str, temperature: float, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
@@ -241,7 +267,7 @@ def test_output_is_the_targets_own(
         assert [output.tokens for output in engine.generate(requests)] == plain, (shape, batch_size)
 
 
-@pytest.mark.parametrize("name", ["mimo1", "deepseek2"])
+@pytest.mark.parametrize("name", ["mimo1", "deepseek2", "qwen1", "qwen_dense1"])
 def test_native_modules_are_trained_whole(
     name: str, targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
 ) -> None:

@@ -137,6 +137,18 @@ def test_a_chat_setting_has_no_effect_on_text(tmp_path: Path) -> None:
     assert line == ("r.yaml:6: data.sources.0.chat_template: has no effect here: it belongs to kind chat; leave it out")
 
 
+def test_a_split_has_no_effect_on_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    file, hub = (
+        GOOD.replace("{kind: python, limit: 10}", f"{{kind: text, path: {path}, split: test}}")
+        for path in (tmp_path / "a.jsonl", "some/set")
+    )
+    (line,) = faults(tmp_path, file)
+    assert "data.sources.0.split: has no effect on a file" in line
+    (tmp_path / "hub.yaml").write_text(hub)
+    assert "split: test" in dump_recipe(load_recipe(tmp_path / "hub.yaml"))
+
+
 def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
     text = GOOD.replace("10}\n", "10, weight: 1.0}\n    - {kind: text, path: a.jsonl}\n", 1)
     assert faults(tmp_path, text) == [
