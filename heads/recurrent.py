@@ -165,6 +165,9 @@ class Recurrent(nn.Module):
     def observe(self, state: RecurrentState, observation: Observation) -> None:
         tokens, start, count, memory = observation.tokens, observation.start, observation.count, state.memory
         M = observation.hidden.shape[1]
+        if isinstance(memory, KernelMemory) and memory.single:
+            memory.observe(observation, state.extent(M), state.recycled[0], state.root, state.length)
+            return
         positions = (start[:, None] + state.slot[:M]).clamp_max(len(state.slot) - 2)  # (B, M)
         slots = torch.where(state.slot[:M] < count[:, None], positions, memory.nowhere)
         extent = state.extent(M)
@@ -192,7 +195,7 @@ class Recurrent(nn.Module):
             is_chain(state.shape)
             and isinstance(pick, CompiledPick)
             and isinstance(memory, KernelMemory)
-            and memory.drafts_chains
+            and memory.single
         ):
             newest, depth = state.recycled[0], state.shape.depth
             return memory.draft_chain(pick, self.kept, newest, state.root, state.length, depth, extent)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.base import Observation
 from heads.families import additive
 from heads.native.attention import GroupedAttention
 from heads.native.feedforward import GatedMLP
@@ -156,8 +157,9 @@ class KernelMemory:
         return made
 
     @property
-    def drafts_chains(self) -> bool:
-        """Whether `draft_chain` knows how: for one module, where embeddings are a table's rows."""
+    def single(self) -> bool:
+        """Whether to observe and to draft a chain are one call each: for one module, where embeddings are a table's
+        rows."""
         return len(self.references) == 1 and self.table is not None
 
     def draft_chain(
@@ -172,7 +174,7 @@ class KernelMemory:
     ) -> Proposal:
         """What `heads.tree.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
         (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
-        assert self.drafts_chains and self.table is not None
+        assert self.single and self.table is not None
         (B, D), N = recycled.shape, depth + 1
         if depth not in self.chains:
             node = torch.arange(N).repeat(B, 1)
@@ -187,6 +189,22 @@ class KernelMemory:
             *(tokens.data_ptr(), scores.data_ptr()),
         )
         return Proposal(tokens, *self.chains[depth], scores)
+
+    def observe(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+        """Take in true features, in one call, and renew what is drafted from: recycled (B, D), root (B,), length
+        (B,)."""
+        assert self.single and self.table is not None
+        (B, M), D = observation.hidden.shape[:2], recycled.shape[1]
+        states = self.draft.start(observation.taps.flatten(0, 1), observation.hidden.flatten(0, 1)).contiguous()
+        made, ids = torch.empty_like(states), root.new_empty(3, B, M)
+        step = self._pass(0, (B, M, D, extent))
+        told = [x.contiguous() for x in (observation.tokens, observation.start, observation.count)]
+        self.library.observe(
+            *(self.references[0], ctypes.byref(step)),
+            *(tensor.data_ptr() for tensor in (*told, self.table, states, made, ids)),
+            *(self.caches[0].where[0], self.caches[0].where[2]),
+            *(tensor.data_ptr() for tensor in (recycled, root, length)),
+        )
 
     def _pass(
         self,

@@ -443,3 +443,28 @@ void draft_chain(const Module *m, const Pass *given, Pick *pick, const void *con
         }
     }
 }
+
+/* Take in the true states (B, N, D) of tokens (B, N + 1) from start[b] on, of which count[b] are true, and renew what is
+ * drafted from: recycled (B, D), root (B), length (B). Rooms of B * N * D floats and 3 B N ids. */
+void observe(const Module *m, const Pass *given, const int64_t *tokens, const int64_t *start, const int64_t *count,
+             const float *table, const float *states, float *made, int64_t *room, float *keys, float *values,
+             float *recycled, int64_t *root, int64_t *length)
+{
+    Pass p = *given;
+    const int64_t B = p.B, N = p.N, D = p.D;
+    int64_t *ids = room, *places = ids + B * N, *slots = places + B * N;
+    for (int64_t r = 0; r < B * N; r++) {
+        const int64_t b = r / N, n = r % N, place = start[b] + n;
+        ids[r] = tokens[b * (N + 1) + n + 1];
+        places[r] = place < p.S ? place : p.S - 1;
+        slots[r] = n < count[b] ? places[r] : -1;
+    }
+    p.positions = places, p.slots = slots;
+    recycle(m, &p, ids, table, states, made, keys, values);
+    for (int64_t b = 0; b < B; b++)
+        if (count[b] > 0) {
+            memcpy(recycled + b * D, made + (b * N + count[b] - 1) * D, D * sizeof(float));
+            root[b] = tokens[b * (N + 1) + count[b]];
+            length[b] = start[b] + count[b];
+        }
+}

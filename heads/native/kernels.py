@@ -124,7 +124,9 @@ def declare(library: ctypes.CDLL) -> None:
     library.recycle.argtypes = [_POINTER] * 8
     library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]
     library.draft_chain.argtypes = [*[_POINTER] * 9, _INT, *[_POINTER] * 6]
-    library.recycle.restype = library.read_out.restype = library.draft_chain.restype = None
+    library.observe.argtypes = [_POINTER] * 14
+    library.recycle.restype = library.read_out.restype = None
+    library.draft_chain.restype = library.observe.restype = None
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int
