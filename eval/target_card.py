@@ -27,6 +27,8 @@ class Making:
     tokens: int
     """Of the training text."""
     tokens_seen: int
+    conversations: bool
+    """Whether there are some in it."""
     command: str
 
 
@@ -44,19 +46,22 @@ class Quality:
     """(prompt, greedy continuation)"""
 
 
-def measure_target(path: Path, held_out: np.ndarray, tokenizer: PreTrainedTokenizerBase, *, end: str) -> Quality:
+def measure_target(
+    path: Path, held_out: np.ndarray, tokenizer: PreTrainedTokenizerBase, *, specials: set[str], device: str = "cpu"
+) -> Quality:
     """Bits per byte and accuracy over held-out ids (n,), and greedy continuations of prompts from them.
 
-    `end` is the token that ends a document, which stands for no byte; every other token's name has one letter a byte.
+    `specials` are the tokens that stand for no byte; every other token's name has one letter a byte.
     """
-    target = load_target(str(path), dtype=torch.float32)
+    target = load_target(str(path), dtype=torch.float32, device=device)
     ids = torch.from_numpy(held_out.astype(np.int64))
     windows = ids[: (len(ids) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
-    sizes = torch.tensor([0 if name == end else len(name) for name in names])
-    positions = torch.arange(CONTEXT - 1)[None]
+    sizes = torch.tensor([0 if name is None or name in specials else len(name) for name in names], device=device)
+    positions = torch.arange(CONTEXT - 1, device=device)[None]
     nats, hits, count, size = 0.0, 0, 0, 0
-    for rows in windows.split(4):
+    for some in windows.split(4):
+        rows = some.to(device)
         spot = positions.expand(len(rows), -1)
         hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
         logits = target.ends.logits(hidden)
@@ -89,6 +94,8 @@ def target_card(made: Making, found: Quality) -> str:
         f"Prompt (held out):\n\n```python\n{prompt}\n```\n\nGreedy continuation:\n\n```python\n{output}\n```"
         for prompt, output in found.samples
     )
+    source = "Python source of one machine: standard library and installed packages"
+    source += "; conversations" if made.conversations else ""
     return f"""# A small real code model
 
 A Llama-architecture model of {made.layers} layers and width {made.hidden_size} with a byte-level BPE of
@@ -97,7 +104,7 @@ measured without a hub.
 
 | | |
 |---|---|
-| data | Python source of one machine: standard library and installed packages, {made.tokens / 1e6:.1f} million tokens |
+| data | {source}, {made.tokens / 1e6:.1f} million tokens |
 | held out | whole modules, by a hash of their path (`eval/corpus.py`); near copies of them are left out of training |
 | tokens seen | {made.tokens_seen / 1e6:.1f} million |
 | held-out bits per byte | {found.bits_per_byte:.3f} over {measured} |

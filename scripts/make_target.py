@@ -1,7 +1,8 @@
 """Make a small real target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
 
 A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
-out (`eval.corpus`). Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), embeddings
+out (`eval.corpus`), and on conversations where the recipe names some. Larger ones, for a GPU: recipes/targets/*.yaml.
+Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), embeddings
 and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured) and
 `checkpoints/`; a run that was stopped goes on from the newest.
 """
@@ -18,12 +19,10 @@ import torch
 from accelerate import Accelerator
 from pydantic import Field
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.command import exit_status
-from eval.corpus import read_split
 from eval.files import write_text
 from eval.target_card import Making, measure_target, target_card
 from heads.attention import causal_attention
@@ -33,20 +32,13 @@ from train.launch import leave, make_accelerator, on_main
 from train.recipe import Train
 from train.run_folder import whole_folder
 from train.strict_yaml import Settings, check, read_settings
+from train.target_text import CHAT_TEMPLATE, END, DataSettings, TokenizerSettings, prepare_text, special_tokens
 
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 
-WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
-"""How text is cut before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
-END = "<|endoftext|>"
-COMMAND = "accelerate launch --multi_gpu --num_processes 3 scripts/make_target.py recipes/quickstart/target.yaml"
-
-
-class TokenizerSettings(Settings):
-    vocab_size: Count
-    train_modules: Count
-    """Modules the merges are learnt from."""
+SHOWN_EVERY = 50
+"""Steps between two lines of progress."""
 
 
 class ModelSettings(Settings):
@@ -74,12 +66,15 @@ class TrainSettings(Settings):
     warmup_steps: Count
     decay_steps: Count
     precision: Literal["fp32", "bf16"]
+    compile: bool = False
+    """Whether the layers are compiled (torch.compile), which pays on a GPU."""
     checkpoint_every: Count
 
 
 class TargetRecipe(Settings):
     output_dir: str
     seed: int
+    data: DataSettings = DataSettings()
     tokenizer: TokenizerSettings
     model: ModelSettings
     train: TrainSettings
@@ -96,10 +91,13 @@ def make_target(arguments: list[str]) -> int:
     assert isinstance(recipe, TargetRecipe)
     folder = Path(recipe.output_dir)
     accelerator = make_accelerator(loop_settings(recipe))
-    on_main(accelerator, lambda: prepare_text(recipe, folder))
+    on_main(accelerator, lambda: prepare_text(recipe.tokenizer, recipe.data, folder))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)
+    if recipe.data.chats:
+        tokenizer.chat_template = CHAT_TEMPLATE
     model = train(recipe, folder, accelerator, tokenizer.eos_token_id)
-    on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer))
+    command = f"accelerate launch scripts/make_target.py {' '.join(arguments)}"
+    on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer, command))
     return 0
 
 
@@ -116,52 +114,9 @@ def loop_settings(recipe: TargetRecipe) -> Train:
     return Train(max_steps=steps, grad_accum=passes, precision=settings.precision)
 
 
-def prepare_text(recipe: TargetRecipe, folder: Path) -> None:
-    """Learn the tokenizer and tokenize both splits, once: tokenizer.json, train.npy, held_out.npy."""
-    if (folder / "held_out.npy").is_file():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {
-        name: [text for _, text in read_split(held_out=held_out)]
-        for name, held_out in (("train", False), ("held_out", True))
-    }
-    tokenizer = learn_tokenizer(recipe.tokenizer, texts["train"])
-    for name, modules in texts.items():
-        ids = np.concatenate(
-            [
-                np.array([*encoding.ids, 0], dtype=np.uint16)
-                for start in range(0, len(modules), 256)
-                for encoding in tokenizer.encode_batch(modules[start : start + 256])
-            ]
-        )
-        size = sum(len(text.encode()) for text in modules)
-        print(f"{name}: {len(modules)} modules, {len(ids)} tokens, {size / len(ids):.3f} bytes a token", flush=True)
-        np.save(folder / f".{name}.npy", ids)
-        (folder / f".{name}.npy").replace(folder / f"{name}.npy")
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def learn_tokenizer(settings: TokenizerSettings, modules: list[str]) -> Tokenizer:
-    """A byte-level BPE; id 0 ends a document."""
-    if settings.vocab_size > 2**16:
-        raise UserError(f"tokenizer.vocab_size: expected at most {2**16}, got {settings.vocab_size}")
-    tokenizer = Tokenizer(models.BPE())
-    cut = [
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(modules[: settings.train_modules], trainer=trainer)
-    return tokenizer
-
-
-def build_model(recipe: TargetRecipe, eos_token_id: int) -> LlamaForCausalLM:
-    """The untrained model; projections into the residual stream start smaller the more of them there are."""
+def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -> LlamaForCausalLM:
+    """The untrained model on its device; projections into the residual stream start smaller the more of them there
+    are."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.tokenizer.vocab_size,
@@ -172,12 +127,13 @@ def build_model(recipe: TargetRecipe, eos_token_id: int) -> LlamaForCausalLM:
         **recipe.model.model_dump(),
     )
     AttentionInterface.register("blockwise", _blockwise)
-    config._attn_implementation = "blockwise"
+    config._attn_implementation = "blockwise" if device.type == "cpu" else "sdpa"
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+    model.to(device)  # type: ignore[arg-type]
     return model
 
 
@@ -206,12 +162,14 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
     settings, passes = recipe.train, accelerator.gradient_accumulation_steps
     world, rank = accelerator.num_processes, accelerator.process_index
     text = np.load(folder / "train.npy", mmap_mode="r")
-    model = build_model(recipe, eos_token_id)
+    model = build_model(recipe, eos_token_id, accelerator.device)
+    if settings.compile:
+        model.model.compile()
     optimizers = make_optimizers(model, settings)
     start = resume(folder, model, [optimizer for optimizer, _ in optimizers])
     wrapped = accelerator.prepare(LanguageLoss(model))
     total = sum(stage.steps for stage in settings.stages)
-    begun, running = time.perf_counter(), 0.0
+    begun, running = time.perf_counter(), torch.zeros((), device=accelerator.device)
     for step in range(start, total):
         factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
         for optimizer, lr in optimizers:
@@ -222,19 +180,20 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
             with accelerator.accumulate(wrapped):
                 loss = wrapped(rows)
                 accelerator.backward(loss)
-            running += loss.item() / passes
+            running += loss.detach() / passes
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         for optimizer, _ in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         done = step + 1
-        if done % 50 == 0:
+        if done % SHOWN_EVERY == 0:
+            mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is true
             speed = (done - start) * settings.tokens_per_step / (time.perf_counter() - begun)
             seen = done * settings.tokens_per_step / 1e6
             accelerator.print(
-                f"step {done}/{total}  loss {running / 50:.4f}  {seen:.2f}M tokens  {speed:.0f} tokens/s", flush=True
+                f"step {done}/{total}  loss {mean:.4f}  {seen:.2f}M tokens  {speed:.0f} tokens/s", flush=True
             )
-            running = 0.0
+            running.zero_()
         if done % settings.checkpoint_every == 0 or done == total:
             on_main(accelerator, partial(save, folder, done, model, [optimizer for optimizer, _ in optimizers]))
     return model
@@ -310,11 +269,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def publish(recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def publish(
+    recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, command: str
+) -> None:
     """Write model/ in bfloat16, measure what was written, and say it in its README."""
     out = folder / "model"
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to("cpu", torch.bfloat16)
     model.config._attn_implementation = "sdpa"
     model.save_pretrained(out)
     tokenizer.model_max_length = recipe.model.max_position_embeddings
@@ -326,9 +287,12 @@ def publish(recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokeniz
         vocab_size=recipe.tokenizer.vocab_size,
         tokens=len(np.load(folder / "train.npy", mmap_mode="r")),
         tokens_seen=seen,
-        command=COMMAND,
+        conversations=bool(recipe.data.chats),
+        command=command,
     )
-    found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, end=END)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    specials = set(special_tokens(bool(recipe.data.chats)))
+    found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, specials=specials, device=device)
     write_text(out / "README.md", target_card(facts, found))
     print((out / "README.md").read_text())
 
