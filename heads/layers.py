@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from heads.errors import UserError
 
@@ -54,6 +55,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and not torch.is_grad_enabled():  # one kernel; drafting is made of launches
+            return rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return _Normed.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -125,3 +128,22 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q (B, H, T, d) over k and v (B, Hkv, E, d), visible (B, T, E) bool -> (B, H, T, d).
+
+    The query heads of a key head go as more queries of it: on a GPU a mask and grouped heads together have no kernel,
+    and keys and values would be copied for every query head.
+    """
+    if not q.is_cuda or q.shape[1] == k.shape[1]:
+        return scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], enable_gqa=True)
+    return attention_of_groups(q, k, v, visible)
+
+
+def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """The same for any number of heads, by one key head's attention over all its queries."""
+    (B, H, T, _), Hkv = q.shape, k.shape[1]
+    grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
+    seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=seen).reshape(B, H, T, -1)

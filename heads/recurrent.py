@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
 from heads.errors import UserError
 from heads.labels import chain_metrics, label_slots, supervised
-from heads.layers import Attend
+from heads.layers import Attend, masked_attention
 from heads.losses import draft_loss
 from heads.native.drafting import KernelDraft, KernelMemory
 from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
@@ -296,9 +295,7 @@ class Memory:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys[self.row, :, slots] = k.transpose(1, 2)
             values[self.row, :, slots] = v.transpose(1, 2)
-            return scaled_dot_product_attention(
-                q, keys[:, :, :extent], values[:, :, :extent], attn_mask=visible[:, None], enable_gqa=True
-            )
+            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
 
         turn = self.turns[0][positions][:, None], self.turns[1][positions][:, None]
         return self.head.step(module, self.embed(tokens), state, turn, attend)

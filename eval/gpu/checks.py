@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.runtime.kernels import accept, attention, choose, experts, gemm, layers
+from eval.runtime.kernels import accept, attention, choose, experts, gemm, layers, pick
 from eval.runtime.prefill import read_prompts
 from eval.runtime.products import MAKERS, rows_are_independent
 from eval.runtime.sampling import Sampling
@@ -119,6 +119,11 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
         close(layers.silu_mul(gate), layers.silu_mul_twin(gate))
         stream = random(M, K)
         close(layers.add_norm(stream.clone(), x, weight[0], 1e-5), layers.add_norm_twin(stream, x, weight[0], 1e-5))
+        for count in (1, 8):
+            columns, logp = pick.best_of_rows(gate, count)
+            wanted, law = pick.best_of_rows_twin(gate, count)
+            assert torch.equal(columns, wanted), "other columns are picked"
+            close(logp, law)
         ids = torch.stack([torch.randperm(6, generator=draw)[:2] for _ in range(M)]).to(device)
         bank = random(6, 130, K)
         close(experts.expert_mm(x, ids, bank), experts.expert_mm_twin(x, ids, bank), 1e-3)
@@ -203,7 +208,8 @@ def rounds_do_not_wait(device: torch.device = CUDA) -> None:
 
 
 def graphs_are_small(device: torch.device = CUDA) -> None:
-    """A plain step has at most nine kernels a layer and some forty beside; no round allocates outside its pool."""
+    """A plain step has some ten kernels a layer, more where a product is cut into parts, and some sixty beside; no
+    round allocates outside its pool."""
     target = make_target("llama", torch.bfloat16, device)
     engine = Engine(target, max_length=400)
     decoder = engine.decoder
@@ -211,7 +217,7 @@ def graphs_are_small(device: torch.device = CUDA) -> None:
         for _ in range(2):
             decoder.round(512)
         nodes = count_nodes(lambda: decoder.round(512), device)
-        assert nodes <= 9 * target.num_layers + 60, f"{nodes} nodes"
+        assert nodes <= 14 * target.num_layers + 80, f"{nodes} nodes"
         engine.generate(some_requests(target.vocab_size, 1))
         rounds = engine.rounds_of(decoder)
         before = torch.cuda.memory_allocated(device)
@@ -234,7 +240,8 @@ def count_nodes(work: Callable[[], None], device: torch.device) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize(device)
-    return sum(event.count for event in profile.key_averages())
+    events: Any = profile.events()
+    return sum(event.device_type.name == "CUDA" for event in events)
 
 
 def bf16_texts_are_bit_identical(device: torch.device = CUDA) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime import draws
+from eval.runtime.kernels.pick import best_of_rows
 from heads.errors import UserError
 from heads.tree import Pick
 
@@ -117,8 +118,8 @@ class RowSampling:
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
             ids, logp = self.pick_in_tensors(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
-        scores = self.perturb(logits, positions, token_ids).log_softmax(-1)
-        logp, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
+        scores = self.perturb(logits, positions, token_ids) if self.random else logits
+        columns, logp = (x.unflatten(0, (-1, W)) for x in best_of_rows(scores.flatten(0, 1), count))
         return columns if token_ids is None else token_ids[columns], logp
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:

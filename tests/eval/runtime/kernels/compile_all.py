@@ -69,7 +69,7 @@ def attend(empty: Empty, N: int) -> None:
 
 def step(empty: Empty, N: int) -> None:
     """All else of a step of N tokens."""
-    from eval.runtime.kernels import accept, choose, experts, gemm, layers
+    from eval.runtime.kernels import accept, choose, experts, gemm, layers, pick
     from heads.tree import Proposal
 
     ids = torch.zeros(1, N, dtype=torch.int64)
@@ -86,6 +86,8 @@ def step(empty: Empty, N: int) -> None:
     for noisy in (False, True):
         choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
     choose.logits(x, weight)
+    for count in (1, 8):
+        pick.best_of_rows(empty(N, 32000), count)
     length = torch.zeros(1, dtype=torch.int64)
     accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
     accept.compact(empty(32, 1, 2048, 2048), length, ids[:, :1].expand(1, 7), length)
