@@ -1,22 +1,21 @@
 """The recipe: one YAML file, one tree of typed settings, each named for the part that it configures."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, create_model
+from pydantic import AfterValidator, Field
 
 from eval.command import AUTO
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
-from heads.registry import HEADS, recipe_settings
 from heads.tree import parse_shape
-from train.strict_yaml import Key, Settings, Source, check, read_settings, suggest
+from train.head_settings import head_errors
+from train.strict_yaml import Key, Settings, check, read_settings
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -220,7 +219,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe. UserError lists everything that is wrong, a line each."""
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
-    errors += _head_errors(source)
+    errors += head_errors(source)
     if isinstance(recipe, Recipe):
         errors += [source.line(key, what) for key, what in _without_effect(recipe)]
     if errors:
@@ -318,55 +317,3 @@ def _is_given(recipe: Recipe, key: Key) -> bool:
         section = section[part] if isinstance(part, int) else getattr(section, part)
     name = str(key[-1])
     return name in section.model_fields_set and getattr(section, name) is not None
-
-
-def _head_errors(source: Source) -> list[str]:
-    """Check `head` against the Config of its kind: names and types; values are checked with the target at hand."""
-    head = source.tree.get("head")
-    if not isinstance(head, dict):
-        return []  # said by the tree itself
-    kind = head.get("kind")
-    if kind is None:
-        return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
-    if not isinstance(kind, str) or kind not in HEADS:
-        return [source.line(("head", "kind"), f"unknown kind {kind!r}" + suggest(str(kind), HEADS))]
-    config = HEADS[kind].Config
-    hints = get_type_hints(config)
-    names = {name: (_from_yaml(hints[name]) | None, None) for name in recipe_settings(kind)}
-    model = create_model("Head", __base__=Settings, **names)  # type: ignore[call-overload]
-    settings = {name: value for name, value in head.items() if name != "kind"}
-    try:
-        model.model_validate(settings)
-    except ValidationError as failure:
-        lines = []
-        for error in failure.errors(include_url=False):
-            name = str(error["loc"][-1])
-            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-                what = f"unknown key for head kind {kind}" + suggest(name, ["kind", *names])
-            elif error["type"] == "extra_forbidden":
-                what = "unknown key" + suggest(name, _parts(hints[str(error["loc"][0])]))
-            else:
-                what = f"{error['msg'].removeprefix('Input ')}, got {error['input']!r}"
-            lines.append(source.line(("head", *error["loc"]), what))
-        return lines
-    return []
-
-
-def _parts(hint: Any) -> list[str]:
-    """The names of the settings inside a setting that is a dataclass, or may be one."""
-    options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
-    return [field.name for option in options for field in fields(option)]
-
-
-def _from_yaml(hint: Any) -> Any:
-    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list."""
-    arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
-    if get_origin(hint) is tuple:
-        return list[arguments[0]]  # type: ignore[valid-type]
-    if is_dataclass(hint):
-        parts = get_type_hints(hint)
-        keys = {field.name: (_from_yaml(parts[field.name]), None) for field in fields(hint)}
-        return create_model("Part", __base__=Settings, **keys)  # type: ignore[call-overload]
-    if get_origin(hint) in (Union, UnionType):
-        return Union[arguments]  # noqa: UP007 - built from a tuple
-    return hint

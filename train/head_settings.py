@@ -1,0 +1,63 @@
+"""A recipe's `head`: the settings of whichever kind it names, checked against that kind's own Config."""
+
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ValidationError, create_model
+
+from heads.registry import HEADS, recipe_settings
+from train.strict_yaml import Settings, Source, suggest
+
+
+def head_errors(source: Source) -> list[str]:
+    """One line for each fault of `head` by the Config of its kind: names and types; values are checked with the target
+    at hand."""
+    head = source.tree.get("head")
+    if not isinstance(head, dict):
+        return []  # said by the tree itself
+    kind = head.get("kind")
+    if kind is None:
+        return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
+    if not isinstance(kind, str) or kind not in HEADS:
+        return [source.line(("head", "kind"), f"unknown kind {kind!r}" + suggest(str(kind), HEADS))]
+    config = HEADS[kind].Config
+    hints = get_type_hints(config)
+    names = {name: (_from_yaml(hints[name]) | None, None) for name in recipe_settings(kind)}
+    model = create_model("Head", __base__=Settings, **names)  # type: ignore[call-overload]
+    settings = {name: value for name, value in head.items() if name != "kind"}
+    try:
+        model.model_validate(settings)
+    except ValidationError as failure:
+        lines = []
+        for error in failure.errors(include_url=False):
+            name = str(error["loc"][-1])
+            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+                what = f"unknown key for head kind {kind}" + suggest(name, ["kind", *names])
+            elif error["type"] == "extra_forbidden":
+                what = "unknown key" + suggest(name, _parts(hints[str(error["loc"][0])]))
+            else:
+                what = f"{error['msg'].removeprefix('Input ')}, got {error['input']!r}"
+            lines.append(source.line(("head", *error["loc"]), what))
+        return lines
+    return []
+
+
+def _parts(hint: Any) -> list[str]:
+    """The names of the settings inside a setting that is a dataclass, or may be one."""
+    options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
+    return [field.name for option in options for field in fields(option)]
+
+
+def _from_yaml(hint: Any) -> Any:
+    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list."""
+    arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
+    if get_origin(hint) is tuple:
+        return list[arguments[0]]  # type: ignore[valid-type]
+    if is_dataclass(hint):
+        parts = get_type_hints(hint)
+        keys = {field.name: (_from_yaml(parts[field.name]), None) for field in fields(hint)}
+        return create_model("Part", __base__=Settings, **keys)  # type: ignore[call-overload]
+    if get_origin(hint) in (Union, UnionType):
+        return Union[arguments]  # noqa: UP007 - built from a tuple
+    return hint
