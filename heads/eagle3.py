@@ -135,6 +135,7 @@ class Eagle3(Recurrent):
         head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
         norm = final_norm_scale(target.base, target.layers, target.hidden_size)
         head.initialise(target.lm_head_weight, norm, tap_scales(target, taps, token_counts))
+        head.lm_head.weight.data.mul_(target.logit_scale)
         return head
 
     @classmethod

@@ -148,6 +148,8 @@ class Medusa(nn.Module):
         config = MedusaConfig(**{**defaults, **settings})
         head = cls(config, kept_ids(build_vocab(token_counts, config.draft_vocab_size)[0]))
         head.initialise(target.lm_head_weight)
+        for out in head.lm_heads.parameters():
+            out.data.mul_(target.logit_scale)
         return head
 
     @classmethod

@@ -186,7 +186,8 @@ class Mtp(Recurrent):
             ) from error
         if native is None:
             scale = final_norm_scale(target.base, target.layers, target.hidden_size)
-            head.initialise(float(scale.square().mean().sqrt()))
+            # Its states are read by the target's output head as it is, and normed before they are recycled.
+            head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
         else:
             head.restore_modules(native.weights, target.name)
         return head

@@ -84,6 +84,13 @@ class FrozenTarget:
         weight: Tensor = self.head.weight
         return weight
 
+    @property
+    def logit_scale(self) -> float:
+        """What the family multiplies the output head's products with; heads with an output head of their own, which
+        has no such factor, begin with it in their weights."""
+        law = self.ends.logits
+        return law.scale if isinstance(law, OutputHead) else 1.0
+
     @torch.no_grad()
     def features(
         self,

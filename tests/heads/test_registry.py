@@ -60,6 +60,35 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
         torch.testing.assert_close(drafted, target.ends.logits(features.hidden)[..., head.kept])
 
 
+def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
+    """Granite divides its logits by a constant, and a head's own output head has none."""
+    config = AutoConfig.for_model(
+        "granite",
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "granite")
+    target.check()
+    tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
+    with torch.no_grad():
+        features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
+        law = target.ends.logits(features.hidden)
+        eagle, medusa, mtp = (build_head(kind, {}, target, COUNTS) for kind in ("eagle3", "medusa", "mtp"))
+        torch.testing.assert_close(eagle.lm_head(eagle.norm(features.taps)), law)
+        torch.testing.assert_close(medusa.logits(features.hidden, 0), law)
+        torch.testing.assert_close(
+            mtp.logits(features.hidden * mtp.mtp_layers[0].final_layernorm.weight, mtp.readout(target.ends)), law
+        )
+
+
 @pytest.mark.parametrize("name", sorted(Eagle3.FROM_TARGET))
 def test_what_the_target_decides_is_not_a_setting(name: str, target: FrozenTarget) -> None:
     assert name not in recipe_settings("eagle3")
