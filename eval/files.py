@@ -81,7 +81,9 @@ def check_folder(path: Path, name: str) -> None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that no space is left. safetensors raises its own kind, with the number in the text."""
+    """Whether an error says that no space is left: on the disk, of a quota, or of what one file may have. safetensors
+    raises its own kind, with the number in the text."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "(os error 28)" in str(error) or "(os error 122)" in str(error)
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)

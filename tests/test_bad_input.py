@@ -322,3 +322,10 @@ def test_no_space_for_a_checkpoint(
     forget_accelerator()
     assert train() == 0
     assert "resumed from" in capsys.readouterr().err
+
+
+def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) -> None:
+    for name in ("README.md", "report.html"):
+        (here / "run" / name).unlink()
+    assert train("output_dir=run") == 0
+    assert (here / "run/README.md").is_file() and (here / "run/report.html").is_file()

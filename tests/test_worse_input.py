@@ -1,5 +1,6 @@
 """Input that is worse than wrong: each is one UserError, and none of it hangs or passes unseen."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from eval.command import exit_status
+from eval.files import is_full_disk
 from eval.messages import apply_template
 from eval.prompts import HUB_SUITES, held_out_prompts, suite_records
 from eval.records import read_records
@@ -17,6 +20,7 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.lookup import LookupConfig
+from train.answers import write_answers
 from train.recipe import load_recipe
 
 RECIPE = """\
@@ -134,3 +138,20 @@ def test_json_still_reads_escapes(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"text": "naïve 😀"}) + "\n")
     assert [fields for _, fields in read_records(str(path))] == [{"text": "naïve 😀"}]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EFBIG, "File too large"), SafetensorError("I/O error: File too large (os error 27)")]
+)
+def test_a_limit_on_a_files_size_is_a_full_disk(error: Exception) -> None:
+    assert is_full_disk(error) and not is_full_disk(OSError(errno.ENOENT, "no such file"))
+
+
+def test_answers_that_do_not_fit_leave_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("eval.files.os.fsync", fail)
+    with pytest.raises(UserError, match="could not be written"):
+        write_answers(tmp_path / "answers.jsonl", [[1, 2]])
+    assert not list(tmp_path.iterdir())

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eval.files import write_text
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -141,10 +141,4 @@ def read_answers(path: Path) -> list[list[int]]:
 
 def write_answers(path: Path, answers: Sequence[list[int]]) -> None:
     """Write a file that `read_answers` reads, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for answer in answers:
-            file.write(json.dumps(answer) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text(path, "".join(json.dumps(answer) + "\n" for answer in answers))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from eval.bench import run_bench
 from eval.command import exit_status
+from eval.report import write_report
+from eval.results import read_results
 from eval.settings import BenchSettings
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
@@ -53,6 +55,8 @@ def finish(recipe: Recipe, outcome: Outcome) -> int:
     def act() -> int:
         folder, ground = outcome.folder, outcome.ground
         if folder.results.is_file():
+            if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
+                write_report(read_results(folder.results), folder.path)
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
         if recipe.target.adapter is not None:  # the best head's, and not the last step's

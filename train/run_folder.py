@@ -38,6 +38,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.provenance = path / "provenance.json"
         self.results = path / "results.json"
+        self.card = path / "README.md"
         self._lock: int | None = None
         self._made: list[Path] = []
 
