@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-shared", "-fPIC")
+COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")
 
 
@@ -22,7 +23,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(build(source, compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
         logger.info("%s could not be compiled (%s): torch's operations are used", source.name, error)
         return None
 
@@ -38,19 +39,31 @@ def find_compiler() -> str | None:
 
 
 def build(source: Path, compiler: str) -> Path:
-    """Compile into the user's cache, unless the library is there."""
+    """Compile into the user's cache, unless the library is there whole: its name ends in the hash of what is in it,
+    since a process that loads half a library is killed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
     digest = hashlib.sha256(source.read_bytes() + repr((compiler, FLAGS, processor())).encode())
-    path = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / path.name
-            command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
-            if subprocess.run([*command, "-fopenmp"], capture_output=True).returncode:
-                subprocess.run(command, capture_output=True, check=True)  # one thread then
-            made.replace(path)
-    return path
+    name = f"{source.stem}-{digest.hexdigest()[:16]}"
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem == f"{name}-{short_hash(path)}":
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / f"{name}.so"
+        command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+        if run([*command, "-fopenmp"]).returncode:
+            run(command).check_returncode()  # one thread then
+        return made.replace(folder / f"{name}-{short_hash(made)}.so")
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    """A compiler's work: seconds, and no questions asked."""
+    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS)
+
+
+def short_hash(path: Path) -> str:
+    """Of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def processor() -> str:

@@ -171,3 +171,26 @@ def test_a_compiler_that_fails_is_no_obstacle(
         assert kernels.load() is None
     assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))
     kernels.load.cache_clear()
+
+
+@compiled
+def test_half_a_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "half.c"
+    source.write_text("int half(void) { return 2; }\n")
+    compiler = compiling.find_compiler()
+    assert compiler is not None
+    whole = compiling.build(source, compiler)
+    before = whole.read_bytes()
+    assert compiling.build(source, compiler) == whole
+    whole.write_bytes(before[:1000])  # loaded, it would end the process
+    assert compiling.build(source, compiler).read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.delenv("XDG_CACHE_HOME")
+        patch.setattr(Path, "home", homeless)
+        assert compiling.compiled(source) is None
+
+
+def homeless() -> Path:
+    """What `Path.home` does for a user of whom the system knows nothing."""
+    raise RuntimeError("Could not determine home directory.")
