@@ -80,6 +80,13 @@ def check_folder(path: Path, name: str) -> None:
         raise UserError(f"{name} {path}: no permission to write there; name another")
 
 
+def check_file(path: Path, name: str) -> None:
+    """Refuse a file that could not be written, before hours are spent on what is to stand in it."""
+    if path.is_dir():
+        raise UserError(f"{name} {path}: expected a file, it is a folder; name a file in it")
+    check_folder(path.parent, name)
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error says that no space is left: on the disk, of a quota, or of what one file may have. safetensors
     raises its own kind, with the number in the text."""

@@ -174,9 +174,11 @@ class FrozenTarget:
         """
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
+        damaged = False
         try:
             features = self.packed_features(ids, slot - 5 * document, document, ())
             own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
+            damaged = not bool(own.isfinite().all())
             ours = self.ends.logits(features.hidden[:, -own.shape[1] :])
             own = own.to(ours.dtype)
             distance = float((ours - own).norm() / own.norm())
@@ -184,6 +186,8 @@ class FrozenTarget:
             fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
         except Exception as error:  # each family fails in its own way at arguments it does not know
             fits, reason = False, first_line(error)
+        if damaged:
+            raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
         if not fits:
             made = " ".join(self.model.config.architectures or ["?"])
             raise UserError(

@@ -32,7 +32,7 @@ from eval.command import (
     temperatures,
     trees,
 )
-from eval.files import check_folder
+from eval.files import check_file
 from eval.measure import Contender, Race, find_divergences, trace
 from eval.metrics import loop_share, tau
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 def audit(options: argparse.Namespace) -> int:
     """Run every setting; 1 if a token differs anywhere."""
     if options.out:
-        check_folder(options.out.parent, "--out")
+        check_file(options.out, "--out")
     opened = open_head(options)
     shapes = draft_shapes(options.trees, opened.head)
     room = prompt_room(opened.target, options.max_new_tokens, max(shape.nodes for shape in shapes))

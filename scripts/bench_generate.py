@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from eval.command import Parser, add_target_options, count, exit_status, open_target, prompt_room, seed
-from eval.files import check_folder
+from eval.files import check_file
 from eval.metrics import speedup, speedup_interval
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
 from eval.results import environment, target_facts, write_results
@@ -28,7 +28,7 @@ WARM_UP_TOKENS = 16
 def compare(options: argparse.Namespace) -> int:
     """Time both and print the ratio; 1 if their texts differ."""
     if options.out:
-        check_folder(options.out.parent, "--out")
+        check_file(options.out, "--out")
     target, tokenizer = open_target(options.target, options)
     room = prompt_room(target, options.max_new_tokens, 1)
     prompts = load_prompts(

@@ -3,25 +3,25 @@
 python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
 """
 
-import argparse
 import sys
 
 import torch
 
+from eval.command import Parser, count, exit_status
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.grown import SHAPES
 from eval.roofline import copy_bandwidth
+from heads.errors import UserError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kernels beside their floors.")
+    parser = Parser("Kernels beside their floors.")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--length", type=int, default=2048, help="tokens in the cache")
+    parser.add_argument("--rows", type=count, nargs="+", default=list(ROWS))
+    parser.add_argument("--length", type=count, default=2048, help="tokens in the cache")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no GPU is at hand: the kernels run on one", file=sys.stderr)
-        return 2
+        raise UserError("no GPU is at hand: the kernels run on one")
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name(device)}: copy bandwidth {bandwidth / 1e9:.0f} GB/s")
@@ -36,4 +36,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

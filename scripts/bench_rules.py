@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from eval.command import Parser, add_head_options, count, draft_shapes, exit_status, open_head, prompt_room, seed, trees
-from eval.files import check_folder
+from eval.files import check_file
 from eval.measure import trace
 from eval.metrics import (
     Interval,
@@ -94,7 +94,7 @@ def bench_rules(options: argparse.Namespace) -> int:
     """Decode, compare, print and write."""
     shapes = draft_shapes(options.trees)
     if options.out:
-        check_folder(options.out.parent, "--out")
+        check_file(options.out, "--out")
     sampling = Sampling(options.temperature, seed=options.seed)
     if options.temperature == 0:
         raise UserError("--temperature: at 0 all rules are one; ask for a higher one")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from eval.command import Parser, count, exit_status
+from eval.files import check_file
 from eval.results import write_results
 from heads.base import Batch, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -33,6 +34,8 @@ NUM_TAPS = 3
 
 def compare(options: argparse.Namespace) -> int:
     """Both variants, each in its own process; 1 if their losses differ."""
+    if options.out:
+        check_file(options.out, "--out")
     records = {}
     for variant in VARIANTS:
         command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]

@@ -22,8 +22,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from eval.command import Parser, exit_status  # noqa: E402
 from eval.environment import device_facts, versions  # noqa: E402
 from eval.gpu.parts import GROUPS, Bench  # noqa: E402
+from heads.errors import UserError  # noqa: E402
 
 SECONDS = {"checks": 90, "grown": 190, "identity": 90, "kernels": 40, "library": 130}
 """For each group, after which it begins no long part."""
@@ -105,7 +107,7 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Checks and measurements that need a GPU, in one record.")
+    parser = Parser("Checks and measurements that need a GPU, in one record.")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the quickstart's target")
     parser.add_argument("--shape", default="llama-3.1-8b", help="whose shape the target is grown to")
     parser.add_argument("--out", type=Path, help="where the record goes")
@@ -117,10 +119,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     if not torch.cuda.is_available():
-        print("no GPU is at hand: the suite measures one", file=sys.stderr)
-        return 2
+        raise UserError("no GPU is at hand: the suite measures one")
     return run_group(options) if options.group else run_suite(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

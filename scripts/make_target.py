@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.command import exit_status
-from eval.files import write_text
+from eval.files import check_folder, write_text
 from eval.target_card import Making, measure_target, target_card
 from heads.attention import causal_attention
 from heads.errors import UserError
 from train.checkpointing import join_optimizer, split_optimizer
 from train.launch import leave, make_accelerator, on_main
-from train.recipe import Train
+from train.recipe import Seed, Train
 from train.run_folder import whole_folder
 from train.strict_yaml import Settings, check, read_settings
 from train.target_text import CHAT_TEMPLATE, END, DataSettings, TokenizerSettings, prepare_text, special_tokens
@@ -73,7 +73,7 @@ class TrainSettings(Settings):
 
 class TargetRecipe(Settings):
     output_dir: str
-    seed: int
+    seed: Seed
     data: DataSettings = DataSettings()
     tokenizer: TokenizerSettings
     model: ModelSettings
@@ -90,6 +90,12 @@ def make_target(arguments: list[str]) -> int:
         raise UserError("\n".join(errors))
     assert isinstance(recipe, TargetRecipe)
     folder = Path(recipe.output_dir)
+    check_folder(folder, "output_dir")
+    heads, groups = recipe.model.num_attention_heads, recipe.model.num_key_value_heads
+    if heads % groups:
+        raise UserError(
+            f"model.num_attention_heads: expected a multiple of num_key_value_heads ({groups}), got {heads}"
+        )
     accelerator = make_accelerator(loop_settings(recipe))
     on_main(accelerator, lambda: prepare_text(recipe.tokenizer, recipe.data, folder))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)

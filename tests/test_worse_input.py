@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import datasets
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from eval.command import exit_status
-from eval.files import is_full_disk
+from eval.files import check_file, is_full_disk
 from eval.messages import apply_template
 from eval.prompts import HUB_SUITES, held_out_prompts, suite_records
 from eval.records import read_records
@@ -20,6 +22,7 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.lookup import LookupConfig
+from heads.target import load_target
 from train.answers import write_answers
 from train.recipe import load_recipe
 
@@ -155,3 +158,18 @@ def test_answers_that_do_not_fit_leave_nothing_half_written(tmp_path: Path, monk
     with pytest.raises(UserError, match="could not be written"):
         write_answers(tmp_path / "answers.jsonl", [[1, 2]])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_where_a_file_is_to_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out .*: expected a file, it is a folder"):
+        check_file(tmp_path, "--out")
+    check_file(tmp_path / "x.json", "--out")
+
+
+def test_a_target_whose_weights_are_not_finite(tiny_target_dir: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_target_dir, tmp_path / "target")
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="its logits are not finite"):
+        load_target(str(path))
