@@ -1,0 +1,102 @@
+"""No round makes the host wait for a device: every operation of it, with the kernels on and all code for CPUs off, is
+one that a GPU takes in without a word."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from eval.gpu.checks import SHAPE, make_target
+from eval.runtime.engine import Engine, Request
+from eval.runtime.prefill import read_prompts
+from eval.runtime.sampling import Sampling
+from heads.registry import build_head
+from heads.tree import parse_shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
+
+WAITS = {
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
+    *("aten::item", "aten::unique_dim", "aten::_unique2", "aten::bincount", "aten::lift_fresh"),
+}
+"""What a GPU's host waits for: sizes or values that only the device knows, and constants that the host sends."""
+
+
+class Watch(TorchDispatchMode):
+    """Fails at the first operation that would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        assert name not in WAITS, f"{name} waits for the device"
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
+            assert not masks, f"{name} by a mask waits for the device"
+        if name == "aten::repeat_interleave":
+            assert (kwargs or {}).get("output_size") is not None or not isinstance(args[-1], Tensor), f"{name} waits"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def unwatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # the interpreter is the host
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", unwatched)
+    monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", True)
+    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 128)):
+        monkeypatch.setitem(SHAPE, size, value)
+    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+    for module in ("eval.runtime.draws", "eval.runtime.state", "heads.native.drafting", "heads.native.stack"):
+        monkeypatch.setattr(f"{module}.load", lambda: None)
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "shape", "rule"),
+    [
+        ("llama", "eagle3", "tree:3x3x8", "match"),
+        ("qwen3_moe", "medusa", "static:3.2", "match"),
+        ("deepseek_v3", "mtp", "chain:2", "match"),
+        ("llama", "draft", "tree:2x3x7", "match"),
+        ("llama", "eagle3", "static:3.2", "ratio"),
+    ],
+)
+def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
+    target = make_target(family, torch.float32, torch.device("cpu"))
+    settings: dict[str, Any] = {"taps": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
+    settings = {"layers": [0, 1]} if kind == "draft" else settings
+    head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
+    engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64, rule=rule)
+    requests = [Request([5, 6, 7], 20, ignore_eos=True), Request([9, 8], 20, Sampling(0.9, top_k=9, seed=3), (), True)]
+    with torch.inference_mode():
+        read_prompts(engine.decoder, dict(enumerate(requests)))
+        engine.decoder.round(64)  # what is made once is made in warming up
+        before = engine.decoder.state.output_length.clone()
+        with Watch():  # type: ignore[no-untyped-call]
+            engine.decoder.round(64)
+            engine.reports.send()
+    assert (engine.decoder.state.output_length > before).all()
+
+
+def test_the_watch_sees_what_waits() -> None:
+    x, mask = torch.arange(4), torch.tensor([True, False, True, False])
+    for work in (
+        lambda: x[mask],
+        lambda: float(x.sum()),
+        lambda: torch.tensor([1, 2]),
+        lambda: x.repeat_interleave(x),
+        lambda: x.masked_select(mask),
+    ):
+        with pytest.raises(AssertionError, match="wait"), Watch():  # type: ignore[no-untyped-call]
+            work()
