@@ -8,8 +8,10 @@ Letters: B rows, N tokens of a step, R = B * N, S slots a row, D hidden, V vocab
 head dimension, C latent width, P rotary width.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from transformers.activations import ACT2FN
 from eval.runtime.accept import Acceptance
 from eval.runtime.kernels import accept, choose
 from eval.runtime.kernels.attention import ancestor_words, tree_attention
-from eval.runtime.kernels.backend import runs_kernels
+from eval.runtime.kernels.backend import runs_kernels, triton
 from eval.runtime.kernels.experts import MOST_ROWS, expert_mm
 from eval.runtime.kernels.layers import add_norm, rope_write, silu_mul
 from eval.runtime.products import Products, choose_products
@@ -34,12 +36,32 @@ from heads.native.slots import SlotCache
 from heads.target import Features, FrozenTarget
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+logger = logging.getLogger("draftsmith")
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def kernels_fit(target: FrozenTarget) -> bool:
-    """Whether kernels can run where the target lives, on numbers of its kind."""
-    return runs_kernels(target.head.weight) and target.dtype in DTYPES
+    """Whether kernels can run where the target lives, on numbers of its kind; a GPU without them is told of."""
+    on_gpu = target.device.type == "cuda"
+    reason = why_no_kernels(target.dtype, torch.cuda.get_device_capability(target.device)) if on_gpu else None
+    if reason is not None:
+        say_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
+    return reason is None and runs_kernels(target.head.weight) and target.dtype in DTYPES
+
+
+def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """What keeps a target on a GPU of that compute capability from the kernels, or None."""
+    if triton is None:
+        return "Triton is not installed"
+    if capability < (8, 0):
+        return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
+    return None if dtype in DTYPES else f"kernels take no {str(dtype).removeprefix('torch.')}"
+
+
+@cache
+def say_once(text: str) -> None:
+    """A warning, however many engines are made."""
+    logger.warning(text)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.hf import TargetStep
+from eval.runtime.kernel_step import say_once, why_no_kernels
 from eval.runtime.products import MAKERS, Products, rows_are_independent
 from eval.runtime.sampling import Sampling
 from heads.native.architectures import native_decoder
@@ -202,3 +203,16 @@ def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Call
     plain = Engine(target, batch_size=2, max_length=64).generate(requests)
     pinned = Engine(target, batch_size=2, max_length=64, pinned=4).generate(requests)
     assert [o.tokens for o in pinned] == [o.tokens for o in plain] and pinned[0].rounds == plain[0].rounds
+
+
+def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_no_kernels(torch.bfloat16, (9, 0)) is None
+    assert "compute capability 7.5 has no bfloat16" in str(why_no_kernels(torch.bfloat16, (7, 5)))
+    assert why_no_kernels(torch.float64, (9, 0)) == "kernels take no float64"
+    monkeypatch.setattr("eval.runtime.kernel_step.triton", None)
+    assert why_no_kernels(torch.bfloat16, (9, 0)) == "Triton is not installed"
+    for _ in range(2):
+        say_once("some target: decoded without kernels of its own")
+    assert caplog.messages == ["some target: decoded without kernels of its own"]
