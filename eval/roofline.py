@@ -31,6 +31,7 @@ from heads.cache import round_up
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.medusa import Medusa
+from heads.native.drafting import KernelMemory
 from heads.native.linear import Product
 from heads.recurrent import Recurrent
 from heads.tree import ancestors, grow, is_chain
@@ -232,19 +233,26 @@ def draft_bytes(decoder: Decoder) -> tuple[int, int]:
     module: Any = getattr(decoder.head, "draft", decoder.head)
     if not isinstance(module, torch.nn.Module):
         return 0, 0
-    K, weights = decoder.shape.depth, sum(bytes_of(parameter) for parameter in module.parameters())
+    width = bytes_a_weight(decoder)
+    K, weights = decoder.shape.depth, width * sum(parameter.numel() for parameter in module.parameters())
     if isinstance(module, Recurrent):  # the output head is read at every level, the modules after the first of them
-        output = module.readout(decoder.step.target.ends)
-        own = sum(bytes_of(p) for p in module.parameters() if p.data_ptr() != output.data_ptr())
-        fuse = bytes_of(module.fc.weight) if isinstance(module, Eagle3) else 0
+        readout = module.readout(decoder.step.target.ends)
+        output = width * readout.numel()
+        own = width * sum(p.numel() for p in module.parameters() if p.data_ptr() != readout.data_ptr())
+        fuse = width * module.fc.weight.numel() if isinstance(module, Eagle3) else 0
         used = sum(module.num_modules - min(level, module.num_modules - 1) for level in range(1, K))
-        return K * bytes_of(output) + used * (own - fuse) // module.num_modules, own
+        return K * output + used * (own - fuse) // module.num_modules, own
     return (weights, 0) if isinstance(module, Medusa) else (K * weights, 0)
 
 
-def bytes_of(weight: Tensor) -> int:
-    """Of one tensor."""
-    return weight.numel() * weight.element_size()
+def bytes_a_weight(decoder: Decoder) -> int:
+    """Of what drafts: the CPU kernels hold a head in bfloat16, whatever it is loaded in."""
+    state = decoder.head_state
+    on_kernels = isinstance(getattr(state, "memory", None), KernelMemory) or any(
+        level.out.packed is not None for level in getattr(state, "levels", ())
+    )
+    module: Any = getattr(decoder.head, "draft", decoder.head)
+    return 2 if on_kernels else next(module.parameters()).element_size()
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
