@@ -18,6 +18,7 @@ from eval.page import render_page
 from eval.plots import write_plots
 from eval.results import Results, read_results
 from eval.wording import (
+    LOCAL_MODEL,
     adaptive_line,
     audit_line,
     depth_warning,
@@ -26,6 +27,7 @@ from eval.wording import (
     exact_cell,
     is_adapted,
     is_exact,
+    is_hub_id,
     number,
     percent,
     rule_text,
@@ -124,25 +126,40 @@ def write_report(results: Results, folder: Path) -> None:
     write_model_card(results, folder / "README.md")
 
 
-def write_model_card(results: Results, path: Path, *, training: str = "") -> None:
-    """The model card: what the Hub reads, what the head is, how it was trained (Markdown, may be empty), its
-    figures."""
+def write_model_card(results: Results, path: Path) -> None:
+    """The model card of a results.json, as a file."""
+    write_text(path, model_card(results))
+
+
+def model_card(results: Results, *, about: str = "", license: str | None = None) -> str:
+    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures."""
     name, kind = results["target"]["name"], results["head"]["kind"]
-    base = [f"base_model: {name}"] if short_name(name) == name and "/" in name else []
-    front = ["---", "library_name: draftsmith", *base, "tags:", "- speculative-decoding", f"- {kind}", "---"]
     sameness = "in law" if "kind" in results["exact"] else "token for token"
     intro = (
-        f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for `{short_name(name)}`. It proposes "
+        f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}. It proposes "
         f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
     )
     if is_adapted(results):
         intro += (
             " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
             "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
-            f"target. Its text is not that of `{short_name(name)}` as it is."
+            f"target. Its text is not that of {quoted(name)} as it is."
         )
-    parts = ["\n".join(front), f"# {heading(results)}", intro, training.strip(), card_section(results)]
-    write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+    parts = [front_matter(kind, name, license), f"# {heading(results)}", intro, about.strip(), card_section(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def front_matter(kind: str, target: str, license: str | None = None) -> str:
+    """What the Hub reads of a model card: YAML between two rules. A target that is a local folder is not named."""
+    base = [f"base_model: {target}"] if is_hub_id(target) else []
+    rights = [f"license: {license}"] if license else []
+    lines = ["library_name: draftsmith", *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def quoted(target: str) -> str:
+    """A target's name in Markdown."""
+    return target if target == LOCAL_MODEL else f"`{short_name(target)}`"
 
 
 def card_section(results: Results) -> str:

@@ -1,12 +1,16 @@
 """How figures are put into words, the same in the terminal, on the page and in the model card."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
+LOCAL_MODEL = "a local model"
+"""What a target is called in public that lies in a folder and not on the Hub."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -81,6 +85,13 @@ def short_name(path: str) -> str:
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
         return path
     return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is OWNER/NAME as the Hub has them, and no folder here."""
+    part = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+    whole = re.fullmatch(rf"{part}/{part}", name) is not None
+    return whole and "--" not in name and ".." not in name and len(name) <= 96 and not Path(name).exists()
 
 
 def rule_text(results: Results) -> str:

@@ -244,6 +244,8 @@ def check_fits(path: str | Path, target: FrozenTarget) -> None:
 
 
 def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTarget) -> None:
+    known = trained_for["name"]  # none in a published head of a target in a folder
+    where = "a target" if known is None else f"target {known}"
     for name, ours, theirs in (
         ("hidden size", trained_for["hidden_size"], target.hidden_size),
         ("vocabulary", trained_for["vocab_size"], target.vocab_size),
@@ -252,7 +254,7 @@ def _check_base(path: str | Path, trained_for: dict[str, Any], target: FrozenTar
     ):
         if ours != theirs:
             raise UserError(
-                f"{path}: trained for target {trained_for['name']} with {name} {ours}, but {target.name} has {theirs}; "
+                f"{path}: trained for {where} with {name} {ours}, but {target.name} has {theirs}; "
                 "measure it on its own target"
             )
 

@@ -1,0 +1,198 @@
+"""What of a run is published: its head's files and its model card, and no word of where they were made.
+
+A head's record names its target, its data and its command as they were given, often as paths with a user's name in
+them. What is published keeps ids of the Hub; of a path it keeps the last part, and the target becomes "a local model".
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.report import front_matter, model_card, quoted
+from eval.results import Results, read_results
+from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
+from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from heads.checkpoint import CONFIG, WEIGHTS, find_head, load_head, read_config, seal
+from heads.errors import UserError
+from heads.target import first_line
+
+CARD, PLOT = "README.md", "plots/acceptance.png"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+OTHERS = (
+    *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+"""What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
+PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
+"""Keys under which transformers notes where a file was read."""
+
+Contents = dict[str, Path | bytes]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files by their names in the repository (a file here, or the bytes themselves), and what they are."""
+
+    files: Contents
+    kind: str
+    base_model: str | None
+    results: Results | None
+
+    @property
+    def card(self) -> str:
+        """The model card."""
+        data = self.files[CARD]
+        assert isinstance(data, bytes)
+        return data.decode()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
+        }
+
+
+def collect(
+    run: Path, repo_id: str, *, base_model: str | None = None, license: str | None = None, unmeasured: bool = False
+) -> Publication:
+    """What is to be published of a run. UserError where the head is damaged, was not measured (unless `unmeasured`),
+    or is not exact."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder; expected a run directory")
+    folder = find_head(run)
+    head, record = load_head(folder), read_config(folder)
+    results = measured(folder, record, unmeasured)
+    name = record["target"]["name"]
+    base = base_model or (name if isinstance(name, str) and is_hub_id(name) else None)
+    target = base or LOCAL_MODEL
+    files = head_files(folder, record, base)
+    about = usage(repo_id, base)
+    if results is None:
+        parameters = sum(weight.numel() for weight in head.parameters())
+        intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
+        parts = [front_matter(record["kind"], target, license), f"# {record['kind']} on {target}", intro, about]
+        card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
+    else:
+        shown = {**results, "target": {**results["target"], "name": target}}
+        card = model_card(shown, about=about, license=license)
+        plot = folder.parent / PLOT
+        if plot.is_file():
+            files[PLOT] = plot
+        else:
+            card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
+    files[CARD] = card.encode()
+    check_private(files)
+    return Publication(files, record["kind"], base, results)
+
+
+def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results | None:
+    """The results of the run that a head's folder is in; None where there are none and that is wanted."""
+    file = folder.resolve().parent / "results.json"
+    if not file.is_file():
+        if unmeasured:
+            return None
+        raise UserError(
+            f"{file}: none, the head was never measured; run eval/bench.py {folder} --out {file.parent}, "
+            "or publish it --unmeasured"
+        )
+    results = read_results(file)
+    if not is_exact(results):
+        number = len(results["exact"]["divergences"])
+        raise UserError(
+            f"{file}: the audit failed, {number} outputs are not the target's own; "
+            "only a head whose audit holds is published"
+        )
+    theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
+    if theirs != {"kind": record["kind"], "config": record["config"]}:
+        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py --out")
+    if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
+        raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
+    return results
+
+
+def usage(repo_id: str, base: str | None) -> str:
+    """How the published head is run."""
+    target = "" if base else " --target FOLDER_OF_THE_TARGET"
+    return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
+
+
+def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
+    """The files of a head's folder that belong to it, records freed of local paths."""
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), WEIGHTS: folder / WEIGHTS}
+    for name in OTHERS:
+        if (folder / name).is_file():
+            place = folder / name
+            files[name] = without_places(place) if name == TOKENIZER_CONFIG else place
+    if record["target"].get("adapter"):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (folder / ADAPTER / name).is_file():
+                raise UserError(f"{folder / ADAPTER / name}: missing; the head is for the target with this adapter")
+        config = read_object(folder / ADAPTER / ADAPTER_CONFIG)
+        files[f"{ADAPTER}/{ADAPTER_CONFIG}"] = as_json({**config, "base_model_name_or_path": base})
+        files[f"{ADAPTER}/{ADAPTER_WEIGHTS}"] = folder / ADAPTER / ADAPTER_WEIGHTS
+    return files
+
+
+def public_config(file: Path, base: str | None) -> bytes:
+    """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
+    config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    ours = dict(config["draftsmith"])
+    ours["target"] = {**without_paths(ours["target"]), "name": base}
+    ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}
+    provenance = without_paths({key: value for key, value in ours.get("provenance", {}).items() if key != "command"})
+    if isinstance(provenance.get("target"), dict):
+        provenance["target"]["path"] = base or LOCAL_MODEL
+    ours["provenance"] = provenance
+    ours["seal"] = seal(ours)
+    return as_json({**config, "draftsmith": ours})
+
+
+def without_paths(value: Any) -> Any:
+    """The same, of every path in it only the last part. Ids of the Hub stay; so do texts that are no paths."""
+    match value:
+        case dict():
+            return {key: without_paths(item) for key, item in value.items()}
+        case list():
+            return [without_paths(item) for item in value]
+        case str():
+            return ",".join(last_part(part) for part in value.split(","))
+        case _:
+            return value
+
+
+def last_part(text: str) -> str:
+    """The last part of a path or an address, less what follows a question mark."""
+    if "/" not in text or is_hub_id(text):
+        return text
+    return text.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def without_places(file: Path) -> bytes:
+    """A JSON file less the keys that say where it was read."""
+    return as_json({key: value for key, value in read_object(file).items() if key not in PLACES})
+
+
+def check_private(files: Contents) -> None:
+    """Refuse a text of ours in which the user's home still stands. UserError names the file."""
+    home = os.path.expanduser("~").rstrip("/")
+    for name, data in files.items():
+        if home and isinstance(data, bytes) and f"{home}/".encode() in data:
+            raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; UserError where it does not."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a JSON object ({first_line(error)})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return found
+
+
+def as_json(value: Any) -> bytes:
+    """As a head's files are written."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,333 @@
+"""What is published of a run loads again by its hub id, names no path of this machine, and what must not go out does
+not."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import CommitOperationAdd
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
+from rich.console import Console
+
+from eval.bench import run_bench
+from eval.command import exit_status
+from eval.settings import BenchSettings
+from heads.checkpoint import load_head, read_config, save_head, target_record
+from heads.registry import build_head
+from heads.target import load_target, load_tokenizer
+from scripts import publish
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "hf_" + "s3cret" * 5
+REPO = "ann/a-head"
+
+
+class StandInHub:
+    """A hub in a cache folder of the form that huggingface_hub reads, so that what is committed can be loaded."""
+
+    def __init__(self, cache: Path):
+        self.cache = cache
+        cache.mkdir()
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.commits: list[str] = []
+        self.private: dict[str, bool] = {}
+        self.fault: Exception | None = None
+
+    def whoami(self) -> dict[str, Any]:
+        if self.fault is not None:
+            raise self.fault
+        return {"name": "ann", "orgs": [{"name": "good-people"}]}
+
+    def model_info(self, repo_id: str) -> SimpleNamespace:
+        if repo_id not in self.repos:
+            raise RepositoryNotFoundError("404", response=answer(404))
+        return SimpleNamespace(private=self.private[repo_id])
+
+    def revision_exists(self, repo_id: str, branch: str) -> bool:
+        return False
+
+    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
+        return list(self.repos[repo_id])
+
+    def hf_hub_download(self, repo_id: str, name: str, *, revision: str | None) -> str:
+        file = self.cache / "fetched"
+        file.write_bytes(self.repos[repo_id][name])
+        return str(file)
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+        assert exist_ok
+        self.repos.setdefault(repo_id, {".gitattributes": b""})
+        self.private.setdefault(repo_id, bool(private))
+
+    def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
+        assert exist_ok
+
+    def create_commit(
+        self, repo_id: str, operations: Sequence[CommitOperationAdd], *, commit_message: str, revision: str | None
+    ) -> SimpleNamespace:
+        for operation in operations:
+            data = operation.path_or_fileobj
+            self.repos[repo_id][operation.path_in_repo] = (
+                data if isinstance(data, bytes) else Path(str(data)).read_bytes()
+            )
+        commit = hashlib.sha1(repr(sorted(self.repos[repo_id].items())).encode()).hexdigest()
+        self.commits.append(commit)
+        folder = self.cache / f"models--{repo_id.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / (revision or "main")).write_text(commit)
+        for name, data in self.repos[repo_id].items():
+            file = folder / "snapshots" / commit / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/{commit}")
+
+
+def answer(status: int) -> Any:
+    return SimpleNamespace(status_code=status, headers={}, request=None)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> Path:
+    """A run as training leaves it: head, results, report, and checkpoints; its data lay in a user's home."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    target, tokenizer = load_target(str(tiny_target_dir)), load_tokenizer(str(tiny_target_dir))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = build_head("eagle3", {}, target, torch.ones(target.vocab_size))
+    home = os.path.expanduser("~")
+    provenance = {
+        "command": ["eagle.py", f"{home}/recipes/mine.yaml"],
+        "target": {"path": target.name},
+        "data": {"sources": [{"kind": "chat", "path": f"{home}/secret/chats.jsonl"}, {"path": "org/chats"}]},
+    }
+    save_head(head, run / "head", target=target_record(target), provenance=provenance)
+    (run / "checkpoints/step-1").mkdir(parents=True)
+    (run / "checkpoints/step-1/optimizer.safetensors").write_bytes(b"states")
+    (run / "head/notes.txt").write_text("for me alone")
+    (run / "recipe.yaml").write_text(f"output_dir: {run}\n")
+    (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "x = [1, 2"}\n')
+    settings = BenchSettings(prompts=str(run.parent / "prompts.jsonl"), trees=("chain:2",), max_new_tokens=8, repeats=1)
+    run_bench(
+        target,
+        load_head(run / "head"),
+        tokenizer,
+        settings,
+        head_path=str(run / "head"),
+        out=run,
+        console=Console(quiet=True),
+    )
+    return run
+
+
+@pytest.fixture
+def run(measured: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(measured, tmp_path / "run"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
+    hub = StandInHub(tmp_path / "hub")
+    monkeypatch.setattr(publish, "HfApi", lambda token: hub if token == TOKEN else None)
+    monkeypatch.setattr(publish, "get_token", lambda: TOKEN)
+    return hub
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["publish.py", *map(str, words)])
+    return exit_status(lambda: publish.publish(publish.parse_arguments()))
+
+
+def front_matter(card: bytes) -> dict[str, Any]:
+    found = yaml.safe_load(card.decode().split("---")[1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_what_is_published_loads_and_is_measured_by_its_hub_id(
+    run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, REPO, "--license", "apache-2.0") == 0
+    assert len(hub.commits) == 1
+    held = hub.repos[REPO]
+    assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
+    assert front_matter(held["README.md"]) == {
+        "library_name": "draftsmith",
+        "license": "apache-2.0",
+        "tags": ["speculative-decoding", "eagle3"],
+    }
+    snapshot = hub.cache / "models--ann--a-head/snapshots" / hub.commits[0]
+    ours, theirs = load_head(run / "head").state_dict(), load_head(snapshot).state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    command = [sys.executable, "eval/bench.py", REPO, "--tree", "chain:2", "--repeats", "1", "--max-new-tokens", "8"]
+    command += ["--prompts", str(run.parent / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n')
+    environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
+
+    def bench(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+    done = bench()
+    assert done.returncode == 2 and "give --target" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    done = bench("--target", str(tiny_target_dir))
+    assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+
+
+def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    held = hub.repos[REPO]
+    record = json.loads(held["config.json"])["draftsmith"]
+    assert record["target"]["name"] == record["provenance"]["target"]["path"] == "org/the-target"
+    assert record["provenance"]["data"]["sources"] == [
+        {"kind": "chat", "path": "chats.jsonl"},
+        {"path": "org/chats"},
+    ]
+    assert front_matter(held["README.md"])["base_model"] == "org/the-target"
+    before = read_config(run / "head")
+    for secret in (os.path.expanduser("~") + "/", str(run.parent), before["target"]["name"], "mine.yaml", TOKEN):
+        assert not any(secret.encode() in data for data in held.values()), secret
+
+
+def test_a_path_that_nobody_cleans_stops_it(
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run / "head/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "made_in": os.path.expanduser("~/work")}))
+    assert call(monkeypatch, run, REPO) == 2
+    assert capsys.readouterr().err.startswith("error: config.json: would name a path") and not hub.repos
+
+
+def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "HfApi", lambda token: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(publish, "get_token", lambda: pytest.fail("a token was asked for"))
+    (run / "plots/acceptance.png").unlink()
+    assert call(monkeypatch, run, REPO, "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert f"{(run / 'head/model.safetensors').stat().st_size:,} bytes  model.safetensors" in shown
+    assert "optimizer" not in shown and "notes.txt" not in shown and "acceptance.png" not in shown
+    assert "| chain:2 | greedy |" in shown and "2 of 2 prompts" in shown
+
+
+def test_a_head_without_results_is_published_as_unmeasured_only(
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "results.json").unlink()
+    assert call(monkeypatch, run, REPO) == 2
+    assert "never measured" in capsys.readouterr().err and not hub.repos
+    assert call(monkeypatch, run / "head", REPO, "--unmeasured", "--private") == 0
+    assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda results: results["exact"]["divergences"].append({}), "the audit failed"),
+        (lambda results: results["head"]["config"].update(depth=9), "measured another head"),
+        (lambda results: results["target"].update(fingerprint="0"), "on another target"),
+    ],
+)
+def test_results_that_do_not_vouch_for_the_head_stop_it(
+    run: Path,
+    hub: StandInHub,
+    spoil: Any,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = json.loads((run / "results.json").read_text())
+    spoil(results)
+    (run / "results.json").write_text(json.dumps(results))
+    assert call(monkeypatch, run, REPO, "--unmeasured") == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1 and not hub.repos
+
+
+def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = run / "head/adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    (adapter / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "/home/ann/target"}')
+    file = run / "head/config.json"
+    config = json.loads(file.read_text())
+    config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
+    del config["draftsmith"]["seal"]
+    file.write_text(json.dumps(config))
+    assert call(monkeypatch, run, REPO) == 0
+    held = hub.repos[REPO]
+    assert held["adapter/adapter_model.safetensors"] == b"weights"
+    assert json.loads(held["adapter/adapter_config.json"]) == {"r": 4, "base_model_name_or_path": None}
+
+
+@pytest.mark.parametrize(
+    "repo_id", ["a-head", "ann/a/head", "ann/", "../head", "ann/a head", "https://hub/ann", "a--b/c"]
+)
+def test_what_is_no_repository_is_refused(
+    repo_id: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, repo_id) == 2
+    error = capsys.readouterr().err
+    assert "expected OWNER/NAME" in error and len(error.splitlines()) == 1 and not hub.repos
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
+        (NetworkError(f"no route\nwith {TOKEN}"), "cannot be reached"),
+        (TimeoutError(f"waited with {TOKEN}"), "cannot be reached"),
+        (HfHubHTTPError(f"401 {TOKEN}", response=answer(401)), "does not take the token"),
+        (HfHubHTTPError(f"403 {TOKEN}", response=answer(403)), "may not write"),
+        (HfHubHTTPError(f"500 {TOKEN}", response=answer(500)), "the Hub refused"),
+    ],
+)
+def test_what_goes_wrong_between_is_one_line_without_the_token(
+    fault: Exception,
+    said: str,
+    run: Path,
+    hub: StandInHub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.fault = fault
+    assert call(monkeypatch, run, REPO) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and len(shown.err.splitlines()) == 1
+    assert TOKEN not in shown.err + shown.out and not hub.repos
+
+
+def test_without_a_token_nothing_is_tried(
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "get_token", lambda: None)
+    assert call(monkeypatch, run, REPO) == 2
+    assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
+
+
+def test_anothers_repository_and_another_model_are_left_alone(
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, "bob/a-head") == 2
+    assert "bob/a-head: another's" in capsys.readouterr().err
+    hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
+    hub.private[REPO] = False
+    assert call(monkeypatch, run, REPO) == 2
+    assert "holds another model" in capsys.readouterr().err
+    hub.repos[REPO] = {"README.md": b"soon"}
+    assert call(monkeypatch, run, REPO, "--private") == 2
+    assert "is public" in capsys.readouterr().err and not hub.commits
+    assert call(monkeypatch, run, REPO) == call(monkeypatch, run, REPO, "--revision", "v2") == 0  # a head's own place
+    assert call(monkeypatch, run, "Good-People/a-head") == 0
