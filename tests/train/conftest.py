@@ -118,8 +118,8 @@ def save_linear(
 @pytest.fixture
 def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
-    monkeypatch.setattr("train.recipe.HEADS", {"linear": LinearHead})
-    monkeypatch.setattr("train.recipe.recipe_settings", lambda kind: ["depth", "taps", "scale"])
+    monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
+    monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "taps", "scale"])
     monkeypatch.setattr("train.preparing.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
