@@ -227,8 +227,8 @@ def test_a_broken_checkpoint_is_passed_over(
 
 
 def test_a_diverged_run_stops_with_advice(settings: Settings, write_recipe: WriteRecipe) -> None:
-    settings["head"]["scale"] = 1.0
-    settings["train"] |= {"lr": 1e30, "max_grad_norm": 1e30}
+    # Each step multiplies the weights by 1 - lr * weight_decay.
+    settings["train"] |= {"max_steps": 12, "lr": 100.0, "weight_decay": 100.0}
     with pytest.raises(UserError, match=r"diverged; lower train\.lr"):
         run(settings, write_recipe)
 
