@@ -151,10 +151,21 @@ def default_out(folder: Path) -> Path:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
-    add_head_options(parser)
+    add_head_options(parser, optional=True)
+    parser.add_argument("--head", dest="named", metavar="HEAD", help="the head, as a sweep's agent names it")
     add_measure_options(parser)
     parser.add_argument("--roofline", action="store_true", help="time every part of a round beside its floor")
-    return parser.parse_args(arguments)
+    options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
+    if (options.head is None) == (options.named is None):
+        parser.error("expected a head, once")
+    options.head = options.head or options.named
+    return options
+
+
+def hyphenated(word: str) -> str:
+    """An option spelled as sweeps do, --batch_size=4, with hyphens in its name."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
 
 
-def add_head_options(parser: argparse.ArgumentParser) -> None:
+def add_head_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """The head, and options that say how its target is loaded."""
-    parser.add_argument("head", help=HEAD_HELP)
+    parser.add_argument("head", nargs="?" if optional else None, help=HEAD_HELP)
     parser.add_argument("--target", help="the target's path; by default the one the head was trained for")
     add_target_options(parser)
 

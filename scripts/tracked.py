@@ -1,0 +1,103 @@
+"""A measurement as a wandb run, and a sweep of them under a wandb server.
+
+    python scripts/tracked.py eval/bench.py --head=runs/quickstart --tree=chain:5    # what a sweep file's command runs
+    python scripts/tracked.py --agent recipes/sweeps/quickstart-drafts.yaml          # wandb sweep, then wandb agent
+
+The first runs the program with its arguments and tells wandb the figures of the results.json it leaves (in --out, else
+in runs/wandb/ID); with WANDB_MODE=disabled it only runs it. Exit status: the program's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.command import Parser, count, exit_status
+from eval.files import read_given
+from eval.results import read_results
+from eval.sweep_file import figures_of, read_sweep
+from heads.errors import UserError
+from heads.target import first_line
+
+
+def run_tracked(words: list[str]) -> int:
+    """Run a program that writes results.json into --out, as a wandb run: the program's exit status."""
+    if os.environ.get("WANDB_MODE") == "disabled":
+        return subprocess.run([sys.executable, *words]).returncode
+    given = next((Path(word.removeprefix("--out=")) for word in words if word.startswith("--out=")), None)
+    run = start(words, given or Path())
+    out = given or Path("runs/wandb") / run.id
+    status = 1
+    try:
+        status = subprocess.run([sys.executable, *words, *([] if given else [f"--out={out}"])]).returncode
+        if (out / "results.json").is_file():
+            results = read_results(out / "results.json")
+            run.log({name: value for name, value in figures_of(results).items() if value is not None})
+            exact = results["exact"]
+            run.summary.update({"prompts": exact["prompts"], "divergences": len(exact["divergences"])})
+    finally:
+        run.finish(exit_code=status)
+    return status
+
+
+def start(words: list[str], folder: Path) -> Any:
+    """A wandb run whose config are the options; an agent's run where one started this process."""
+    import wandb
+
+    options = [word[2:].partition("=") for word in words if word.startswith("--") and not word.startswith("--out=")]
+    config = {name.replace("_", "-"): value if equals else True for name, equals, value in options}
+    in_sweep = "WANDB_SWEEP_ID" in os.environ
+    # wandb would otherwise upload the code, the git remote and everything printed, where a token may stand.
+    settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
+    try:
+        return wandb.init(
+            project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
+            config=None if in_sweep else config,
+            dir=str(folder),
+            settings=settings,
+        )
+    except wandb.errors.Error as error:
+        raise UserError(f"wandb does not start ({said(error)}); log in, or set WANDB_MODE=offline") from None
+
+
+def run_agent(file: Path, runs: int | None) -> int:
+    """Make a sweep of a file on the server, and work it off here."""
+    import wandb
+
+    read_sweep(file)
+    config = yaml.safe_load(read_given(file, "a sweep file"))
+    try:
+        sweep_id = wandb.sweep(config, project=config.get("project", "draftsmith"), entity=config.get("entity"))
+        wandb.agent(sweep_id, count=runs)
+    except (wandb.errors.Error, OSError) as error:
+        raise UserError(f"wandb: no sweep ({said(error)}); log in, or sweep with --wandb offline") from None
+    return 0
+
+
+def said(error: Exception) -> str:
+    """The first line of what wandb says."""
+    return first_line(error) or type(error).__name__
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """The command line of a sweep's start."""
+    parser = Parser("Start a wandb sweep of a file and work it off.")
+    parser.add_argument("--agent", type=Path, required=True, help="a sweep file")
+    parser.add_argument("--count", type=count, help="runs at most")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    """A program's words, or --agent FILE."""
+    if words and not words[0].startswith("-"):
+        return run_tracked(words)
+    options = parse_arguments(words)
+    return run_agent(options.agent, options.count)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

@@ -1,0 +1,247 @@
+"""A sweep file is walked as wandb would walk it, a setting that fails takes no other with it, and nothing is measured
+twice."""
+
+import csv
+import json
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+import yaml
+
+from eval import environment, sweep
+from eval.bench import bench_command
+from eval.bench import parse_arguments as parse_bench
+from eval.command import exit_status
+from eval.settings import to_settings
+from eval.sweep_file import Sweep, ranked, read_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
+COMMAND = ["${env}", "${interpreter}", "scripts/tracked.py", "${program}", "${args_no_boolean_flags}"]
+GOOD: dict[str, Any] = {
+    "program": "eval/bench.py",
+    "method": "grid",
+    "metric": {"name": "tau", "goal": "maximize"},
+    "parameters": {"head": {"value": "lookup:2"}, "tree": {"values": ["chain:1", "chain:3"]}},
+    "command": COMMAND,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A sweep file; a change to None takes the key out."""
+    file = folder / "sweep.yaml"
+    kept = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+    file.write_text(yaml.safe_dump(kept, sort_keys=False))
+    return file
+
+
+def call(*words: object) -> int:
+    return exit_status(lambda: sweep.run_sweep(sweep.parse_arguments([str(word) for word in words])))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that a sweep starts; the program runs in this process, whose imports are done."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], *, stdout: IO[str], stderr: int, env: dict[str, str]) -> SimpleNamespace:
+        started.append(command)
+        words = command[command.index("eval/bench.py") + 1 :]
+        with redirect_stdout(stdout), redirect_stderr(stdout):
+            status = exit_status(lambda: bench_command(parse_bench(words)))
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(environment, "commit", lambda: "a test's")  # asks git, by subprocess.run
+    monkeypatch.chdir(ROOT)
+    return started
+
+
+def test_a_grid_is_measured_sorted_and_gone_on_with(
+    tiny_target_dir: Path, tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
+    parameters = {
+        **GOOD["parameters"],
+        "target": {"value": str(tiny_target_dir)},
+        "prompts": {"value": str(tmp_path / "prompts.jsonl")},
+        "max_new_tokens": {"values": [24, 100_000]},  # the second has no room in the target's context
+        "repeats": {"value": 1},
+        "adaptive": {"value": False},
+    }
+    out = tmp_path / "out"
+    words = write(tmp_path, parameters=parameters), "--out", out
+    assert call(*words) == 2
+    assert len(calls) == 4
+    shown = capsys.readouterr().out
+    assert shown.count("1 of 1") == 2 and shown.count("failed") == 2 and "leave no room" in shown
+    record = json.loads((out / "sweep.json").read_text())
+    taus = [row["figures"].get("tau") for row in record["rows"]]
+    assert None not in taus[:2] and taus[0] >= taus[1] and taus[2:] == [None, None]
+    best = json.loads((out / record["rows"][0]["folder"] / "results.json").read_text())
+    assert best["tau"]["mean"] == taus[0] and best["tree"] == record["rows"][0]["setting"]["tree"]
+    with (out / "sweep.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["tau"] for row in table] == [*(str(tau) for tau in taus[:2]), "", ""]
+
+    calls.clear()
+    (out / record["rows"][1]["folder"] / "results.json").write_text("{")  # cut short: as good as none
+    assert call(*words) == 2
+    assert sorted(Path(command[-1].removeprefix("--out=")).name for command in calls) == sorted(
+        row["folder"] for row in record["rows"][1:]
+    )
+
+    calls.clear()
+    parameters["max_new_tokens"] = {"values": [24]}
+    (tmp_path / "prompts.jsonl").write_text('{"text": "other text, other text"}\n')
+    assert call(write(tmp_path, parameters=parameters), "--out", out) == 0
+    assert len(calls) == 2, "other prompts are another measurement"
+
+
+def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
+    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write(tmp_path), tmp_path / "out"
+    found = read_sweep(file)
+    for setting in found.settings():
+        place = out / sweep.place_of(found, setting)
+        place.mkdir(parents=True)
+        (place / "results.json").write_text(json.dumps(failed_results()))
+    assert call(file, "--out", out) == 1 and not calls
+    assert "an output was not the target's own" in capsys.readouterr().out
+
+
+def failed_results() -> dict[str, Any]:
+    """A results.json of a head that changed one of two texts."""
+    figures = {
+        "tree": "chain:1",
+        "temperature": 0.0,
+        "exact": {"prompts": 2, "identical": 1, "divergences": [{}]},
+        "tau": {"mean": 1.5, "ci95": None},
+        "alpha": [0.5],
+        "accepted_histogram": [1, 1],
+        "baseline": {"tokens_per_second": 10.0, "ms_per_token": 100.0},
+        "speculative": {"tokens_per_second": 15.0, "ms_per_round": 100.0},
+        "speedup": None,
+        "loop_share": 0.0,
+    }
+    places = ("target", "head", "device", "dtype", "versions", "settings", "suites", "samples")
+    return {"schema_version": 1, **{place: {} for place in places}, **figures, "measurements": [figures]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": "grid"}, "unknown key 'methods'; did you mean method?"),
+        ({"early_terminate": {"type": "hyperband"}}, "unknown key 'early_terminate'"),
+        ({"method": None}, "lacks method"),
+        ({"method": "gird"}, "method: expected grid, random or bayes"),
+        ({"method": "bayes"}, "needs a server"),
+        ({"method": "random"}, "give run_cap or --count"),
+        ({"program": "train/eagle.py"}, "program: expected eval/bench.py"),
+        ({"program": "elsewhere/eval/bench.py"}, "no elsewhere/eval/bench.py here"),
+        ({"run_cap": 0}, "run_cap: expected a whole number"),
+        ({"metric": {"name": "tau"}}, "metric: expected a name and a goal"),
+        ({"metric": {"name": "taw", "goal": "maximize"}}, "metric: expected tau, speedup"),
+        ({"parameters": {}}, "parameters: expected options"),
+        ({"parameters": {"tree": "chain:5"}}, "parameters.tree: expected value, values, or min and max"),
+        ({"parameters": {"tree": {"values": []}}}, "parameters.tree: values: expected a list"),
+        ({"parameters": {"top_p": {"min": 1, "max": 0.5}}}, "parameters.top_p: expected numbers, min below max"),
+        ({"parameters": {"top_p": {"min": 0.5, "max": 1}}}, "parameters.top_p: a grid needs value or values"),
+        ({"parameters": {"out": {"value": "x"}}}, "parameters.out: every setting has a folder"),
+        ({"parameters": {"tree": {"value": "chain:5"}}}, "expected a head, once"),
+        ({"parameters": {"head": {"value": "runs/none"}}}, "runs/none"),
+        ({"parameters": {"head": {"value": "lookup:2"}, "tree": {"values": ["chain:2", "chian:2"]}}}, "chian:2"),
+        ({"parameters": {"head": {"value": "lookup:2"}, "trees": {"value": 1}}}, "--trees"),
+        ({"command": ["${program}"]}, "command: expected ${args_no_boolean_flags} once"),
+        ({"command": ["${program}", "${args_json}"]}, "command: ${args_json}: expected one of"),
+        (
+            {"command": None, "parameters": {"head": {"value": "lookup:2"}, "adaptive": {"values": [True, False]}}},
+            "which is a switch",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(
+    changes: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    calls: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(write(tmp_path, **changes), "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+    assert not calls and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "method: grid\nprogram: eval/bench.py\nparameters: 3\n"])
+def test_what_is_no_sweep_file_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: list[list[str]]
+) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    assert call(tmp_path / "bad.yaml") == 2 and call(tmp_path / "none.yaml") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_wandb_is_promised_only_where_it_will_hear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: list[list[str]]
+) -> None:
+    assert call(write(tmp_path, command=None), "--wandb", "offline") == 2
+    assert "wandb hears of nothing" in capsys.readouterr().err and not calls
+
+
+def test_random_settings_are_those_of_the_seed_all_different_and_in_range(tmp_path: Path) -> None:
+    parameters = {
+        "head": {"value": "lookup:2"},
+        "tree": {"values": ["chain:2", "chain:3"]},
+        "batch_size": {"min": 1, "max": 8},
+        "top_p": {"min": 0.5, "max": 1.0},
+        "min_p": {"min": 1e-4, "max": 1e-1, "distribution": "log_uniform_values"},
+    }
+    found = read_sweep(write(tmp_path, method="random", parameters=parameters, run_cap=200))
+    settings = found.settings(seed=3)
+    assert settings == found.settings(seed=3) != found.settings(seed=4)
+    assert len({repr(setting) for setting in settings}) == 200 and len(found.settings(5)) == 5
+    assert {setting["batch_size"] for setting in settings} == set(range(1, 9))
+    assert all(0.5 <= setting["top_p"] <= 1 for setting in settings)
+    assert sum(setting["min_p"] < 10**-2.5 for setting in settings) == pytest.approx(100, abs=40)  # even in logarithms
+    small = read_sweep(write(tmp_path, method="random", run_cap=10))
+    assert sorted(setting["tree"] for setting in small.settings()) == ["chain:1", "chain:3"]
+
+
+def test_rows_without_the_metric_come_last(tmp_path: Path) -> None:
+    found = read_sweep(write(tmp_path, metric={"name": "ms_per_round", "goal": "minimize"}))
+    rows = [{"figures": {"ms_per_round": value}} for value in (3.0, None, 1.0)] + [{"figures": {}}]
+    assert ranked(rows, found) == [rows[2], rows[0], rows[1], rows[3]]
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
+def test_the_sweeps_that_come_with_it_are_understood_by_us_and_run_by_wandb_as_by_us(path: Path) -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    found: Sweep = read_sweep(path)
+    settings = found.settings()
+    assert len(settings) > 1
+    for setting in settings:
+        flags = create_sweep_command_args({"args": {name: {"value": value} for name, value in setting.items()}})
+        macros = {"${env}": [], "${interpreter}": ["python"], "${program}": [found.program]}
+        macros["${args_no_boolean_flags}"] = flags["args_no_boolean_flags"]
+        assert found.words(setting, "python") == [part for word in found.command for part in macros.get(word, [word])]
+        options = parse_bench(found.arguments(setting))
+        assert to_settings(options).trees == (setting["tree"],) and options.head == setting["head"]
+
+
+@pytest.mark.slow
+def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
+    values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
+    parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
+    assert call(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
+    assert list(tmp_path.glob("out/*/results.json")) and list(tmp_path.glob("out/*/wandb/offline-run-*/*.wandb"))
