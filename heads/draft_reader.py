@@ -58,7 +58,7 @@ class Reader:
     def __init__(self, parts: Parts, *, batch_size: int, capacity: int, positions: int) -> None:
         """`capacity` slots a row, a multiple of 64; `positions` 0 .. may be asked for."""
         self.parts = parts
-        self.decoder = native_decoder(parts)
+        self.decoder = native_decoder(parts, draft=True)
         self.slot = torch.arange(capacity, device=parts.device)
         if self.decoder is None:
             layers = cache_layers(parts.base, parts.config)

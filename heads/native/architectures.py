@@ -70,25 +70,26 @@ def why_not_native(target: Decodable) -> str | None:
     return None
 
 
-def native_decoder(target: Decodable) -> NativeDecoder | None:
-    """The target's native decoder, made once; None where there is none (`why_not_native`)."""
+def native_decoder(target: Decodable, *, draft: bool = False) -> NativeDecoder | None:
+    """The target's native decoder, made once; None where there is none (`why_not_native`). Of a `draft` the products
+    may be in bfloat16 (`heads.native.linear`)."""
     if why_not_native(target) is not None:
         return None
     state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
     known = _made.get(target)
     if known is None or known[0] != state:  # weights that were trained on, or moved, are read anew
         with torch.inference_mode(False), torch.no_grad():
-            decoder = read_decoder(target)
+            decoder = read_decoder(target, draft=draft)
         state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
         _made[target] = known = state, decoder
     return known[1]
 
 
-def read_decoder(target: Decodable) -> NativeDecoder:
+def read_decoder(target: Decodable, *, draft: bool) -> NativeDecoder:
     """Take the weights of a model of a known architecture."""
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
-    layers = [_read_layer(layer, kind, target) for layer, kind in zip(base.layers, kinds, strict=True)]
+    layers = [_read_layer(layer, kind, target, draft) for layer, kind in zip(base.layers, kinds, strict=True)]
     law = OutputHead(target.head, target.config)
     plain = type(target.head) is nn.Linear and (law.scale, law.soft_cap) == (1, None)
     return NativeDecoder(
@@ -97,7 +98,7 @@ def read_decoder(target: Decodable) -> NativeDecoder:
         layers=layers,
         norm=Norm(base.norm),
         rotary=base.rotary_emb,
-        output=Product.of(target.head) if plain else None,
+        output=Product.of(target.head, draft=draft) if plain else None,
         stack=_stack(layers, getattr(target.config, "sliding_window", None)),
     )
 
@@ -112,21 +113,21 @@ def _stack(layers: Sequence[Layer], window: int | None) -> KernelStack | None:
     return KernelStack.of(blocks, window)
 
 
-def _read_layer(layer: Any, kind: str, target: Decodable) -> Layer:
+def _read_layer(layer: Any, kind: str, target: Decodable, draft: bool) -> Layer:
     name = type(target.base).__name__
     attention: GroupedAttention | LatentAttention
     if name in LATENT:
         interleaved = name == "DeepseekV2Model" or bool(target.config.rope_interleave)
         attention = LatentAttention(layer.self_attn, kind, interleaved=interleaved)
     else:
-        attention = GroupedAttention(layer.self_attn, kind)
+        attention = GroupedAttention(layer.self_attn, kind, draft=draft)
     return Layer(
         attention_norm=Norm(layer.input_layernorm),
         attention=attention,
         feedforward_norm=Norm(layer.post_attention_layernorm),
         feedforward=Experts(layer.mlp, _read_router(layer.mlp.gate, target))
         if hasattr(layer.mlp, "experts")
-        else GatedMLP(layer.mlp),
+        else GatedMLP(layer.mlp, draft=draft),
     )
 
 
