@@ -65,7 +65,8 @@ def collect(
     head, record = load_head(folder), read_config(folder)
     results = measured(folder, record, unmeasured)
     name = record["target"]["name"]
-    base = base_model or (name if isinstance(name, str) and is_hub_id(name) else None)
+    here = any((parent / str(name)).exists() for parent in folder.resolve().parents)  # wherever training was started
+    base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
     files = head_files(folder, record, base)
     about = usage(repo_id, base)
@@ -105,7 +106,8 @@ def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results 
             "only a head whose audit holds is published"
         )
     theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
-    if theirs != {"kind": record["kind"], "config": record["config"]}:
+    weights = results["head"].get("sha256")  # older results do not say
+    if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
         raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py --out")
     if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
         raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")

@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import metrics
 from eval.environment import device_facts, versions
-from eval.files import write_text
+from eval.files import is_file, write_text
 from eval.measure import Contender, Race, trace
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
+from heads.checkpoint import CONFIG, read_config
 from heads.errors import UserError
 from heads.quantization import weight_bytes
 from heads.target import FrozenTarget
@@ -177,10 +178,17 @@ def head_facts(head: Drafter, kind: str, path: str) -> Results:
     return {
         "kind": kind,
         "path": path,
+        "sha256": weights_hash(Path(path)),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
         "taps": list(head.taps),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
     }
+
+
+def weights_hash(path: Path) -> str | None:
+    """What a head's folder, or the one of its run, says of its weights; None where it is not here."""
+    folder = next((place for place in (path, path / "head") if is_file(place / CONFIG)), None)
+    return None if folder is None else read_config(folder).get("sha256")
 
 
 def environment(target: FrozenTarget) -> Results:

@@ -199,6 +199,21 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatc
         assert not any(secret.encode() in data for data in held.values()), secret
 
 
+def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(
+    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run / "head/config.json"
+    config = json.loads(file.read_text())
+    config["draftsmith"]["target"]["name"] = "org/target"
+    del config["draftsmith"]["seal"]
+    file.write_text(json.dumps(config))
+    assert call(monkeypatch, run, REPO) == 0
+    assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
+    (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
+    assert call(monkeypatch, run, REPO) == 0
+    assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
+
+
 def test_a_path_that_nobody_cleans_stops_it(
     run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +252,7 @@ def test_a_head_without_results_is_published_as_unmeasured_only(
     [
         (lambda results: results["exact"]["divergences"].append({}), "the audit failed"),
         (lambda results: results["head"]["config"].update(depth=9), "measured another head"),
+        (lambda results: results["head"].update(sha256="0"), "measured another head"),
         (lambda results: results["target"].update(fingerprint="0"), "on another target"),
     ],
 )
