@@ -59,6 +59,7 @@ from eval.wording import (
     sampling_text,
     short_name,
     speedup_text,
+    target_text,
     with_interval,
 )
 from heads.base import Drafter, TreeHead
@@ -245,7 +246,7 @@ def markdown(results: Results) -> str:
 
 def title(results: Results) -> str:
     """What was compared."""
-    return f"{len(results['heads'])} heads on {short_name(results['target']['name'])}"
+    return f"{len(results['heads'])} heads on {target_text(results['target'])}"
 
 
 def compare_command(options: argparse.Namespace) -> int:

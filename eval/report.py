@@ -35,6 +35,7 @@ from eval.wording import (
     search_line,
     short_name,
     speedup_text,
+    target_text,
     with_interval,
 )
 
@@ -102,11 +103,9 @@ def settings_table(results: Results) -> Table:
 
 
 def heading(results: Results) -> str:
-    """What was measured; a grown target is called so wherever its figures stand."""
-    grown = results["target"].get("grown_from")
-    origin = f" (grown from {short_name(grown)})" if grown else ""
+    """What was measured."""
     adapted = " with its adapter" if is_adapted(results) else ""
-    return f"{results['head']['kind']} on {short_name(results['target']['name'])}{origin}{adapted}"
+    return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
 
 
 def setting_line(results: Results) -> str:

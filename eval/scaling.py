@@ -35,7 +35,7 @@ from eval.plots import LIGHT, STYLE, save
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.results import Results, environment, head_facts, target_facts, write_results
 from eval.runtime.sampling import Sampling
-from eval.wording import device_text, is_exact, number, short_name, speedup_text
+from eval.wording import device_text, is_exact, number, short_name, speedup_text, target_text
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.registry import untrained_kind
@@ -212,7 +212,7 @@ def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label
 def show(results: Results, console: Console) -> None:
     """The table in the terminal."""
     head, target = results["head"], results["target"]
-    console.print(f"\n[bold]{head['kind']} on {short_name(target['name'])}[/bold]; {device_text(results)}\n")
+    console.print(f"\n[bold]{head['kind']} on {target_text(target)}[/bold]; {device_text(results)}\n")
     table = Table(box=None, pad_edge=False)
     for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)

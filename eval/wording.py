@@ -94,6 +94,12 @@ def is_hub_id(name: str) -> bool:
     return whole and "--" not in name and ".." not in name and len(name) <= 96 and not Path(name).exists()
 
 
+def target_text(target: Results) -> str:
+    """A target's record as its name; a grown one is called so wherever its figures stand."""
+    grown = target.get("grown_from")
+    return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
+
+
 def rule_text(results: Results) -> str:
     """`, rule block`; nothing for `match`."""
     rule = results.get("rule", "match")

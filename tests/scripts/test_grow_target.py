@@ -24,7 +24,7 @@ def test_target_and_head_are_grown_and_fit(tiny_target_dir: Path, tmp_path: Path
     for kind in ("eagle3", "medusa"):
         head = build_head(kind, {}, target, torch.ones(target.vocab_size))
         save_head(head, tmp_path / kind / "head", target=target_record(target))
-    out = tmp_path / "grown"
+    out = tmp_path / "big"
     sizes = "--hidden-size 48 --num-hidden-layers 11 --num-attention-heads 12 --num-key-value-heads 3 --head-dim 12"
     done = run(
         str(tiny_target_dir),
@@ -40,7 +40,7 @@ def test_target_and_head_are_grown_and_fit(tiny_target_dir: Path, tmp_path: Path
     command += ["--num-prompts", "2", "--repeats", "1", "--max-prompt-tokens", "200", "--max-new-tokens", "8"]
     measured = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, cwd=ROOT)
     assert measured.returncode == 0, measured.stderr
-    assert measured.stdout.count("2 of 2") == 2 and "grown" in measured.stdout
+    assert measured.stdout.count("2 of 2") == 2 and "(grown from" in measured.stdout
 
 
 def test_a_smaller_shape_is_refused_in_one_line(tiny_target_dir: Path, tmp_path: Path) -> None:
