@@ -55,7 +55,7 @@ class Law:
 def likeliest(logits: Tensor) -> Tensor:
     """argmax of each row (C, n), the lowest on ties.
 
-    In two stages: a CPU finds a maximum many times faster than its place."""
+    In two stages: finding a maximum is vectorised on a CPU, finding its place is not."""
     if logits.shape[-1] % SPAN:
         return logits.argmax(-1)
     spans = logits.unflatten(-1, (-1, SPAN))  # (C, n / SPAN, SPAN)

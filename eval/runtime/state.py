@@ -1,7 +1,7 @@
 """What a batch has decided, and how a round's outcome is taken into it.
 
-On a CPU with a C compiler that is one call of `state.c`: some thirty tensor operations on a few integers would take as
-long as drafting does.
+On a CPU with a C compiler that is one call of `state.c`: some thirty tensor operations on a few integers cost
+their dispatch, which a small target's round has no time for.
 
 Letters: B rows, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
 """
