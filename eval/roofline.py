@@ -26,10 +26,10 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder
 from eval.runtime.sampling import Sampling
-from eval.runtime.timing import device_seconds
 from heads.cache import round_up
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
+from heads.kernels.timing import device_seconds
 from heads.medusa import Medusa
 from heads.native.drafting import KernelMemory
 from heads.native.linear import Product

@@ -64,7 +64,7 @@ def test_no_file_shadows_another_module() -> None:
 
 
 def test_packages_have_empty_init_files_and_tests_have_none() -> None:
-    for folder in ("heads", "heads/native", "eval", "eval/runtime", "train"):
+    for folder in ("heads", "heads/native", "heads/kernels", "eval", "eval/runtime", "train"):
         init = ROOT / folder / "__init__.py"
         assert init.is_file(), f"{folder}/__init__.py is missing: the folder would not be installed"
         assert not init.read_text().strip(), f"{folder}/__init__.py must stay empty"

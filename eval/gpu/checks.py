@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.runtime.kernels import accept, attention, choose, experts, gemm, layers, pick
+from eval.runtime.kernels import accept, choose, pick
 from eval.runtime.prefill import read_prompts
-from eval.runtime.products import MAKERS, rows_are_independent
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
+from heads.kernels import attention, experts, gemm, layers
+from heads.kernels.products import MAKERS, rows_are_independent
 from heads.registry import build_head
 from heads.target import FrozenTarget
 from heads.tree import Proposal, parse_shape

@@ -13,8 +13,9 @@ from torch.nn.functional import linear
 
 from eval.grown import ModelShape
 from eval.roofline import Part
-from eval.runtime.kernels import accept, attention, choose, gemm, layers
-from eval.runtime.timing import device_seconds
+from eval.runtime.kernels import accept, choose
+from heads.kernels import attention, gemm, layers
+from heads.kernels.timing import device_seconds
 from heads.tree import Proposal
 
 COLD = 1 << 28

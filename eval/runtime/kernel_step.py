@@ -21,13 +21,13 @@ from transformers.activations import ACT2FN
 
 from eval.runtime.accept import Acceptance
 from eval.runtime.kernels import accept, choose
-from eval.runtime.kernels.attention import ancestor_words, tree_attention
-from eval.runtime.kernels.backend import runs_kernels, triton
-from eval.runtime.kernels.experts import MOST_ROWS, expert_mm
-from eval.runtime.kernels.layers import add_norm, rope_write, silu_mul
-from eval.runtime.products import Products, choose_products
 from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
+from heads.kernels.attention import ancestor_words, tree_attention
+from heads.kernels.backend import runs_kernels, triton
+from heads.kernels.experts import MOST_ROWS, expert_mm
+from heads.kernels.layers import add_norm, rope_write, silu_mul
+from heads.kernels.products import Products, choose_products
 from heads.native.attention import GroupedAttention, LatentAttention, rotate_
 from heads.native.decoder import NativeDecoder
 from heads.native.feedforward import Experts, GatedMLP

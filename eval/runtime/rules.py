@@ -32,10 +32,10 @@ from torch import Tensor
 
 from eval.runtime.accept import Acceptance, match, match_chain
 from eval.runtime.kernels.accept import accept
-from eval.runtime.kernels.backend import runs_kernels
 from eval.runtime.rejection import Verdict, block, family_of, first_accepted, last_accepted, leading, ratio
 from eval.runtime.sampling import RowSampling, gumbel, stream, uniform
 from heads.errors import UserError
+from heads.kernels.backend import runs_kernels
 from heads.tree import MOST_NODES, Pick, Proposal, TreeShape, is_chain
 
 RULES = ("match", "ratio", "ratio-wr", "block")

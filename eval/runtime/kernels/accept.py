@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance, match
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
 from heads.tree import Proposal, ancestors
 
 MOST_NODES = 128

@@ -12,8 +12,8 @@ Letters: M rows, D width, V vocabulary.
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 from eval.runtime.sampling import gumbel
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 TILE = 64
 """Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""

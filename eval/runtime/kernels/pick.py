@@ -9,7 +9,7 @@ Letters: M rows, V columns, R columns picked.
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 BLOCK = 4096
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.runtime.engine import Engine, Request
 from eval.runtime.hf import TargetStep
 from eval.runtime.kernel_step import say_once, why_no_kernels
-from eval.runtime.products import MAKERS, Products, rows_are_independent
 from eval.runtime.sampling import Sampling
+from heads.kernels.products import MAKERS, Products, rows_are_independent
 from heads.native.architectures import native_decoder
 from heads.target import FrozenTarget
 from heads.tree import Proposal, ancestors, parse_shape
@@ -60,7 +60,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]
     """Switches the kernels on and off."""
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", on)
+        monkeypatch.setattr("heads.kernels.backend.ON_CPU", on)
 
     yield switch
 

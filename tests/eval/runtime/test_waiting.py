@@ -52,7 +52,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", unwatched)
-    monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", True)
+    monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
     for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 128)):
         monkeypatch.setitem(SHAPE, size, value)
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from eval.runtime.kernels.backend import runs_kernels
-from eval.runtime.kernels.gemm import MOST_ROWS, skinny_mm
-from eval.runtime.timing import device_seconds
+from heads.kernels.backend import runs_kernels
+from heads.kernels.gemm import MOST_ROWS, skinny_mm
+from heads.kernels.timing import device_seconds
 
 logger = logging.getLogger("draftsmith")
 

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 from heads.tree import ancestors
 
 SPLIT = 256

@@ -2,7 +2,7 @@
 DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too
 little.
 
-    python tests/eval/runtime/kernels/compile_all.py [--few]    # two sizes of step instead of ten
+    python tests/kernels/compile_all.py [--few]    # two sizes of step instead of ten
 """
 
 import re
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from eval.runtime.kernels import backend
+from heads.kernels import backend
 
 SHARED_MEMORY = 227 * 1024
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
@@ -56,7 +56,7 @@ def compile_only(kernel: Any, grid: Any) -> Any:
 
 def attend(empty: Empty, N: int) -> None:
     """Attention: groups of 4, 7 and 1 heads, head widths 64 and 128, and a latent of 512 and 64."""
-    from eval.runtime.kernels import attention
+    from heads.kernels import attention
 
     ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     words, paths = attention.ancestor_words(ids, ids, 6)
@@ -73,7 +73,8 @@ def attend(empty: Empty, N: int) -> None:
 
 def step(empty: Empty, N: int) -> None:
     """All else of a step of N tokens."""
-    from eval.runtime.kernels import accept, choose, experts, gemm, layers, pick
+    from eval.runtime.kernels import accept, choose, pick
+    from heads.kernels import experts, gemm, layers
     from heads.tree import Proposal
 
     ids = torch.zeros(1, N, dtype=torch.int64)

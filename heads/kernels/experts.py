@@ -10,7 +10,7 @@ Letters: M rows (tokens), A experts active for a token, X experts, K columns of 
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 MOST_ROWS = 64
 OUTS, DEPTH = 64, 128

@@ -11,7 +11,7 @@ Letters: M rows, K columns of the weight, N rows of the weight.
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 MOST_ROWS = 64
 OUTS, DEPTH = 64, 128

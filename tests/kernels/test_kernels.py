@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.runtime.kernels.backend.ON_CPU", True)
+    monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
     torch.manual_seed(0)
 
 
@@ -44,7 +44,7 @@ def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
 def test_tree_attention(
     B: int, N: int, heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    from eval.runtime.kernels.attention import pack_bits, tree_attention, tree_attention_twin
+    from heads.kernels.attention import pack_bits, tree_attention, tree_attention_twin
 
     (H, Hkv), (d, dv), S = heads, widths, 150
     parents, depths = random_tree(B, N)
@@ -64,7 +64,7 @@ def test_tree_attention(
 
 def test_the_twin_is_softmax_over_the_path() -> None:
     """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
-    from eval.runtime.kernels.attention import pack_bits, tree_attention_twin
+    from heads.kernels.attention import pack_bits, tree_attention_twin
 
     parents, depths = torch.tensor([[0, 0, 0, 2, 3]]), torch.tensor([[0, 1, 1, 2, 3]])
     q, keys, values = torch.randn(1, 5, 2, 8), torch.randn(1, 12, 1, 8), torch.randn(1, 12, 1, 8)
@@ -94,7 +94,7 @@ def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("M", "D"), [(1, 16), (5, 48)])
 def test_add_norm(M: int, D: int, adds: bool) -> None:
-    from eval.runtime.kernels.layers import add_norm, add_norm_twin
+    from heads.kernels.layers import add_norm, add_norm_twin
 
     residual, x, weight = torch.randn(M, D), torch.randn(M, D) if adds else None, torch.rand(D)
     ours, theirs = residual.clone(), residual.clone()
@@ -105,7 +105,7 @@ def test_add_norm(M: int, D: int, adds: bool) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "d"), [((6, 2), 24), ((1, 1), 8)])
 def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
-    from eval.runtime.kernels.layers import rope_write, rope_write_twin
+    from heads.kernels.layers import rope_write, rope_write_twin
 
     (H, Hkv), M = heads, 4
     qkv, (cos, sin) = torch.randn(M, (H + 2 * Hkv) * d), torch.randn(2, M, d // 2)
@@ -121,7 +121,7 @@ def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
 
 @pytest.mark.parametrize(("M", "I"), [(1, 5), (3, 1500)])
 def test_silu_mul(M: int, I: int) -> None:  # noqa: E741
-    from eval.runtime.kernels.layers import silu_mul, silu_mul_twin
+    from heads.kernels.layers import silu_mul, silu_mul_twin
 
     fused = torch.randn(M, 2 * I)
     torch.testing.assert_close(silu_mul(fused), silu_mul_twin(fused))
@@ -129,7 +129,7 @@ def test_silu_mul(M: int, I: int) -> None:  # noqa: E741
 
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 1100, 65), (64, 128, 10)])
 def test_skinny_mm(M: int, K: int, N: int) -> None:
-    from eval.runtime.kernels.gemm import parts_of, skinny_mm
+    from heads.kernels.gemm import parts_of, skinny_mm
 
     x, weight = torch.randn(M, K), torch.randn(N, K)
     torch.testing.assert_close(skinny_mm(x, weight).double(), x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
@@ -137,7 +137,7 @@ def test_skinny_mm(M: int, K: int, N: int) -> None:
 
 
 def test_a_row_of_a_product_depends_on_nothing_else() -> None:
-    from eval.runtime.kernels.gemm import skinny_mm
+    from heads.kernels.gemm import skinny_mm
 
     x, weight = torch.randn(16, 1100), torch.randn(65, 1100)
     assert torch.equal(skinny_mm(x[3:4].expand(16, -1).contiguous(), weight)[7], skinny_mm(x, weight)[3])
@@ -188,7 +188,7 @@ def test_compact() -> None:
 
 @pytest.mark.parametrize(("B", "N"), [(1, 1), (3, 7), (2, 70)])
 def test_ancestor_words(B: int, N: int) -> None:
-    from eval.runtime.kernels.attention import ancestor_words, ancestor_words_twin, pack_bits
+    from heads.kernels.attention import ancestor_words, ancestor_words_twin, pack_bits
 
     parents, depths = random_tree(B, N)
     K = int(depths.max()) + 1
@@ -206,7 +206,7 @@ def test_ancestor_words(B: int, N: int) -> None:
 @pytest.mark.parametrize("window", [0, 5])
 def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -> None:
     """A tree's node 4, over slots 0, 2, 3, 4 of the tree, against node 3 of the chain that its path is."""
-    from eval.runtime.kernels.attention import ancestor_words, tree_attention
+    from heads.kernels.attention import ancestor_words, tree_attention
 
     parents, length = torch.tensor([[0, 0, 0, 2, 3, 1]]), torch.tensor([61])  # the tree lies across two tiles
     depths = torch.tensor([[0, 1, 1, 2, 3, 2]])
@@ -237,7 +237,7 @@ def test_logits_are_what_the_choice_compares() -> None:
 @pytest.mark.parametrize(("M", "A", "X", "K", "N"), [(1, 2, 4, 40, 70), (9, 3, 5, 130, 65)])
 @pytest.mark.parametrize("by_visit", [False, True])
 def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> None:
-    from eval.runtime.kernels.experts import expert_mm, expert_mm_twin
+    from heads.kernels.experts import expert_mm, expert_mm_twin
 
     ids = torch.stack([torch.randperm(X)[:A] for _ in range(M)])
     x, weight = torch.randn(M, A, K) if by_visit else torch.randn(M, K), torch.randn(X, N, K)

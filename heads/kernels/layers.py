@@ -12,7 +12,7 @@ Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d h
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
