@@ -295,7 +295,7 @@ def select_seconds(decoder: Decoder) -> float:
     def select() -> Any:
         return grow(
             decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
-            lambda tokens, rows, visible, level: levels[:, : tokens.shape[1]], head.kept,
+            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], head.kept,
         )  # fmt: skip
 
     return device_seconds(select, device)

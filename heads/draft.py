@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
@@ -304,21 +304,17 @@ class Draft(nn.Module):
         def logits(hidden: Tensor) -> Tensor:
             return reader.logits(hidden)[..., : self.config.common_size]
 
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
-            W, P = visible.shape[1:]
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            W = tokens.shape[1]
             positions = (length + level).expand(-1, W)
             if state.shape.top_k == 1:  # node i belongs in slot length + i, accepted or not
                 return logits(reader.read(tokens, slots=positions, positions=positions, extent=junk))
-            first = junk + 1 + P - W
-            key_positions[:, first : first + W] = positions
-            known = (state.slot[: junk + 1] <= length)[:, None].expand(-1, W, -1)
+            slots = junk + 1 + paths[..., -1]
+            key_positions.scatter_(1, slots, positions)
+            seen = (state.slot <= length)[:, None].repeat(1, W, 1)  # (B, W, S)
+            seen.scatter_(2, junk + 1 + paths, True)
             hidden = reader.read(
-                tokens,
-                slots=state.slot[first : first + W].expand(B, -1),
-                positions=positions,
-                extent=S,
-                visible=pad(torch.cat([known, visible], dim=2), (0, S - junk - 1 - P)),
-                key_positions=key_positions,
+                tokens, slots=slots, positions=positions, extent=S, visible=seen, key_positions=key_positions
             )
             return logits(hidden)
 

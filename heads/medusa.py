@@ -272,7 +272,7 @@ class Medusa(nn.Module):
 
     @torch.no_grad()
     def propose(self, state: MedusaState, pick: Pick) -> Proposal:
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
 
         ids = None if self.token_map is None else self.kept

@@ -203,9 +203,9 @@ class Recurrent(nn.Module):
         places = key.repeat(len(length), 1)  # (B, E), the position of the token in each slot
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
 
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            W, P = visible.shape[1:]
+            W = tokens.shape[1]
             positions = length - 1 + level  # (B, 1): one position for the whole level
             seen: Tensor | None = None
             if chain:  # a chain's tokens stand in the slots that they keep if they are accepted
@@ -213,11 +213,10 @@ class Recurrent(nn.Module):
                 if J > 1:
                     seen = (key <= positions)[:, None]
             else:
-                drafted = length + state.slot[:P]  # (B, P)
-                slots, positions = drafted[:, P - W :], positions.expand(-1, W)
+                slots, positions = length + paths[..., -1], positions.expand(-1, W)
                 places.scatter_(1, slots, positions)
                 seen = (key < length)[:, None].repeat(1, W, 1)
-                seen.scatter_(2, drafted[:, None].expand(-1, W, -1), visible)
+                seen.scatter_(2, length[..., None] + paths, True)
             made = list(recycled)
             for module in range(min(level, J - 1), J):
                 above = recycled[module - 1 if level <= module else module]

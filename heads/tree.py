@@ -160,8 +160,9 @@ class CompiledPick:
 Draw = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 """(logits (B, W, Vd), level, R) -> R children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(tokens (B, W), parent rows (B, W) in the level before, visible (B, W, P) over the P nodes expanded so far, level) ->
-logits (B, W, Vd). The first of the P nodes is the earliest expanded; the last W are the ones being expanded."""
+"""(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
+holds the places of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
+from 0, level by level, and the W that are being expanded come last."""
 
 
 def grow(
@@ -189,15 +190,14 @@ def grow(
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     """A dynamic tree of one node a level, without the operations that choose among several."""
     B, K, device = len(root), shape.depth, root.device
-    seen = torch.ones(B, 1, K, dtype=torch.bool, device=device)
-    row = root.new_zeros(B, 1)
+    row, path = root.new_zeros(B, 1), torch.arange(K, device=device).expand(B, 1, K)
     tokens, steps = [root[:, None]], []
     for level in range(1, K + 1):
         picked, logp = draw(logits, level, 1)  # (B, 1, 1)
         tokens.append(picked[:, 0])
         steps.append(logp[:, 0])
         if level < K:
-            logits = expand(picked[:, 0], row, seen[..., :level], level)
+            logits = expand(picked[:, 0], row, path[..., :level], level)
     node = torch.arange(K + 1, device=device).expand(B, -1)
     scores = torch.nn.functional.pad(torch.cat(steps, 1).cumsum(1), (1, 0))
     return Proposal(torch.cat(tokens, 1), (node - 1).clamp_min(0), node, scores)
@@ -212,10 +212,10 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
     beam_tokens, beam_scores = picked[:, 0], logp[:, 0]  # (B, K) each
     beam_nodes = torch.arange(1, 1 + K, device=device).expand(B, K)
     rows = torch.zeros(B, K, dtype=torch.int64, device=device)
-    own = torch.eye(K, dtype=torch.bool, device=device).expand(B, K, K)
-    visible, expansions = own, [beam_nodes]
+    own = torch.arange(K, device=device).expand(B, K)[..., None]  # places among the level's
+    paths, expansions = own, [beam_nodes]
     for level in range(2, shape.depth + 1):
-        picked, logp = draw(expand(beam_tokens, rows, visible, level - 1), level, K)  # (B, K, K)
+        picked, logp = draw(expand(beam_tokens, rows, paths, level - 1), level, K)  # (B, K, K)
         candidates, totals = picked.flatten(1), (beam_scores[..., None] + logp).flatten(1)  # (B, K * K)
         base = 1 + K + (level - 2) * K * K
         tokens.append(candidates)
@@ -224,7 +224,8 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
         if level < shape.depth:
             beam_scores, best = totals.topk(K, dim=1)
             beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
-            visible = torch.cat([visible.gather(1, rows[..., None].expand(-1, -1, visible.shape[2])), own], dim=2)
+            above = paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
+            paths = torch.cat([above, own + (level - 1) * K], dim=2)  # (B, K, level)
             expansions.append(beam_nodes)
     all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
     widths = [1, K, *[K * K] * (shape.depth - 1)]
@@ -264,7 +265,7 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
         scores = torch.cat([scores, scores[:, level.above] + logp[:, level.row, level.rank]], dim=1)
         if k < len(levels):
             logits = expand(
-                tokens[:, level.parents], level.row_of_parents.expand(B, -1), level.visible.expand(B, -1, -1), k
+                tokens[:, level.parents], level.row_of_parents.expand(B, -1), level.paths.expand(B, -1, -1), k
             )
     return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, places.expand(B, -1))
 
@@ -280,7 +281,7 @@ class _Level:
     above: Tensor  # (W,) int64, its parent
     parents: Tensor  # (P,) int64, the nodes to expand
     row_of_parents: Tensor  # (P,) int64, their parents among the nodes expanded above
-    visible: Tensor  # (P, all expanded so far) bool, which of them stand above
+    paths: Tensor  # (P, the level) int64, the places of those above, and their own
 
 
 @cache
@@ -303,8 +304,8 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
                 above=constant(tuple(node_of[path[:-1]] for path in nodes), device),
                 parents=constant(tuple(node_of[path] for path in parents), device),
                 row_of_parents=constant(tuple(expanded.index(path[:-1]) for path in parents), device),
-                visible=constant(
-                    tuple(tuple(path[: len(other)] == other for other in order) for path in parents), device
+                paths=constant(
+                    tuple(tuple(order.index(path[: i + 1]) for i in range(depth)) for path in parents), device
                 ),
             )
         )

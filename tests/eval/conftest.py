@@ -65,7 +65,7 @@ class PairHead(nn.Module):
         state.position.copy_(torch.where(known, observation.start + observation.count, state.position))
 
     def propose(self, state: PairState, pick: Pick) -> Proposal:
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return self.table[tokens]
 
         return grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)

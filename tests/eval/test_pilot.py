@@ -21,7 +21,7 @@ def grown(text: str, table: Tensor) -> Proposal:
     """The tree that a draft of word pairs grows below tokens 0 .. 15."""
     root = torch.arange(ROWS) % VOCAB
 
-    def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+    def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
         return table[tokens]
 
     pick = RowSampling(ROWS).pick

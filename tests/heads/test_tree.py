@@ -78,14 +78,15 @@ class Law:
         best = logits.log_softmax(-1).topk(count, dim=-1)
         return best.indices, best.values
 
-    def expand(self, tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+    def expand(self, tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
         B, W = tokens.shape
-        self.calls.append((level, *tokens.shape, *visible.shape))
+        self.calls.append((level, *tokens.shape, *paths.shape))
         self.expanded = torch.cat([self.expanded, tokens], dim=1)
-        assert visible.shape == (B, W, self.expanded.shape[1]) and rows.shape == (B, W)
+        assert paths.shape == (B, W, level) and rows.shape == (B, W)
+        assert (paths[..., -1] == torch.arange(self.expanded.shape[1])[-W:]).all()
         out = torch.zeros(B, W, VOCAB)
         for b, w in itertools.product(range(B), range(W)):
-            path = tuple(self.expanded[b][visible[b, w]].tolist())  # what it attends to, in order, is its path
+            path = tuple(self.expanded[b][paths[b, w]].tolist())  # what it attends to, in order, is its path
             assert len(path) == level and path[-1] == tokens[b, w]
             if level > 1:  # and the level before, at `rows`, is its parent
                 assert self.before[b, rows[b, w]] == path[-2]

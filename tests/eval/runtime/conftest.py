@@ -266,7 +266,7 @@ class Toy:
         """`rows` trees as `heads.tree.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
         V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
 
-        def expand(tokens: Tensor, above: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal codes
             codes = codes.gather(1, above) * V + tokens
             return self.q[level][codes].log()

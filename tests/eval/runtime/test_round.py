@@ -43,7 +43,7 @@ class BigramHead:
     def propose(self, state: dict[str, Any], pick: Pick) -> Proposal:
         ends = state["ends"]
 
-        def expand(tokens: Tensor, rows: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return ends.logits(ends.embed(tokens))  # type: ignore[no-any-return]
 
         first = ends.logits(ends.embed(state["root"][:, None]))

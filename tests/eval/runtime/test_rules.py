@@ -74,7 +74,7 @@ class Decoding:
         codes = self.codes[:, None]
         depths = self.length[:, None]
 
-        def expand(tokens: Tensor, above: Tensor, visible: Tensor, level: int) -> Tensor:
+        def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal codes
             codes = codes.gather(1, above) * V + tokens
             return self.logits(self.q, depths + level, codes)
