@@ -109,7 +109,8 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
             assert torch.equal(ours.emitted[b, : n + 1], theirs.emitted[b, : n + 1])
     for M, K, N in ((1, 512, 300), (9, 4096, 1024), (64, 1100, 333)):
         x, weight = random(M, K), random(N, K)
-        close(gemm.skinny_mm(x, weight), (x.double() @ weight.double().T).float(), 1e-3)
+        for tile in gemm.TILES:
+            close(gemm.skinny_mm(x, weight, tile), (x.double() @ weight.double().T).float(), 1e-3)
         positions = torch.arange(M, device=device)
         temperature = torch.where(positions % 2 == 0, 0.0, 0.8)
         for noisy in (False, True):
@@ -140,7 +141,8 @@ def rows_of_the_kernel_are_independent(device: torch.device = CUDA) -> None:
     for M in (1, 6, 16, 33, 64):
         for N, K in ((768, 4096), (4096, 4096), (1024, 14336)):
             weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-            assert rows_are_independent(MAKERS["kernel"], weight, M), (M, N, K)
+            for tile in gemm.TILES:
+                assert rows_are_independent(MAKERS[str(tile)], weight, M), (M, N, K, tile)
 
 
 def a_chain_is_bit_identical_in_attention(device: torch.device = CUDA) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
-from heads.kernels import attention, gemm, layers
+from heads.kernels import attention, layers
+from heads.kernels.products import MAKERS
 from heads.kernels.timing import device_seconds
 from heads.tree import Proposal
 
@@ -44,7 +44,7 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
     for name, (N, K) in products.items():
         copies = max(2, -(-COLD // (2 * N * K)))
         weights, x = [empty(N, K) for _ in range(copies)], empty(rows, K)
-        for maker, multiply in (("library", linear), ("skinny_mm", gemm.skinny_mm)):
+        for maker, multiply in MAKERS.items():
             add(f"{name} by {maker}", 2 * N * K, partial(each, multiply, x, weights), copies)
     x, head = empty(rows, D), empty(shape.vocab_size, D)
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -10,13 +10,14 @@ Letters: M rows, K inputs, N outputs of a product.
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from heads.kernels.backend import runs_kernels
-from heads.kernels.gemm import MOST_ROWS, skinny_mm
+from heads.kernels.gemm import MOST_ROWS, TILES, Tile, skinny_mm
 from heads.kernels.timing import device_seconds
 
 logger = logging.getLogger("draftsmith")
@@ -25,14 +26,17 @@ Shape = tuple[int, int, int, torch.dtype, torch.device]
 _chosen: dict[Shape, str] = {}
 
 
-def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+def in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """The kernel over as many rows as it takes at a time."""
     if len(x) <= MOST_ROWS:
-        return skinny_mm(x, weight)
-    return torch.cat([skinny_mm(part, weight) for part in x.split(MOST_ROWS)])
+        return skinny_mm(x, weight, tile)
+    return torch.cat([skinny_mm(part, weight, tile) for part in x.split(MOST_ROWS)])
 
 
-MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"library": linear, "kernel": in_parts}
+MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "library": linear,
+    **{str(tile): partial(in_parts, tile=tile) for tile in TILES},
+}
 
 
 class Products:
@@ -45,9 +49,10 @@ class Products:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
         N, K = weight.shape
-        if len(x) != self.rows or self.makers.get((N, K), "library") == "library":
+        maker = self.makers.get((N, K), "library") if len(x) == self.rows else "library"
+        if maker == "library":
             return linear(x, weight, bias)
-        y = in_parts(x, weight)
+        y = MAKERS[maker](x, weight)
         return y if bias is None else y.add_(bias)
 
 

@@ -86,7 +86,8 @@ def step(empty: Empty, N: int) -> None:
         layers.rope_write(qkv, half, half, ids[0], slots[:, 0], slots[:, 1], num_heads=32, q_norm=own, k_norm=own)
     layers.silu_mul(empty(N, 28672))
     for outs, width in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        gemm.skinny_mm(empty(N, width), empty(outs, width))
+        for tile in gemm.TILES:
+            gemm.skinny_mm(empty(N, width), empty(outs, width), tile)
     weight = empty(128256, 4096)
     for noisy in (False, True):
         choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)

@@ -127,20 +127,24 @@ def test_silu_mul(M: int, I: int) -> None:  # noqa: E741
     torch.testing.assert_close(silu_mul(fused), silu_mul_twin(fused))
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 1100, 65), (64, 128, 10)])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 2100, 65), (64, 128, 10)])
 def test_skinny_mm(M: int, K: int, N: int) -> None:
-    from heads.kernels.gemm import parts_of, skinny_mm
+    from heads.kernels.gemm import TILES, parts_of, skinny_mm
 
     x, weight = torch.randn(M, K), torch.randn(N, K)
-    torch.testing.assert_close(skinny_mm(x, weight).double(), x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
-    assert parts_of(4096, 4096) > 1 and parts_of(28672, 4096) == 1
+    for tile in TILES:
+        made = skinny_mm(x, weight, tile).double()
+        torch.testing.assert_close(made, x.double() @ weight.double().T, atol=2e-5, rtol=1e-5)
+        assert parts_of(4096, 4096, tile) > 1 and parts_of(28672, 4096, tile) == 1
 
 
 def test_a_row_of_a_product_depends_on_nothing_else() -> None:
-    from heads.kernels.gemm import skinny_mm
+    from heads.kernels.gemm import TILES, skinny_mm
 
     x, weight = torch.randn(16, 1100), torch.randn(65, 1100)
-    assert torch.equal(skinny_mm(x[3:4].expand(16, -1).contiguous(), weight)[7], skinny_mm(x, weight)[3])
+    alike = x[3:4].expand(16, -1).contiguous()
+    for tile in TILES:
+        assert torch.equal(skinny_mm(alike, weight, tile)[7], skinny_mm(x, weight, tile)[3])
 
 
 def random_round(B: int, N: int, V: int) -> tuple[Proposal, Tensor]:

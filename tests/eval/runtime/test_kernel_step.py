@@ -184,7 +184,8 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
 def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> None:
     kernels(True)
     weight = torch.randn(24, 40)
-    assert rows_are_independent(MAKERS["kernel"], weight, 5)
+    for name, multiply in MAKERS.items():
+        assert name == "library" or rows_are_independent(multiply, weight, 5)
 
     def mixed(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w.T
