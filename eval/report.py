@@ -38,6 +38,7 @@ from eval.wording import (
     target_text,
     with_interval,
 )
+from heads.hub import repo_and_revision
 
 SHOWN_DIVERGENCES = 5
 
@@ -150,7 +151,8 @@ def model_card(results: Results, *, about: str = "", license: str | None = None)
 
 def front_matter(kind: str, target: str, license: str | None = None) -> str:
     """What the Hub reads of a model card: YAML between two rules. A target that is a local folder is not named."""
-    base = [f"base_model: {target}"] if is_hub_id(target) else []
+    repo, _ = repo_and_revision(target)
+    base = [f"base_model: {repo}"] if is_hub_id(target) else []
     rights = [f"license: {license}"] if license else []
     lines = ["library_name: draftsmith", *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
     return "\n".join(["---", *lines, "---"])

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from heads.hub import NAME, repo_and_revision
+
 Results = dict[str, Any]
 
 MISSING = "–"  # noqa: RUF001
@@ -88,10 +90,10 @@ def short_name(path: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is OWNER/NAME as the Hub has them, and no folder here."""
-    part = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
-    whole = re.fullmatch(rf"{part}/{part}", name) is not None
-    return whole and "--" not in name and ".." not in name and len(name) <= 96 and not Path(name).exists()
+    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
+    repo, _ = repo_and_revision(name)
+    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
+    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
 
 
 def target_text(target: Results) -> str:

@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError
+from heads.hub import repo_and_revision
 from heads.registry import HEADS
 from heads.target import FrozenTarget, first_line
 
@@ -183,19 +184,20 @@ def find_head(path: str | Path) -> Path:
         is_here = Path(path).exists()
     except (OSError, ValueError) as error:  # a name too long, a null byte
         raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
-    if is_here or str(path).startswith((".", "/")) or str(path).count("/") != 1:
+    repo, revision = repo_and_revision(str(path))
+    if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
         raise UserError(
             f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id"
         )
     try:
-        config, _ = (cached_file(str(path), name) for name in (CONFIG, WEIGHTS))
+        config, _ = (cached_file(repo, name, revision=revision) for name in (CONFIG, WEIGHTS))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: neither a folder here nor a head on the hub ({first_line(error)})") from error
     folder = Path(str(config)).parent
     if read_config(folder)["target"].get("adapter"):
         with suppress(OSError, ValueError):  # said by who reads them
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                cached_file(str(path), f"{ADAPTER}/{name}")
+                cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
     return folder
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError
+from heads.hub import repo_and_revision
 from heads.target import first_line
 
 INDEX = "model.safetensors.index.json"
@@ -149,13 +150,14 @@ def read_native(path: str, config: Any, ends: Mapping[str, Tensor]) -> NativeMod
 
 def tensor_files(path: str) -> dict[str, Path]:
     """Each tensor of the checkpoint at `path`, a folder or a hub id, and the safetensors file that holds it."""
+    repo, revision = repo_and_revision(path)
     try:
-        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(repo, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
         names = ["model.safetensors"]
         if index is not None:
             names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
         out: dict[str, Path] = {}
-        for file in [Path(str(cached_file(path, name))) for name in names]:
+        for file in [Path(str(cached_file(repo, name, revision=revision))) for name in names]:
             with safe_open(file, framework="pt") as opened:
                 out |= dict.fromkeys(opened.keys(), file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:

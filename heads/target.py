@@ -21,6 +21,7 @@ from heads.base import TargetEnds
 from heads.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.errors import UserError
 from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
+from heads.hub import repo_and_revision
 from heads.mimo import register_mimo
 from heads.quantization import quantize_layers
 
@@ -293,8 +294,8 @@ def load_target(
     trust_remote_code: bool = False,
     quantize: str | None = None,
 ) -> FrozenTarget:
-    """Load a target from a folder or the hub, in its stored dtype unless another is named. `quantize`: one of
-    `heads.quantization.SCHEMES`.
+    """Load a target from a folder or the hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
+    named. `quantize`: one of `heads.quantization.SCHEMES`.
 
     Raises UserError where there is nothing at `path`, where it is damaged, and where it is not a causal LM that can be
     tapped and masked.
@@ -302,8 +303,9 @@ def load_target(
     config = load_config(path, trust_remote_code=trust_remote_code)
     how: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
     try:
+        repo, how["revision"] = repo_and_revision(path)
         loaded: Any = auto_class(config).from_pretrained(
-            path, config=config, trust_remote_code=trust_remote_code, **how
+            repo, config=config, trust_remote_code=trust_remote_code, **how
         )
     except (
         Exception
@@ -330,8 +332,9 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
     register_mimo()
+    repo, revision = repo_and_revision(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own
         raise UserError(
             f"{path}: no model that can be read ({first_line(error)}); give a folder with config.json or a hub id"
@@ -340,8 +343,11 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer beside the target, or a UserError."""
+    repo, revision = repo_and_revision(path)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            repo, revision=revision, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
         raise UserError(
             f"{path}: no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json beside config.json"

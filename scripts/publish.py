@@ -120,7 +120,7 @@ def told(repo_id: str, token: str) -> Iterator[None]:
 
 def hub_id(text: str) -> str:
     """OWNER/NAME."""
-    if not is_hub_id(text):
+    if "@" in text or not is_hub_id(text):
         raise argparse.ArgumentTypeError(f"expected OWNER/NAME on the Hub, and no folder here, got {text!r}")
     return text
 

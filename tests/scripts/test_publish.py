@@ -348,3 +348,17 @@ def test_anothers_repository_and_another_model_are_left_alone(
     assert "is public" in capsys.readouterr().err and not hub.commits
     assert call(monkeypatch, run, REPO) == call(monkeypatch, run, REPO, "--revision", "v2") == 0  # a head's own place
     assert call(monkeypatch, run, "Good-People/a-head") == 0
+
+
+def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(
+    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, REPO) == call(monkeypatch, run, REPO, "--revision", "v2", "--license", "mit") == 0
+    ask = "import sys; from heads.checkpoint import find_head; print([find_head(name).name for name in sys.argv[1:]])"
+    environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", ask, REPO, f"{REPO}@v2", f"{REPO}@{hub.commits[0]}"],
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=True,
+    )  # fmt: skip
+    first, second = hub.commits
+    assert first != second and found.stdout.strip() == str([first, second, first])
