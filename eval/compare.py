@@ -49,6 +49,7 @@ from eval.settings import BenchSettings, add_measure_options, to_settings
 from eval.wording import (
     MISSING,
     audit_line,
+    busy_warning,
     count,
     depth_warning,
     divergence_text,
@@ -195,12 +196,13 @@ def plain_line(results: Results) -> str:
 
 
 def warnings(results: Results) -> list[str]:
-    """A line for each head that was run deeper than it was trained."""
+    """A line for each head that was run deeper than it was trained, and one if the machine was busy."""
     found = [
         (head["name"], depth_warning(head, [m for m in results["measurements"] if m["head"] == head["name"]]))
         for head in results["heads"]
     ]
-    return [f"{name}: {line}" for name, line in found if line]
+    busy = busy_warning(results["measurements"])
+    return [f"{name}: {line}" for name, line in found if line] + ([busy] if busy else [])
 
 
 def show(results: Results, console: Console) -> None:

@@ -12,7 +12,6 @@ from eval.wording import (
     adaptive_line,
     audit_line,
     count,
-    depth_warning,
     device_text,
     divergence_text,
     exact_cell,
@@ -23,6 +22,7 @@ from eval.wording import (
     search_line,
     short_name,
     speedup_text,
+    warnings,
     with_interval,
 )
 
@@ -53,7 +53,7 @@ def render_page(results: Results) -> str:
         drawn=kinds(curves) if curves else [],
         searches=[search_line(search) for search in results.get("auto", ()) if search["chosen"]]
         + [adaptive_line(m) for m in results["measurements"] if "adaptive" in m],
-        warning=depth_warning(results["head"], results["measurements"]),
+        warnings=warnings(results),
         settings=setting_rows(results),
         suites=suite_rows(results),
         samples=[sample_rounds(sample) for sample in results["samples"]],

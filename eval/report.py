@@ -21,7 +21,6 @@ from eval.wording import (
     LOCAL_MODEL,
     adaptive_line,
     audit_line,
-    depth_warning,
     device_text,
     divergence_text,
     exact_cell,
@@ -36,6 +35,7 @@ from eval.wording import (
     short_name,
     speedup_text,
     target_text,
+    warnings,
     with_interval,
 )
 from heads.hub import repo_and_revision
@@ -55,7 +55,7 @@ def print_report(results: Results, console: Console) -> None:
         console.print()
         console.print(settings_table(results), highlight=False)
     console.print()
-    if warning := depth_warning(results["head"], results["measurements"]):
+    for warning in warnings(results):
         console.print(f"[yellow]{escape(warning)}[/yellow]", highlight=False, soft_wrap=True)
     for search in results.get("auto", ()) if exact else ():
         console.print(escape(search_line(search)), highlight=False, soft_wrap=True)

@@ -11,6 +11,8 @@ Results = dict[str, Any]
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
+BUSY = 1.5
+"""Mean over median of plain steps above which they were disturbed; runs on quiet machines have 1.0 to 1.2."""
 LOCAL_MODEL = "a local model"
 """What a target is called in public that lies in a folder and not on the Hub."""
 
@@ -145,6 +147,25 @@ def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
         f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
         f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
     )
+
+
+def busy_warning(measurements: Sequence[Results]) -> str | None:
+    """That plain steps, which should cost alike, did not; None if they did."""
+    plain = [(m["baseline"]["ms_per_token"], m["baseline"]["token_ms"]["p50"]) for m in measurements]
+    mean, median = max(plain, key=lambda ms: ms[0] / ms[1])
+    if mean <= BUSY * median:
+        return None
+    return (
+        f"plain decoding took {mean:.2f} ms a token on average and {median:.2f} in the median: something else used "
+        "this machine, and no speedup here can be trusted; measure again while it is idle"
+    )
+
+
+def warnings(results: Results) -> list[str]:
+    """What a reader of one head's figures must know of them."""
+    measurements = results["measurements"]
+    found = (depth_warning(results["head"], measurements), busy_warning(measurements))
+    return [warning for warning in found if warning]
 
 
 def adaptive_line(figures: Results) -> str:

@@ -1,5 +1,6 @@
 """The bench as a function: its results.json, its report, and what it withholds."""
 
+import copy
 import io
 import json
 import re
@@ -17,11 +18,13 @@ from eval import bench as module
 from eval.bench import run_bench
 from eval.command import exit_status
 from eval.measure import Contender
+from eval.page import render_page
+from eval.report import print_report
 from eval.results import Results, read_results
 from eval.runtime.rejection import Verdict
 from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
-from eval.wording import percent
+from eval.wording import percent, warnings
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -203,6 +206,19 @@ def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
     alpha = results["measurements"][1]["alpha"]
     assert lines[1][0].startswith("drafted 3 deep, trained for 1: beyond that, chain:3 (greedy) accepted ")
     assert f"{percent(alpha[1])} at depth 2" in lines[1][0]
+
+
+def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path]) -> None:
+    results = copy.deepcopy(measured[0])
+    for m in results["measurements"]:
+        m["baseline"] |= {"ms_per_token": 1.1, "token_ms": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}
+    assert not any("idle" in line for line in warnings(results))
+    results["measurements"][-1]["baseline"]["ms_per_token"] = 57.9
+    found = [line for line in warnings(results) if "idle" in line]
+    assert len(found) == 1 and "57.90 ms a token on average and 1.00 in the median" in found[0]
+    console = Console(record=True, width=200)
+    print_report(results, console)
+    assert found[0] in console.export_text() and found[0][1:] in render_page(results)
 
 
 def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
