@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from eval.runtime.kernels import accept, choose, pick
@@ -268,6 +269,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         kernels_equal_their_twins,
+        states_equal_their_twins,
+        paths_equal_their_twins,
         rows_of_the_kernel_are_independent,
         a_chain_is_bit_identical_in_attention,
         targets_decode_alike_with_and_without_kernels,

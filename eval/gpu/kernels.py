@@ -13,6 +13,7 @@ from torch import Tensor
 from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
+from eval.runtime.state import RoundState, Settlement
 from heads.kernels import attention, layers
 from heads.kernels.products import MAKERS
 from heads.kernels.timing import device_seconds
@@ -21,6 +22,8 @@ from heads.tree import Proposal
 COLD = 1 << 28
 """Bytes of weights taken in turn, at least: several times what a card caches."""
 ROWS = (1, 8, 16, 32, 64)
+ACCEPTED = 7
+"""Tokens of the accepted path where one is timed."""
 
 
 def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device) -> list[Part]:
@@ -73,7 +76,25 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
     add("silu_mul", 3 * fused.numel(), partial(layers.silu_mul, fused))
     proposal = Proposal(depths, (depths - 1).clamp_min(0), depths, depths)
     add("accept", 4 * 8 * rows, partial(accept.accept, proposal, depths, rows - 1))
+    if rows > 2 * ACCEPTED:
+        end_of_round(add, shape, rows, capacity, device)
     return parts
+
+
+def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacity: int, device: torch.device) -> None:
+    """What follows acceptance in a tree of `rows` nodes, every token of the path to be moved."""
+    D, K = shape.hidden_size, ACCEPTED
+    wide = 2 * shape.num_key_value_heads * shape.head_dim
+    cache = torch.zeros(shape.num_hidden_layers, 1, capacity, wide, dtype=torch.bfloat16, device=device)
+    taps, hidden = (torch.zeros(1, rows, width, dtype=torch.bfloat16, device=device) for width in (3 * D, D))
+    path = torch.arange(K + 1, device=device)[None] + rows - K - 1
+    accepted, length = torch.full((1,), K, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    moved = 4 * len(cache) * K * wide
+    add(f"compact {K}", moved, partial(accept.compact, cache, length, path, accepted))
+    add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, taps, hidden, path))
+    state = RoundState.new(batch_size=1, capacity=capacity, depth=K, device=device)
+    settlement = Settlement(state, torch.tensor([2], device=device), K)
+    add("settle", state.report.numel() * 8, partial(settlement, accepted, path, path))
 
 
 def each(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:

@@ -280,10 +280,9 @@ class KernelStep:
         B, N, _ = hidden.shape
         by_tiles = None
         if not sampling.filtered or B > 1:
-            temperature, seeds = (x[:, None].expand(B, N).flatten() for x in (sampling.temperature, sampling.seed))
             by_tiles = choose.choose(
-                hidden.flatten(0, 1), self.target.lm_head_weight, temperature, seeds, positions.flatten(),
-                noisy=sampling.random,
+                hidden.flatten(0, 1), self.target.lm_head_weight, sampling.temperature, sampling.seed,
+                positions.flatten(), noisy=sampling.random,
             ).view(B, N)  # fmt: skip
             if not sampling.filtered:
                 return by_tiles

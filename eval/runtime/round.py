@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eval.runtime.accept import Acceptance
 from eval.runtime.hf import TargetStep
+from eval.runtime.kernels.accept import take_path
 from eval.runtime.rules import Rule
 from eval.runtime.sampling import RowSampling
 from eval.runtime.state import RoundState, Settlement
@@ -89,16 +90,14 @@ class Decoder:
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
         """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
         chain = is_chain(self.shape)
-        deepest = None if chain else proposal.depths.amax(dim=1)
-        settled = self.settlement(acceptance.accepted, acceptance.emitted, deepest)
+        settled = self.settlement(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
         if not chain:
             self.step.compact(settled.start, acceptance)
         if self.head is None:
             return
         taps, hidden = features.taps, features.hidden
         if not chain:  # a chain's path is its nodes in order
-            path = acceptance.path[..., None]
-            taps, hidden = (x.gather(1, path.expand(-1, -1, x.shape[-1])) for x in (taps, hidden))
+            taps, hidden = take_path(taps, hidden, acceptance.path)
         observation = Observation(
             tokens=settled.tokens,
             taps=taps,

@@ -104,8 +104,7 @@ class Match:
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         if self.shape.nodes == 1:  # a root alone emits the target's choice
-            start = torch.zeros_like(consulted)
-            return Acceptance(start[:, 0], start, consulted)
+            return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # zeros
         if runs_kernels(consulted):
             return accept(proposal, consulted, self.shape.depth)
         if above is None:

@@ -1,6 +1,6 @@
 /* What a round decided, taken into the state of all rows: `eval.runtime.state` on a CPU.
  *
- * Letters: B rows, M tokens a round can emit, T tokens a report shows.
+ * Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
  */
 
 #include <stdint.h>
@@ -31,8 +31,8 @@ static void publish(const State *s, int64_t b)
         report[3 + t] = s->output[b * s->output_width + (from + t > 0 ? from + t : 0)];
 }
 
-/* accepted (B), emitted (B, M); deepest (B), the levels of each tree, or NULL where they are M - 1. */
-void settle(const State *s, const int64_t *accepted, const int64_t *emitted, const int64_t *deepest)
+/* accepted (B), emitted (B, M); depths (B, N), of each tree's nodes, or NULL where trees have M - 1 levels. */
+void settle(const State *s, const int64_t *accepted, const int64_t *emitted, const int64_t *depths, int64_t N)
 {
     const int64_t M = s->M;
     for (int64_t b = 0; b < s->B; b++) {
@@ -46,7 +46,9 @@ void settle(const State *s, const int64_t *accepted, const int64_t *emitted, con
             kept = 0;
         if (M > 1) {
             const int64_t at = b * s->record_width + s->rounds[b], tested = count < kept ? count : kept;
-            const int64_t levels = deepest ? deepest[b] : M - 1;
+            int64_t levels = depths ? 0 : M - 1;
+            for (int64_t j = 0; depths && j < N; j++)
+                levels = depths[b * N + j] > levels ? depths[b * N + j] : levels;
             s->accepted[at] = accepted[b] < kept ? accepted[b] : kept;
             s->reached[at] = tested < levels ? tested : levels;
         }

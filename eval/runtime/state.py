@@ -1,9 +1,9 @@
 """What a batch has decided, and how a round's outcome is taken into it.
 
-On a CPU with a C compiler that is one call of `state.c`: some thirty tensor operations on a few integers cost
-their dispatch, which a small target's round has no time for.
+Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU with a C compiler it
+is one call of `state.c`, and on a GPU one kernel (`eval.runtime.kernels.settle`); the operations say what both do.
 
-Letters: B rows, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
+Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
 """
 
 import ctypes
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eval.runtime.kernels.settle import settle
+from heads.kernels.backend import runs_kernels
 from heads.native.compiling import compiled
 
 SOURCE = Path(__file__).with_name("state.c")
@@ -84,7 +86,7 @@ def load() -> ctypes.CDLL | None:
     """The compiled function; None where there is no compiler."""
     library = compiled(SOURCE)
     if library is not None:
-        library.settle.argtypes, library.settle.restype = [_POINTER] * 4, None
+        library.settle.argtypes, library.settle.restype = [*[_POINTER] * 4, _INT], None
     return library
 
 
@@ -97,11 +99,12 @@ class Settlement:
         self.state, self.eos, self.depth = state, eos, depth
         self.places = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
-        self.library = load() if device.type == "cpu" else None
+        tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
+        self.settled = Settled(tokens, start, count)
+        self.by_kernel = runs_kernels(state.output)
+        self.library = load() if device.type == "cpu" and not self.by_kernel else None
         if self.library is None:
             return
-        tokens, (start, count) = torch.zeros(B, M + 1, dtype=torch.int64), torch.zeros(2, B, dtype=torch.int64)
-        self.settled = Settled(tokens, start, count)
         where = (
             *(state.length, state.root, state.limit, state.output, state.output_length, state.rounds, state.accepted),
             *(state.reached, state.report, state.done, state.heeds_eos, eos, tokens, start, count),
@@ -112,19 +115,23 @@ class Settlement:
             *(B, M, len(eos), state.output.shape[1], state.accepted.shape[1], state.report.shape[1]),
         )
 
-    def __call__(self, accepted: Tensor, emitted: Tensor, deepest: Tensor | None) -> Settled:
+    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:
         """Take the accepted tokens into the state, cut at EOS and at the limit.
 
-        accepted (B,), emitted (B, M): as in `Acceptance`; deepest (B,): the levels of each tree, None where all have K.
+        accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None where all trees
+        have K levels.
         """
+        if self.by_kernel:
+            settle(self.state, self.eos, self.settled, accepted, emitted, depths)
+            return self.settled
         if self.library is None:
-            return self.in_tensors(accepted, emitted, deepest)
-        held = accepted.contiguous(), emitted.contiguous(), None if deepest is None else deepest.contiguous()
+            return self.in_tensors(accepted, emitted, depths)
+        held = accepted.contiguous(), emitted.contiguous(), None if depths is None else depths.contiguous()
         where = (None if tensor is None else tensor.data_ptr() for tensor in held)
-        self.library.settle(ctypes.addressof(self.struct), *where)
+        self.library.settle(ctypes.addressof(self.struct), *where, 0 if depths is None else depths.shape[1])
         return self.settled
 
-    def in_tensors(self, accepted: Tensor, emitted: Tensor, deepest: Tensor | None) -> Settled:
+    def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:
         """The same by tensor operations, on any device."""
         state, count = self.state, accepted + 1
         kept, ended = self.cut(emitted, count)
@@ -135,7 +142,7 @@ class Settlement:
             torch.cat([state.root[:, None], emitted], dim=1), state.length.clone(), torch.where(state.done, 0, count)
         )
         if self.depth > 0:
-            self.record(accepted, kept, deepest)
+            self.record(accepted, kept, depths)
         state.output.scatter_(1, state.output_length[:, None] + self.places, emitted)
         state.output_length.add_(kept)
         state.rounds.add_(active)
@@ -159,12 +166,13 @@ class Settlement:
             kept = torch.minimum(kept, upto_eos)
         return kept, ended
 
-    def record(self, accepted: Tensor, kept: Tensor, deepest: Tensor | None) -> None:
+    def record(self, accepted: Tensor, kept: Tensor, depths: Tensor | None) -> None:
         """Note how deep the round came; one that the output's end cuts short tests only the levels the output shows."""
         state = self.state
         at, tested = state.rounds[:, None], torch.minimum(accepted + 1, kept)
         state.accepted.scatter_(1, at, torch.minimum(accepted, kept)[:, None])
-        state.reached.scatter_(1, at, tested.clamp(max=self.depth if deepest is None else deepest)[:, None])
+        levels = self.depth if depths is None else depths.amax(dim=1)
+        state.reached.scatter_(1, at, tested.clamp(max=levels)[:, None])
 
     def publish(self) -> None:
         """Write the report."""

@@ -96,10 +96,23 @@ def step(empty: Empty, N: int) -> None:
         pick.best_of_rows(empty(N, 32000), count)
     length = torch.zeros(1, dtype=torch.int64)
     accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
-    accept.compact(empty(32, 1, 2048, 2048), length, ids[:, :1].expand(1, 7), length)
+    path = torch.zeros(1, 7, dtype=torch.int64)
+    accept.compact(empty(32, 1, 2048, 2048), length, path, length)
+    accept.take_path(empty(1, N, 3 * 4096), empty(1, N, 4096), path)
     chosen = torch.zeros(N, 6, dtype=torch.int64)
     experts.expert_mm(x[:, :2048], chosen, empty(64, 2816, 2048))
     experts.expert_mm(empty(N, 6, 1408), chosen, empty(64, 2048, 1408))
+
+
+def settle() -> None:
+    """States of rounds of several depths, by lists of ends of texts of several lengths."""
+    from eval.runtime.state import RoundState, Settlement
+
+    for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):
+        state = RoundState.new(batch_size=2, capacity=500, depth=depth, device=torch.device("cpu"), rounds=4)
+        depths, emitted = torch.zeros(2, 2, nodes, dtype=torch.int64), state.output[:, : depth + 1]
+        settlement = Settlement(state, torch.tensor(eos, dtype=torch.int64), depth)
+        settlement(state.length, emitted, depths[0] if nodes else None)
 
 
 def resources(made: Any) -> dict[str, int]:
@@ -122,6 +135,7 @@ def main() -> None:
         def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(*size, dtype=dtype)
 
+        settle()
         for N in sizes:
             attend(empty, N)
             if N <= 64:

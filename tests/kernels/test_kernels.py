@@ -91,6 +91,22 @@ def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
     assert found[0] == 3
 
 
+@pytest.mark.parametrize(("B", "N"), [(1, 5), (3, 4)])
+def test_a_row_of_the_batch_lends_its_sampling_to_all_its_nodes(B: int, N: int) -> None:
+    from eval.runtime.kernels.choose import choose, choose_twin
+
+    hidden, weight = torch.randint(-2, 3, (B * N, 16)).float(), torch.randint(-2, 3, (50, 16)).float()
+    temperature, seeds = torch.rand(B) + 4, torch.arange(B) + 11
+    positions = torch.randint(5000, (B, N)).flatten()
+    found = choose(hidden, weight, temperature, seeds, positions, noisy=True)
+    assert found.tolist() == choose_twin(hidden, weight, temperature, seeds, positions, noisy=True).tolist()
+    alone = [
+        choose_twin(hidden[[m]], weight, temperature[[m // N]], seeds[[m // N]], positions[[m]], noisy=True)
+        for m in range(B * N)
+    ]
+    assert found.tolist() == torch.cat(alone).tolist()
+
+
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("M", "D"), [(1, 16), (5, 48)])
 def test_add_norm(M: int, D: int, adds: bool) -> None:
@@ -165,6 +181,20 @@ def test_accept(B: int, N: int, V: int) -> None:
         assert kept(ours) == kept(theirs)
 
 
+def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
+    from eval.runtime.accept import match_chain
+    from eval.runtime.kernels.accept import accept, accept_twin
+
+    B, N = 4, 6
+    node = torch.arange(N).expand(B, N)
+    tokens, choice = torch.randint(2, (2, B, 2 * N))  # of which some columns are taken: rows stand apart
+    chain = Proposal(tokens[:, :N], (node - 1).clamp_min(0), node, torch.zeros(B, N))
+    assert kept(accept(chain, choice[:, :N], N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
+    parents, depths = random_tree(1, N)
+    shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
+    assert kept(accept(shared, choice[:, :N], N)) == kept(accept_twin(shared, choice[:, :N], N))
+
+
 def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
     return [
         (n, path[: n + 1], emitted[: n + 1])
@@ -174,20 +204,29 @@ def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
     ]
 
 
-def test_compact() -> None:
+@pytest.mark.parametrize(("N", "X"), [(20, 6), (2, 6), (60, 1500)])
+def test_compact(N: int, X: int) -> None:
+    """Nothing else in the cache changes either."""
     from eval.runtime.kernels.accept import accept, compact, compact_twin
 
-    proposal, choice = random_round(3, 20, 1)  # one token: the deepest path is always taken
+    proposal, choice = random_round(3, N, 1)  # one token: the deepest path is always taken
     K = int(proposal.depths.max())
     acceptance = accept(proposal, choice, K)
     assert int(acceptance.accepted.max()) == K
-    ours = torch.randn(4, 3, 40, 6)
+    ours = torch.randn(4, 3, N + 20, X)
     theirs, length = ours.clone(), torch.tensor([0, 7, 20])
     compact(ours, length, acceptance.path, acceptance.accepted)
     compact_twin(theirs, length, acceptance.path, acceptance.accepted)
-    for b in range(3):
-        end = int(length[b] + acceptance.accepted[b]) + 1
-        assert torch.equal(ours[:, b, :end], theirs[:, b, :end])
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("X", "D"), [(0, 24), (72, 24), (5000, 2048), (3, 2100)])
+def test_take_path(X: int, D: int) -> None:
+    from eval.runtime.kernels.accept import take_path, take_path_twin
+
+    taps, hidden, path = torch.randn(2, 9, X), torch.randn(2, 9, D), torch.randint(9, (2, 4))
+    for ours, theirs in zip(take_path(taps, hidden, path), take_path_twin(taps, hidden, path), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("B", "N"), [(1, 1), (3, 7), (2, 70)])

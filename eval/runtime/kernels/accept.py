@@ -1,6 +1,7 @@
-"""The rule `match` and the cache's compaction, a kernel each: many small operations of a round as two.
+"""The rule `match`, the cache's compaction and the accepted nodes' features, a kernel each: many small operations of a
+round as three.
 
-Letters: B rows, N nodes, K depth, S slots a row, L layers (keys and values apart), X numbers a slot.
+Letters: B rows, N nodes, K depth, M = K + 1, S slots a row, L layers (keys and values apart), X numbers a slot.
 """
 
 import torch
@@ -19,11 +20,13 @@ def accept(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
     B, N = choice.shape
     if not runs_kernels(choice) or N > MOST_NODES:
         return accept_twin(proposal, choice, depth)
-    accepted = choice.new_empty(B)
-    path, emitted = choice.new_zeros(2, B, depth + 1)
+    accepted, path, emitted = choice.new_empty(B), choice.new_empty(B, depth + 1), choice.new_empty(B, depth + 1)
+    tokens, parents, depths = proposal.tokens, proposal.parents, proposal.depths
+    assert tokens.stride(1) == parents.stride(1) == depths.stride(1) == choice.stride(1) == 1
     _accept[(B,)](
-        proposal.tokens.contiguous(), proposal.parents.contiguous(), proposal.depths.contiguous(),
-        choice.contiguous(), accepted, path, emitted, N, K=depth, PAD=next_power_of_2(N),
+        tokens, parents, depths, choice, accepted, path, emitted, N,
+        tokens.stride(0), parents.stride(0), depths.stride(0), choice.stride(0),
+        K=depth, PAD=next_power_of_2(N), PAD_M=next_power_of_2(depth + 1),
     )  # fmt: skip
     return Acceptance(accepted, path, emitted)
 
@@ -35,16 +38,22 @@ def accept_twin(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
 
 @jit
 def _accept(  # type: ignore[no-untyped-def]
-    TOKENS, PARENTS, DEPTHS, CHOICE, ACCEPTED, PATH, EMITTED, N, K: constexpr, PAD: constexpr,
+    TOKENS, PARENTS, DEPTHS, CHOICE, ACCEPTED, PATH, EMITTED, N, tokens_b, parents_b, depths_b, choice_b,
+    K: constexpr, PAD: constexpr, PAD_M: constexpr,
 ):  # fmt: skip
-    """One row: mark what follows the root level by level, take the deepest, then write its path from below."""
+    """One row: mark what follows the root level by level, take the deepest, then write its path from below, and zeros
+    behind it."""
     b, j = tl.program_id(0), tl.arange(0, PAD)
+    TOKENS += b * tokens_b
+    PARENTS += b * parents_b
+    DEPTHS += b * depths_b
+    CHOICE += b * choice_b
     real = j < N
-    parent = tl.load(PARENTS + b * N + j, mask=real, other=0)
-    depth = tl.load(DEPTHS + b * N + j, mask=real, other=-1)
-    token = tl.load(TOKENS + b * N + j, mask=real, other=-1)
-    wanted = tl.load(CHOICE + b * N + parent, mask=real, other=-2)
-    above = tl.load(DEPTHS + b * N + parent, mask=real, other=-9)
+    parent = tl.load(PARENTS + j, mask=real, other=0)
+    depth = tl.load(DEPTHS + j, mask=real, other=-1)
+    token = tl.load(TOKENS + j, mask=real, other=-1)
+    wanted = tl.load(CHOICE + parent, mask=real, other=-2)
+    above = tl.load(DEPTHS + parent, mask=real, other=-9)
     follows = real & (token == wanted) & (depth == above + 1)
     alive = (j == 0).to(tl.int32)
     for level in range(1, K + 1):
@@ -60,8 +69,13 @@ def _accept(  # type: ignore[no-untyped-def]
         rung = count - back
         if rung >= 0:
             tl.store(PATH + b * (K + 1) + rung, node)
-            tl.store(EMITTED + b * (K + 1) + rung, tl.load(CHOICE + b * N + node))
-            node = tl.load(PARENTS + b * N + node)
+            tl.store(EMITTED + b * (K + 1) + rung, tl.load(CHOICE + node))
+            node = tl.load(PARENTS + node)
+    rest = tl.arange(0, PAD_M)
+    behind = (rest > count) & (rest <= K)
+    nothing = tl.zeros([PAD_M], tl.int64)
+    tl.store(PATH + b * (K + 1) + rest, nothing, mask=behind)
+    tl.store(EMITTED + b * (K + 1) + rest, nothing, mask=behind)
 
 
 def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> None:
@@ -74,10 +88,14 @@ def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> No
         compact_twin(cache, length, path, accepted)
         return
     L, B, _, X = cache.shape
-    block = min(1024, next_power_of_2(X))
+    K = path.shape[1] - 1
+    if K == 0:
+        return
+    most = next_power_of_2(K)
+    block = max(16, min(next_power_of_2(X), 8192 // most))  # as many numbers as a program's registers hold at ease
     _compact[(L, B, -(-X // block))](
         cache, length, path.contiguous(), accepted, X, cache.stride(0), cache.stride(1), cache.stride(2),
-        K=path.shape[1] - 1, BLOCK=block,
+        K=K, MOST=most, BLOCK=block,
     )  # fmt: skip
 
 
@@ -92,13 +110,51 @@ def compact_twin(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) 
 
 @jit
 def _compact(  # type: ignore[no-untyped-def]
-    CACHE, LENGTH, PATH, ACCEPTED, X, by_layer, by_row, by_slot, K: constexpr, BLOCK: constexpr,
+    CACHE, LENGTH, PATH, ACCEPTED, X, by_layer, by_row, by_slot, K: constexpr, MOST: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
+    """BLOCK numbers of every slot that one row of a layer keeps: all read at once, and then all written."""
     layer, b, x = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    i = 1 + tl.arange(0, MOST)  # the root stays where it is
     length, accepted = tl.load(LENGTH + b), tl.load(ACCEPTED + b)
-    row = CACHE + layer.to(tl.int64) * by_layer + b * by_row
-    for i in range(1, K + 1):  # the root stays where it is
-        node = tl.load(PATH + b * (K + 1) + i)
-        if (i <= accepted) & (node != i):
-            value = tl.load(row + (length + node) * by_slot + x, mask=x < X)
-            tl.store(row + (length + i) * by_slot + x, value, mask=x < X)
+    node = tl.load(PATH + b * (K + 1) + i, mask=i <= K, other=0)
+    moves = ((i <= accepted) & (node != i))[:, None] & (x < X)[None]
+    row = CACHE + layer.to(tl.int64) * by_layer + b * by_row + x[None]
+    values = tl.load(row + ((length + node) * by_slot)[:, None], mask=moves)
+    tl.debug_barrier()  # no thread may write what another has yet to read
+    tl.store(row + ((length + i) * by_slot)[:, None], values, mask=moves)
+
+
+def take_path(taps: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes' features in the order of a path: taps (B, N, X), hidden (B, N, D), path (B, M) -> (B, M, X) and
+    (B, M, D)."""
+    if not runs_kernels(hidden):
+        return take_path_twin(taps, hidden, path)
+    (B, N, D), X, M = hidden.shape, taps.shape[2], path.shape[1]
+    taken = taps.new_empty(B, M, X), hidden.new_empty(B, M, D)
+    block = min(2048, next_power_of_2(max(D, X)))
+    tapped = -(-X // block)
+    _take_path[(B * M, tapped + -(-D // block))](
+        taps.contiguous(), hidden.contiguous(), path.contiguous(), *taken, N, M, X, D, tapped, BLOCK=block
+    )
+    return taken
+
+
+def take_path_twin(taps: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in torch operations."""
+    at = path[..., None]
+    return taps.gather(1, at.expand(-1, -1, taps.shape[2])), hidden.gather(1, at.expand(-1, -1, hidden.shape[2]))
+
+
+@jit
+def _take_path(  # type: ignore[no-untyped-def]
+    TAPS, HIDDEN, PATH, TAPS_TAKEN, HIDDEN_TAKEN, N, M, X, D, tapped, BLOCK: constexpr,
+):  # fmt: skip
+    """One block of one node's taps, or of its hidden state."""
+    goal, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = goal // M * N + tl.load(PATH + goal)
+    if block < tapped:
+        x = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(TAPS_TAKEN + goal * X + x, tl.load(TAPS + source * X + x, mask=x < X), mask=x < X)
+    else:
+        x = (block - tapped) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(HIDDEN_TAKEN + goal * D + x, tl.load(HIDDEN + source * D + x, mask=x < D), mask=x < D)

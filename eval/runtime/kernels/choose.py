@@ -6,7 +6,7 @@ A program forms one tile of logits in float32 for all M rows, adds the noise of 
 the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole law and take
 the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it by a constant.
 
-Letters: M rows, D width, V vocabulary.
+Letters: B rows of the batch, M hidden states, as many of each, D width, V vocabulary.
 """
 
 import torch
@@ -25,9 +25,10 @@ ROWS = 64
 def choose(
     hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
 ) -> Tensor:
-    """hidden (M, D), weight (V, D), temperature (M,) float32, seeds and positions (M,) int64 -> (M,) int64 ids.
+    """hidden (M, D), weight (V, D), temperature (B,) float32, seeds (B,) and positions (M,) int64 -> (M,) int64 ids.
 
-    `noisy`: whether any row has a temperature above 0. Scaled or soft-capped logits are not for this.
+    The batch's rows stand one after another in M. `noisy`: whether any row has a temperature above 0. Scaled or
+    soft-capped logits are not for this.
     """
     if runs_kernels(hidden):
         return _kernel(hidden, weight, temperature, seeds, positions, noisy)
@@ -41,6 +42,8 @@ def choose_twin(
     logits = hidden.float() @ weight.float().T  # (M, V)
     if not noisy:
         return logits.argmax(-1)
+    row = torch.arange(len(hidden), device=hidden.device) // (len(hidden) // len(seeds))
+    temperature, seeds = temperature[row], seeds[row]
     hot = (temperature > 0)[:, None]
     noise = gumbel(seeds, positions[:, None], torch.arange(len(weight), device=hidden.device))[:, 0]
     return torch.where(hot, logits / torch.where(hot, temperature[:, None], 1.0) + noise, logits).argmax(-1)
@@ -56,7 +59,8 @@ def _kernel(
     ids = hidden.new_empty(tiles, M, dtype=torch.int64)
     out = hidden.new_empty(M, dtype=torch.int64)
     _best_of_tile[(triton.cdiv(M, rows), tiles)](
-        hidden, weight, temperature, seeds, positions, best, ids, M, V, hidden.stride(0), weight.stride(0),
+        hidden, weight, temperature, seeds, positions.contiguous(), best, ids, M, V, M // len(seeds),
+        hidden.stride(0), weight.stride(0),
         D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=noisy, WRITE=False,
     )  # fmt: skip
     _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
@@ -71,7 +75,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
     out = hidden.new_empty(M, V, dtype=torch.float32)
     rows = min(ROWS, max(16, next_power_of_2(M)))
     _best_of_tile[(triton.cdiv(M, rows), triton.cdiv(V, TILE))](
-        hidden, weight, out, out, out, out, out, M, V, hidden.stride(0), weight.stride(0),
+        hidden, weight, out, out, out, out, out, M, V, 1, hidden.stride(0), weight.stride(0),
         D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=False, WRITE=True,
     )  # fmt: skip
     return out
@@ -102,7 +106,7 @@ def _noise(seed, position, token):  # type: ignore[no-untyped-def]
 
 @jit
 def _best_of_tile(  # type: ignore[no-untyped-def]
-    HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, h_m, w_v,
+    HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, each, h_m, w_v,
     D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
 ):  # fmt: skip
     """The best score and id of one tile of the vocabulary, for ROWS rows; with WRITE the tile's logits, to BEST.
@@ -122,8 +126,8 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
         tl.store(BEST + m[:, None].to(tl.int64) * V + v[None], logits, mask=live[:, None] & real[None])
         return
     if NOISY:
-        temperature = tl.load(TEMPERATURE + m, mask=live, other=0.0)
-        seed, position = tl.load(SEEDS + m, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
+        temperature = tl.load(TEMPERATURE + m // each, mask=live, other=0.0)
+        seed, position = tl.load(SEEDS + m // each, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
         hot = temperature > 0
         warm = logits / tl.where(hot, temperature, 1.0)[:, None] + _noise(seed, position, v)
         logits = tl.where(hot[:, None], warm, logits)

@@ -143,6 +143,20 @@ def test_rounds_with_every_kernel_decode_the_same_text(
     assert sum(sum(o.accepted) for o in outputs) > 0
 
 
+def test_a_request_alone_samples_as_it_would_by_torch(
+    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget], scripted_head: Any
+) -> None:
+    """One row, several nodes: all of them have the row's temperature and seed."""
+    target, requests = target_of_float32("llama"), [Request([5, 6, 7], 9, Sampling(0.9, seed=3), ignore_eos=True)]
+    kernels(False)
+    plain = Engine(target, max_length=64).generate(requests)
+    kernels(True)
+    head = scripted_head(target, [[*requests[0].prompt, *plain[0].tokens]], right=1.0, taps=(1,))
+    head.check_features = lambda *arguments: None
+    outputs = Engine(target, head, shape=parse_shape("chain:2"), max_length=64).generate(requests)
+    assert outputs[0].tokens == plain[0].tokens and outputs[0].rounds < plain[0].rounds
+
+
 @torch.no_grad()
 def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
     kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]

@@ -1,4 +1,4 @@
-"""What a round decides, taken into the state in C, against the same in tensor operations."""
+"""What a round decides, taken into the state in C and by a kernel, against the same in tensor operations."""
 
 from dataclasses import astuple, fields
 
@@ -13,16 +13,18 @@ B = 5
 
 
 def random_state(depth: int, generator: torch.Generator) -> RoundState:
-    """Rows in the middle of requests of at most 37 tokens, some of them done, some reported for the first time."""
+    """Rows in the middle of requests of at most 60 tokens, some of them done, some at their first round or with room
+    for no more than one token, some with fewer tokens than a report shows."""
     state = RoundState.new(batch_size=B, capacity=60, depth=depth, device=torch.device("cpu"), rounds=3)
     state.length.random_(1, 20, generator=generator)
     state.root.random_(0, 9, generator=generator)
     state.done.copy_(torch.rand(B, generator=generator) < 0.2)
-    state.output_length.random_(1, 29, generator=generator)
-    state.limit.copy_(state.output_length + torch.randint(1, 9, (B,), generator=generator))
+    state.output_length.random_(1, 60, generator=generator)
+    state.output_length[0] = 0 if state.done[0] else 1
+    state.limit.copy_(state.output_length + torch.randint(1, 9, (B,), generator=generator)).clamp_(max=60)
     state.heeds_eos.copy_(torch.rand(B, generator=generator) < 0.7)
     state.output.random_(0, 9, generator=generator)
-    state.rounds.random_(0, 20, generator=generator)
+    state.rounds.random_(0, 60, generator=generator)
     return state
 
 
@@ -30,25 +32,53 @@ def copy_of(state: RoundState) -> RoundState:
     return RoundState(**{field.name: getattr(state, field.name).clone() for field in fields(state)})
 
 
-@pytest.mark.skipif(module.load() is None, reason="no C compiler")
+@pytest.fixture(params=["compiler", "kernel"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which form takes rounds into states."""
+    if request.param == "compiler" and module.load() is None:
+        pytest.skip("no C compiler")
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("on a GPU the suite runs the kernel itself")
+        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 4])
-@pytest.mark.parametrize("eos", [[], [3], [7, 2]])
-def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree: bool) -> None:
+@pytest.mark.parametrize("eos", [[], [3], [7, 2], [8, 8, 1, 0, 5]])
+def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree: bool, form: str) -> None:
     generator = torch.Generator().manual_seed(depth)
-    for _ in range(40):
+    cut = 0
+    for _ in range(25):
         ours = random_state(depth, generator)
-        theirs = copy_of(ours)
+        theirs, before = copy_of(ours), copy_of(ours)
         accepted = torch.randint(0, depth + 1, (B,), generator=generator)
         emitted = torch.randint(0, 9, (B, depth + 1), generator=generator)
-        deepest = torch.randint(0, depth + 1, (B,), generator=generator) if tree else None
-        known = Settlement(ours, torch.tensor(eos, dtype=torch.int64), depth)(accepted, emitted, deepest)
-        other = Settlement(theirs, torch.tensor(eos, dtype=torch.int64), depth)
-        other.library = None
-        expected = other(accepted, emitted, deepest)
+        depths = torch.randint(0, depth + 1, (B, 7), generator=generator) if tree else None
+        settlement = Settlement(ours, torch.tensor(eos, dtype=torch.int64), depth)
+        assert settlement.by_kernel == (form == "kernel") and (settlement.library is not None) == (form == "compiler")
+        known = settlement(accepted, emitted, depths)
+        other = Settlement(theirs, settlement.eos, depth)
+        expected = other.in_tensors(accepted, emitted, depths)
         for one, two in ((ours, theirs), (known, expected)):
             for field in fields(one):
                 assert torch.equal(getattr(one, field.name), getattr(two, field.name)), field.name
+        cut += int(((ours.output_length - before.output_length <= accepted) & ~before.done).sum())
+    assert cut or depth == 0, "no output ended within a round"
+
+
+def test_one_tree_may_serve_all_rows(form: str) -> None:
+    """Its depths are then one row, expanded."""
+    generator = torch.Generator().manual_seed(0)
+    ours = random_state(4, generator)
+    theirs = copy_of(ours)
+    accepted, emitted = torch.full((B,), 3), torch.randint(3, 9, (B, 5), generator=generator)
+    depths = torch.tensor([[0, 1, 1, 2]])
+    for state, shown in ((ours, depths.expand(B, -1)), (theirs, depths.repeat(B, 1))):
+        Settlement(state, torch.tensor([2]), 4)(accepted, emitted, shown)
+    assert torch.equal(ours.reached, theirs.reached) and int(ours.reached.max()) == 2
 
 
 def settle(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor, ...]:
@@ -56,7 +86,7 @@ def settle(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor
     return astuple(settlement(torch.tensor([accepted]), torch.tensor([emitted]), None))
 
 
-@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("accepted", "room", "heeds", "kept", "done"),
     [
@@ -69,9 +99,9 @@ def settle(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor
     ],
 )
 def test_outputs_end_where_they_should(
-    compiler: bool, accepted: int, room: int, heeds: bool, kept: int, done: bool, monkeypatch: pytest.MonkeyPatch
+    compiled: bool, accepted: int, room: int, heeds: bool, kept: int, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not compiler:
+    if not compiled:
         monkeypatch.setattr(module, "load", lambda: None)
     state = RoundState.new(batch_size=1, capacity=30, depth=3, device=torch.device("cpu"))
     state.done.fill_(False)

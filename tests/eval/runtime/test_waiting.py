@@ -1,6 +1,7 @@
 """No round makes the host wait for a device: every operation of it, with the kernels on and all code for CPUs off, is
-one that a GPU takes in without a word."""
+one that a GPU takes in without a word. And few are launched beside the head's and the target's."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,25 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be given to do; views and memory from a pool are nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        if not view and not name.startswith(("empty", "new_empty", "detach")):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+launched: Counter[str] = Counter()
+"""Kernels of our own, by name."""
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
@@ -48,6 +68,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     launch = GridExecutor.__call__
 
     def unwatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched[self.fn.__name__] += 1
         with _disable_current_modes():  # the interpreter is the host
             return launch(self, *args, **kwargs)
 
@@ -73,20 +94,54 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
-    target = make_target(family, torch.float32, torch.device("cpu"))
-    settings: dict[str, Any] = {"taps": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
-    settings = {"layers": [0, 1]} if kind == "draft" else settings
-    head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
-    engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64, rule=rule)
     requests = [Request([5, 6, 7], 20, ignore_eos=True), Request([9, 8], 20, Sampling(0.9, top_k=9, seed=3), (), True)]
+    engine = warm_engine(family, kind, shape, requests, rule=rule)
     with torch.inference_mode():
-        read_prompts(engine.decoder, dict(enumerate(requests)))
-        engine.decoder.round(64)  # what is made once is made in warming up
         before = engine.decoder.state.output_length.clone()
         with Watch():  # type: ignore[no-untyped-call]
             engine.decoder.round(64)
             engine.reports.send()
     assert (engine.decoder.state.output_length > before).all()
+
+
+def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **options: Any) -> Engine:
+    """The requests seated, what is made once made."""
+    target = make_target(family, torch.float32, torch.device("cpu"))
+    settings: dict[str, Any] = {"taps": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
+    settings = {"layers": [0, 1]} if kind == "draft" else settings
+    head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
+    options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
+    engine = Engine(target, head, **options)
+    with torch.inference_mode():
+        read_prompts(engine.decoder, dict(enumerate(requests)))
+        engine.decoder.round(64)
+    return engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shape", "most"), [("eagle3", "tree:3x3x8", 8), ("medusa", "chain:3", 6), ("none", "none", 5)]
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_few_launches_stand_beside_the_head_and_the_target(
+    kind: str, shape: str, most: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions, the choice, acceptance, compaction, features of the path, and state; rows greedy and sampled."""
+    ways = [Sampling(), Sampling(0.9, seed=3)]
+    engine = warm_engine("llama", kind, shape, [Request([5, 6, 7], 20, ways[i], (), True) for i in range(rows)])
+    decoder = engine.decoder
+    with torch.inference_mode():
+        proposal, state = decoder.propose(), decoder.state
+        features = decoder.step.verify(proposal, None, state.length, 64, decoder.depth)
+        for owner, name, made in ((decoder, "propose", proposal), (decoder.step, "verify", features)):
+            monkeypatch.setitem(owner.__dict__, name, lambda *arguments, made=made: made)
+        if decoder.head is not None:
+            monkeypatch.setattr(decoder.head, "observe", lambda *arguments: None)
+        launched.clear()
+        with Launches() as launches:
+            decoder.round(64)
+    assert {"_settle", "_best_of_tile"} <= launched.keys()
+    assert launches.names.total() + launched.total() <= most, launches.names + launched
 
 
 def test_the_watch_sees_what_waits() -> None:
