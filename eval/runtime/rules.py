@@ -17,9 +17,7 @@ the last token's, and `match`'s own, which chooses a request's first token. None
 position alone: `block` refuses a whole chain for what its last tokens are, so that a token not emitted still says
 something of the noise at its position. The root's position, which no two rounds of a request share, is in every key.
 
-Which rule emits most depends on the shape. An EAGLE-3 head of the quickstart at T = 1 (scripts/bench_rules.py, 64
-prompts by 4 seeds; eval/results/rules.json) gave, in tokens a round: on chain:5 match 1.59, ratio 1.68, block 1.73; on
-static:3.2.1 match 1.95, ratio 1.97, ratio-wr 1.93; on tree:5x4x16, as many nodes, match 2.08.
+Which rule emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
 
 Letters: B rows, N nodes, W nodes drawn for at once, R children, I nodes that have children, V vocabulary, Vx columns of
 a draft's logits.

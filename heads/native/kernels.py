@@ -2,7 +2,7 @@
 compiler.
 
 A verify step multiplies 2 to 16 rows with every weight of the target. It ought to cost what one row costs, the time to
-read the weights; with torch's operations it costs several times that (`scripts/bench_native.py`).
+read the weights: how near it comes, `eval/bench.py --roofline` tells.
 
 Letters: R rows, K inputs, O outputs.
 """
