@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert attempt("eagle", ["eagle3"], ["recipe.yaml"]) == 0
+        assert attempt("eagle", ["recipe.yaml"]) == 0
         forget_accelerator()
     return folder
 
@@ -89,7 +89,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 
 def train(*changes: str) -> int:
-    return attempt("eagle", ["eagle3"], ["recipe.yaml", "output_dir=a/b/new", *changes])
+    return attempt("eagle", ["recipe.yaml", "output_dir=a/b/new", *changes])
 
 
 def measure(head: str = "run", *options: str) -> int:

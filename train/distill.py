@@ -3,4 +3,4 @@
 from train.entry import run_entry
 
 if __name__ == "__main__":
-    run_entry("distill", kinds=("draft",))
+    run_entry("distill")

@@ -17,14 +17,16 @@ from train.preparing import load_ground
 from train.recipe import Eval, Recipe, load_recipe
 
 USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
+KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
+"""Entry -> the kind of head that it trains."""
 
 
-def run_entry(name: str, kinds: Sequence[str]) -> None:
+def run_entry(name: str) -> None:
     """Train by the recipe on the command line, measure the head, end the process: 0, 2 user, 130 interrupt, 1 ours."""
-    leave(attempt(name, kinds, sys.argv[1:]))
+    leave(attempt(name, sys.argv[1:]))
 
 
-def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
+def attempt(name: str, arguments: Sequence[str]) -> int:
     """The exit status of one run."""
 
     def run() -> int:
@@ -34,10 +36,12 @@ def attempt(name: str, kinds: Sequence[str], arguments: Sequence[str]) -> int:
             print(USAGE.format(name=name))
             return 0
         recipe = load_recipe(arguments[0], arguments[1:])
-        if recipe.head["kind"] not in kinds:
+        kind = recipe.head["kind"]
+        if kind != KINDS[name]:
+            entry = next(entry for entry, trained in KINDS.items() if trained == kind)
             raise UserError(
-                f"{arguments[0]}: head.kind: train/{name}.py trains {' or '.join(kinds)}, "
-                f"the recipe says {recipe.head['kind']}; use the entry of that kind"
+                f"{arguments[0]}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; "
+                f"use train/{entry}.py"
             )
         try:
             outcome = fit(recipe)

@@ -189,7 +189,7 @@ def test_what_is_published_is_heads_and_adapter_and_its_audit_is_against_the_ada
     small["train"] |= {"lr": 0.05, "max_steps": 8}
     small["eval"]["report"]["trees"] = ["head", "chain:2"]
     small["eval"]["report"]["temperatures"] = [0, 1]
-    assert attempt("medusa", ["medusa"], [str(write_recipe(small))]) == 0
+    assert attempt("medusa", [str(write_recipe(small))]) == 0
     folder = Path(small["output_dir"])
     assert sorted(path.name for path in (folder / "head/adapter").iterdir()) == [
         "adapter_config.json",
@@ -244,7 +244,7 @@ def test_bad_adapters_are_one_line_and_status_2(
     change: Settings, fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small["target"]["adapter"] |= change
-    assert attempt("medusa", ["medusa"], [str(write_recipe(small))]) == 2
+    assert attempt("medusa", [str(write_recipe(small))]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and fault in errors[0], errors
     assert not Path(small["output_dir"]).exists()

@@ -99,7 +99,7 @@ def test_adapters_that_fit_nothing_are_refused(
     wanted: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small["head"]["lora"] = {"modules": ["q_proj", wanted]}
-    assert attempt("distill", ["draft"], [str(write_recipe(small))]) == 2
+    assert attempt("distill", [str(write_recipe(small))]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert f"head.lora.modules: '{wanted}' fits no linear layer of the draft" in line and "down_proj" in line
     assert not Path(small["output_dir"]).exists()
@@ -130,7 +130,7 @@ def test_bad_input_is_one_line_and_status_2(
     if "eagle3" in change[0]:
         small["head"] = {"kind": "eagle3"}
         change = change[1:]
-    assert attempt("distill", ["draft", "eagle3"], [str(write_recipe(small)), *change]) == 2
+    assert attempt("distill", [str(write_recipe(small)), *change]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and fault in errors[0], errors
     assert not Path(small["output_dir"]).exists()
@@ -141,7 +141,7 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: 
     small["head"]["lora"] = {"rank": 4}
     small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
     small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
-    assert attempt("distill", ["draft"], [str(write_recipe(small))]) == 0
+    assert attempt("distill", [str(write_recipe(small))]) == 0
     folder = Path(small["output_dir"])
     results = json.loads((folder / "results.json").read_text())
     assert results["exact"]["identical"] == results["exact"]["prompts"] == 8

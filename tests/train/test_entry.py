@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from train.entry import attempt
+from heads.registry import HEADS
+from train.entry import KINDS, attempt
 from train.features import make_batch
 
 Settings = dict[str, Any]
 WriteRecipe = Callable[[Settings], Path]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_a_whole_run_leaves_everything(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small["data"]["regenerate"] = {"prompts": 8, "prompt_tokens": 8, "new_tokens": 16, "share": 0.5}
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 0
+    assert attempt("eagle", [str(write_recipe(small))]) == 0
     folder = Path(small["output_dir"])
     for name in ("recipe.yaml", "provenance.json", "metrics.jsonl", "results.json", "report.html", "head/config.json"):
         assert (folder / name).is_file(), name
@@ -39,7 +41,7 @@ def test_a_whole_run_leaves_everything(
     assert "d2t" in load_file(folder / "head/model.safetensors")
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
     capsys.readouterr()
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 0
+    assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
     assert "finished already" in said and "measured already" in said
 
@@ -62,7 +64,7 @@ def test_a_whole_run_leaves_everything(
 def test_bad_input_is_one_line_and_status_2(
     change: list[str], fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small)), *change]) == 2
+    assert attempt("eagle", [str(write_recipe(small)), *change]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and fault in errors[0], errors
     assert not Path(small["output_dir"]).exists()
@@ -71,15 +73,20 @@ def test_bad_input_is_one_line_and_status_2(
 def test_the_wrong_entry_is_refused(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert attempt("medusa", ["medusa"], [str(write_recipe(small))]) == 2
-    assert "train/medusa.py trains medusa, the recipe says eagle3" in capsys.readouterr().err
+    assert attempt("medusa", [str(write_recipe(small))]) == 2
+    assert "train/medusa.py trains medusa, the recipe says eagle3; use train/eagle.py" in capsys.readouterr().err
+
+
+def test_every_kind_of_head_has_an_entry() -> None:
+    assert set(KINDS.values()) == HEADS.keys()
+    assert all((ROOT / f"train/{name}.py").is_file() for name in KINDS)
 
 
 def test_an_output_dir_that_is_a_file(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(small["output_dir"]).write_text("mine")
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 2
+    assert attempt("eagle", [str(write_recipe(small))]) == 2
     assert "expected a folder, " in capsys.readouterr().err
     assert Path(small["output_dir"]).read_text() == "mine"
 
@@ -88,7 +95,7 @@ def test_our_own_fault_is_status_1_with_a_trace(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.step.make_batch", lambda *_: 1 / 0)
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 1
+    assert attempt("eagle", [str(write_recipe(small))]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
@@ -100,10 +107,10 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
         return make_batch(*arguments)
 
     monkeypatch.setattr("train.step.make_batch", make)
-    assert attempt("eagle", ["eagle3"], [str(write_recipe(small))]) == 130
+    assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
 
 
 def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert attempt("eagle", ["eagle3"], []) == 2
+    assert attempt("eagle", []) == 2
     assert "usage: accelerate launch train/eagle.py RECIPE" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def small(settings: Settings) -> Settings:
 
 
 def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    assert attempt("medusa", ["medusa"], [str(write_recipe(settings))]) == 0
+    assert attempt("medusa", [str(write_recipe(settings))]) == 0
     return Path(settings["output_dir"])
 
 

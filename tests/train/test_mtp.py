@@ -32,7 +32,7 @@ def small(settings: Settings) -> Settings:
 
 def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The folder of a run that ended well, all of its output the target's own."""
-    assert attempt("mtp", ["mtp"], [str(write_recipe(settings))]) == 0
+    assert attempt("mtp", [str(write_recipe(settings))]) == 0
     folder = Path(settings["output_dir"])
     exact = json.loads((folder / "results.json").read_text())["exact"]
     assert exact["identical"] == exact["prompts"] > 0
@@ -73,7 +73,7 @@ def test_a_checkpoint_without_its_modules_ends_at_once(
     small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small["head"] = {"kind": "mtp", "native": True}
-    assert attempt("mtp", ["mtp"], [str(write_recipe(small))]) == 2
+    assert attempt("mtp", [str(write_recipe(small))]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "holds no module of multi-token prediction" in errors[0]
     assert not (Path(small["output_dir"]) / "head").exists()
