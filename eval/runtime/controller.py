@@ -12,7 +12,8 @@ fewer later, and a good one is left as soon as it is good no more.
 
 What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
 drafts (the context grows, the machine slows down): where the cost of home moves, the others are taken to have moved by
-the same factor until they are measured again.
+the same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
+otherwise, something else held up the cheaper one.
 
 The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
 token. Under the rules that compare two laws it keeps the law too, by induction from the last round backwards: a round
@@ -196,6 +197,9 @@ class Controller:
         on_trial = self.rung != self.home
         if self.costs[self.none].seconds is None:  # in the beginning
             return self._turn(self.none)
+        if self.home != self.none and self.tokens(self.home) < 1 + MARGIN:  # no clock can make it worth its cost
+            self.home, self.interval = self.none, SHORTEST_INTERVAL
+            return self._turn(self.none)
         speeds = [self.speed(rung) for rung in range(len(self.shapes))]
         best = max(range(len(speeds)), key=lambda rung: speeds[rung])
         better = speeds[best] > (1 + MARGIN) * speeds[self.home]
@@ -225,6 +229,8 @@ class Controller:
         self.last_tried[self.rung] = sum(self.rounds)
         self.rung, self.fresh = rung, True
         self.stay = self.stay_tests = 0
+        if self.costs[rung].seconds is not None:
+            self.costs[rung].seconds = self.seconds(rung)
         # What was known is old, but home's cost was known a moment ago.
         self.costs[rung].rounds = WINDOW if rung == self.home else OLD_ROUNDS
         self.measured = False
@@ -232,15 +238,19 @@ class Controller:
 
     def speed(self, rung: int) -> float:
         """Tokens a second of each row, by what is known."""
+        return self.tokens(rung) / self.seconds(rung)
+
+    def tokens(self, rung: int) -> float:
+        """Of a round, in each row."""
         alphas = self.acceptance[rung].alpha()[: self.shapes[rung].depth]
         tokens: float = 1.0 + sum(accumulate(alphas, mul))
-        return tokens / self.seconds(rung)
+        return tokens
 
     def seconds(self, rung: int) -> float:
-        """Of a round; where it was never measured, between its neighbours by depth."""
-        known = self.costs[rung].seconds
-        if known is not None:
-            return known
+        """Of a round: at most those of one that drafts more; where it was never measured, between its neighbours by
+        depth."""
+        if self.costs[rung].seconds is not None:
+            return min(cost.seconds for cost in self.costs[: rung + 1] if cost.seconds is not None)
         depth_and_cost = [
             (shape.depth, cost.seconds)
             for shape, cost in zip(self.shapes, self.costs, strict=True)

@@ -17,10 +17,11 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.runtime.backlog import BACKLOG
 from eval.runtime.controller import check_adaptive
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.hf import open_step
-from eval.runtime.ladder import BACKLOG, Ladder
+from eval.runtime.ladder import Ladder
 from eval.runtime.memory import check_memory, need_of
 from eval.runtime.prefill import read_prompts
 from eval.runtime.reports import Reports
@@ -267,7 +268,7 @@ class Engine:
         rounds = min(self.poll_interval, max((seat.left for seat in seats if seat is not None), default=0), BACKLOG)
         if rounds <= 0:
             return
-        if self.ladder is not None and not self.profile:
+        if self.ladder is not None and self.capture is not None and not self.profile:
             for rung in self.ladder.rungs:  # at once, so that no trial is measured by its capture
                 self.rounds_of(rung).prepare()
         decoder = self.ladder.begin(rounds) if self.ladder is not None else self.decoder

@@ -95,7 +95,9 @@ def target_of() -> Callable[[str], FrozenTarget]:
     return get
 
 
-WAITS = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero"}
+WAITS = {
+    *("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero")
+}
 
 
 class NoWaiting(TorchDispatchMode):

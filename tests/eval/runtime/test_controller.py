@@ -31,13 +31,21 @@ class World:
     noise: float = 0.05
     drift: float = 0.0
     """By how much a round of any kind is dearer than the one before."""
+    busy: float = 1.0
+    """By how much everything is dearer while others use the machine, which they do for some dozens of rounds and then
+    not."""
+    visits: random.Random = field(default_factory=lambda: random.Random(0))
+    """When they come and go."""
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     seconds: float = 0.0
+    plain_seconds: float = 0.0
+    """What as many plain rounds had taken in their place."""
     tokens: int = 0
     rungs: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.controller = Controller([parse_shape(name) for name in ladder(parse_shape(self.shape))])
+        self.left, self.others = 0, False
 
     def cost(self, shape: TreeShape) -> float:
         grown = 1 + self.drift * sum(self.controller.rounds)
@@ -49,7 +57,9 @@ class World:
             shape = self.controller.shapes[self.controller.rung]
             seconds, tested, kept = 0.0, [0] * shape.depth, [0] * shape.depth
             for _ in range(self.poll_interval):
-                seconds += self.cost(shape) * (1 + self.noise * self.chance.random())
+                pace = self.pace()
+                seconds += pace * self.cost(shape) * (1 + self.noise * self.chance.random())
+                self.plain_seconds += pace * PLAIN * (1 + self.noise / 2)
                 for _ in range(self.batch_size):
                     self.tokens += 1
                     for k in range(shape.depth):
@@ -63,9 +73,17 @@ class World:
             self.controller.note(Span(self.poll_interval, seconds, tested, kept))
         return self
 
+    def pace(self) -> float:
+        """1, or `busy` while others use the machine."""
+        if self.left == 0:
+            self.left = self.visits.randrange(5, 120)
+            self.others = not self.others and self.visits.random() < 0.7
+        self.left -= 1
+        return self.busy if self.others else 1.0
+
     def against_plain(self) -> float:
         """Speed over that of plain decoding, which has the same noise."""
-        return self.tokens / self.batch_size * PLAIN * (1 + self.noise / 2) / self.seconds
+        return self.tokens / self.batch_size / sum(self.rungs.values()) * self.plain_seconds / self.seconds
 
 
 def test_the_ladder_leads_from_the_draft_by_shorter_chains_to_none() -> None:
@@ -81,6 +99,19 @@ def test_a_useless_head_costs_almost_nothing(shape: str, batch_size: int, poll_i
     world = World(shape, lambda draft, at: 0.02, level, batch_size=batch_size, poll_interval=poll_interval).run(2000)
     assert world.rungs["none"] > 0.9 * sum(world.rungs.values())
     assert world.against_plain() > 0.96
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.02])
+def test_nor_does_it_while_others_use_the_machine(alpha: float) -> None:
+    """A trial in a quiet minute, or of none in a busy one, must not make a useless draft look cheap."""
+    worlds = [World("chain:5", lambda *at: alpha, busy=1.5, visits=random.Random(seed)) for seed in range(30)]
+    assert min(world.run(2000).against_plain() for world in worlds) > 0.97
+
+
+def test_a_good_head_is_kept_while_others_use_the_machine() -> None:
+    worlds = [World("chain:5", lambda *at: 0.75, 0.05, busy=1.5, visits=random.Random(seed)) for seed in range(10)]
+    always = sum(0.75**k for k in range(6)) / worlds[0].cost(worlds[0].controller.shapes[0])
+    assert sum(world.run(3000).against_plain() for world in worlds) > 0.9 * always * len(worlds)
 
 
 def test_the_longer_it_lasts_the_less_it_costs() -> None:

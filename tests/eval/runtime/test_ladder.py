@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime import ladder
+from eval.runtime import backlog
 from eval.runtime.controller import Controller, Span
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.prefill import read_prompts
@@ -75,7 +75,8 @@ def test_no_token_changes_whatever_is_drafted(
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ladder, "BACKLOG", 4)  # full now and then
+    monkeypatch.setattr(backlog, "BACKLOG", 4)
+    monkeypatch.setattr(backlog, "PATIENCE", 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
     plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
@@ -109,7 +110,7 @@ def test_what_the_head_is_told_has_no_gaps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scripted head compares with the target's own features whatever it observes, and where."""
-    monkeypatch.setattr(ladder, "BACKLOG", 8)
+    monkeypatch.setattr(backlog, "BACKLOG", 4)
     target = target_of("llama")
     requests = make_requests(prompts)
     plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
@@ -122,12 +123,15 @@ def test_what_the_head_is_told_has_no_gaps(
     assert head.observations > 50
 
 
+@pytest.mark.parametrize("compiler", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kind: str, compiler: bool, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever both drafted, both drafted the same."""
-    monkeypatch.setattr(ladder, "BACKLOG", 8)
+    monkeypatch.setattr(backlog, "BACKLOG", 8)
+    if not compiler:
+        monkeypatch.setattr(backlog, "load", lambda: None)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -212,7 +216,11 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     assert shares[1]["chain:4"] > 0.7 * sum(shares[1].values())
 
 
-def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
+def test_neither_resting_nor_catching_up_waits_for_the_host(
+    target_of: TargetOf, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "load", lambda: None)  # as on a GPU, like the next
+    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)

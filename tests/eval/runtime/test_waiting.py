@@ -77,7 +77,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 128)):
         monkeypatch.setitem(SHAPE, size, value)
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("eval.runtime.draws", "eval.runtime.state", "heads.native.drafting", "heads.native.stack"):
+    ours = ("eval.runtime.backlog", "eval.runtime.draws", "eval.runtime.state")
+    for module in (*ours, "heads.native.drafting", "heads.native.stack"):
         monkeypatch.setattr(f"{module}.load", lambda: None)
     yield
 
