@@ -15,6 +15,7 @@ from eval.wording import (
     device_text,
     divergence_text,
     exact_cell,
+    heading,
     is_exact,
     number,
     percent,
@@ -35,11 +36,12 @@ PLOT_WIDTH = 130  # of a speedup's point and interval
 def render_page(results: Results) -> str:
     """The page's HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "sampling": sampling_text, "short": short_name}
+    environment.filters |= {"number": number, "percent": percent, "sampling": sampling_text}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     curves = depth_curves(results)
     return template.render(
         r=results,
+        heading=heading(results),
         exact=is_exact(results),
         audit=audit_line(results),
         in_law="kind" in results["exact"],
@@ -201,6 +203,7 @@ def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
             "Target",
             [
                 ("name", target["name"]),
+                *([("grown from", grown)] if (grown := target.get("grown_from")) else []),
                 ("architecture", target["architecture"]),
                 (
                     "size",

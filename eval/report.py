@@ -24,6 +24,7 @@ from eval.wording import (
     device_text,
     divergence_text,
     exact_cell,
+    heading,
     is_adapted,
     is_exact,
     is_hub_id,
@@ -34,7 +35,6 @@ from eval.wording import (
     search_line,
     short_name,
     speedup_text,
-    target_text,
     warnings,
     with_interval,
 )
@@ -101,12 +101,6 @@ def settings_table(results: Results) -> Table:
         cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
         table.add_row(*cells, speedup_text(m), exact_cell(m))
     return table
-
-
-def heading(results: Results) -> str:
-    """What was measured."""
-    adapted = " with its adapter" if is_adapted(results) else ""
-    return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
 
 
 def setting_line(results: Results) -> str:

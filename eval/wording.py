@@ -104,6 +104,12 @@ def target_text(target: Results) -> str:
     return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
 
 
+def heading(results: Results) -> str:
+    """What was measured: a head on its target."""
+    adapted = " with its adapter" if is_adapted(results) else ""
+    return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
+
+
 def rule_text(results: Results) -> str:
     """`, rule block`; nothing for `match`."""
     rule = results.get("rule", "match")

@@ -19,7 +19,7 @@ from eval.bench import run_bench
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.page import render_page
-from eval.report import print_report
+from eval.report import model_card, print_report
 from eval.results import Results, read_results
 from eval.runtime.rejection import Verdict
 from eval.runtime.rules import Rejection
@@ -219,6 +219,15 @@ def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path])
     console = Console(record=True, width=200)
     print_report(results, console)
     assert found[0] in console.export_text() and found[0][1:] in render_page(results)
+
+
+def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, str, Path]) -> None:
+    results = copy.deepcopy(measured[0])
+    results["target"]["grown_from"] = "recipes/quickstart/target"
+    console = Console(record=True, width=200)
+    print_report(results, console)
+    for text in (console.export_text(), render_page(results), model_card(results)):
+        assert "(grown from quickstart/target)" in text
 
 
 def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:

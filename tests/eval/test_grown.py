@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.grown import Growth, ModelShape, grow_llama, shape_of
 from eval.grown_heads import HeadSize, grow_head
-from eval.report import heading
 from eval.results import target_facts
 from eval.runtime.engine import Engine, Request, Sampling
+from eval.wording import heading
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
