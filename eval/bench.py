@@ -37,7 +37,7 @@ from eval.runtime.engine import Engine
 from eval.settings import BenchSettings, add_measure_options, to_settings
 from heads.base import Drafter
 from heads.checkpoint import find_head
-from heads.registry import HEADS, UNTRAINED, untrained_kind
+from heads.registry import untrained_kind
 from heads.target import FrozenTarget
 
 
@@ -81,7 +81,7 @@ def run_bench(
     results: Results = {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(target),
-        "head": head_facts(head, kind_of(head), head_path),
+        "head": head_facts(head, head_path),
         **environment(target),
         "settings": {**asdict(settings), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
         **measurements[best],
@@ -113,11 +113,6 @@ def parts_of_headline(
     engine = Engine(target, head, shape=shape, batch_size=settings.batch_size, max_length=room, rule=settings.rule)
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
-
-
-def kind_of(head: Drafter) -> str:
-    """The head's name in the registry."""
-    return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
 
 
 def bench_command(options: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from eval.auto import Search
-from eval.bench import kind_of
 from eval.command import (
     AUTO,
     HEAD_HELP,
@@ -132,7 +131,7 @@ def compare(
     results: Results = {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(target),
-        "heads": [{"name": c.name, **head_facts(c.head, kind_of(c.head), c.path)} for c in contestants],
+        "heads": [{"name": c.name, **head_facts(c.head, c.path)} for c in contestants],
         **environment(target),
         "settings": {**asdict(settings), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
         "exact": exact,

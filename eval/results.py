@@ -26,6 +26,7 @@ from heads.base import Drafter
 from heads.checkpoint import CONFIG, read_config
 from heads.errors import UserError
 from heads.quantization import weight_bytes
+from heads.registry import kind_of
 from heads.target import FrozenTarget
 
 SCHEMA_VERSION = 1
@@ -172,11 +173,11 @@ def target_facts(target: FrozenTarget) -> Results:
     }
 
 
-def head_facts(head: Drafter, kind: str, path: str) -> Results:
+def head_facts(head: Drafter, path: str) -> Results:
     """What identifies the head, and its size: weights of its own, none where the target's serve."""
     config: Any = getattr(head, "config", None)
     return {
-        "kind": kind,
+        "kind": kind_of(head),
         "path": path,
         "sha256": weights_hash(Path(path)),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,

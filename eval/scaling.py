@@ -23,7 +23,6 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from eval.bench import kind_of
 from eval.command import Parser, add_head_options, count, counts, draft_shapes, exit_status, open_head, prompt_room
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
@@ -100,7 +99,7 @@ def measure_scaling(
     results: Results = {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(target),
-        "head": head_facts(head, kind_of(head), head_path),
+        "head": head_facts(head, head_path),
         **environment(target),
         "settings": asdict(settings),
         "exact": {

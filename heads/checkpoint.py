@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError
 from heads.hub import repo_and_revision
-from heads.registry import HEADS
+from heads.registry import HEADS, kind_of
 from heads.target import FrozenTarget, first_line
 
 FORMAT = 1
@@ -70,10 +70,9 @@ def save_head(
     """
     folder = Path(folder)
     fresh, old = _beside(folder, "new"), _beside(folder, "old")
-    kind = next(name for name, cls in HEADS.items() if type(head) is cls)
     ours: dict[str, Any] = {
         "format": FORMAT,
-        "kind": kind,
+        "kind": kind_of(head),
         "config": asdict(head.config),
         "target": target,
         "provenance": provenance or {},

@@ -26,6 +26,11 @@ def recipe_settings(kind: str) -> list[str]:
     return [field.name for field in fields(HEADS[kind].Config) if field.name not in HEADS[kind].FROM_TARGET]
 
 
+def kind_of(head: Any) -> str:
+    """The kind of which a head is."""
+    return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
+
+
 def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
     """A new head for `target`. `settings` are the recipe's; what it leaves out follows the target's own shape.
 

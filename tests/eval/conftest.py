@@ -1,6 +1,6 @@
 """A loaded tiny target, and a head of counted word pairs that drafts some of its text rightly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.prompts import Prompt
 from eval.runtime.engine import Engine, Request
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.registry import HEADS
 from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import Proposal, TreeShape, grow
 
@@ -69,6 +70,14 @@ class PairHead(nn.Module):
             return self.table[tokens]
 
         return grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_kind() -> Iterator[None]:
+    """Reports find the head of word pairs where they find all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(HEADS, "pairs", PairHead)
+        yield
 
 
 @pytest.fixture(scope="session")

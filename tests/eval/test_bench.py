@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,6 @@ KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def known_kind() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "kind_of", lambda head: "pairs")
-        yield
 
 
 @pytest.fixture(scope="module")

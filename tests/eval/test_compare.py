@@ -39,9 +39,7 @@ def run(
     target: FrozenTarget, heads: list[Contestant], tokenizer: PreTrainedTokenizerBase, chosen: BenchSettings, **how: Any
 ) -> tuple[Results, str]:
     console = Console(file=io.StringIO(), width=180)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "kind_of", lambda head: type(head).__name__)
-        results = compare(target, heads, tokenizer, chosen, console=console, **how)
+    results = compare(target, heads, tokenizer, chosen, console=console, **how)
     assert isinstance(console.file, io.StringIO)
     return results, console.file.getvalue()
 
@@ -67,7 +65,7 @@ def test_all_heads_run_in_one_race_with_the_trees_they_can_draft(
     read = json.loads((out / "compare.json").read_text())
     assert read["measurements"][0]["tau"]["mean"] == results["measurements"][0]["tau"]["mean"]
     lines = [line for line in (out / "compare.md").read_text().splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 10 and "| early_exit:6 | EarlyExit | 0 | tree:2x2x5 | greedy |" in "\n".join(lines)
+    assert len(lines) == 1 + 10 and "| early_exit:6 | early_exit | 0 | tree:2x2x5 | greedy |" in "\n".join(lines)
     assert "30 of 30 prompts" in text and text.count("3 of 3") == 10
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from eval.results import Results
 from eval.scaling import ScalingSettings, measure_scaling, windows
 from heads.errors import UserError
 from heads.target import FrozenTarget
-
-
-@pytest.fixture(autouse=True, scope="module")
-def known_kind() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "kind_of", lambda head: "pairs")
-        yield
 
 
 @pytest.fixture(scope="module")
