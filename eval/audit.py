@@ -7,16 +7,18 @@ test_rejection.py). What is left to check of a run is checked here: that the sam
 temperature 0, give plain decoding's tokens, and that every repeat gives the same tokens again.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.measure import Contender, Race, find_divergences
+from eval.measure import Contender, Race
 from eval.runtime.identity import find_flips, is_narrow, pinned_engine
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RowSampling, Sampling, gumbel
 from heads.target import FrozenTarget
-from heads.tree import ROOT_ONLY, is_chain
+from heads.tree import is_chain
 
 Divergence = dict[str, Any]
 
@@ -42,7 +44,7 @@ def find_differences(
     if not is_narrow(target):
         return find_divergences(race, contender, target, tokenizer)
     pinned = pinned_engine(contender.engine)
-    reference = Contender(ROOT_ONLY, pinned)
+    reference = Contender(pinned)
     for unit, indices in enumerate(race.units):
         reference.run(unit, indices, race.requests, 0)
     found = find_divergences(race, contender, target, tokenizer, reference=reference)
@@ -60,8 +62,87 @@ def find_differences(
 def at_temperature_zero(race: Race, chosen: list[int]) -> Race:
     """The prompts decoded once more by the same engines, greedily: plainly, and by the chosen of `race.drafting`."""
     requests = [replace(request, sampling=Sampling()) for request in race.requests]
-    contenders = [Contender(c.shape, c.engine) for c in (race.plain, *(race.drafting[n] for n in chosen))]
+    contenders = [Contender(c.engine) for c in (race.plain, *(race.drafting[n] for n in chosen))]
     for unit, indices in enumerate(race.units):
         for contender in contenders:
             contender.run(unit, indices, requests, 0)
     return Race(race.prompts, requests, race.units, contenders[0], contenders[1:])
+
+
+def find_divergences(
+    race: Race,
+    contender: Contender,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: Contender | None = None,
+) -> list[Divergence]:
+    """Where a contender's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
+    entry a prompt, at most.
+
+    Called with `race.plain` itself, it tells whether plain decoding repeats itself.
+    """
+    found = []
+    first = reference or race.plain
+    for i, prompt in enumerate(race.prompts):
+        expected = first.outputs[0][i].tokens
+        for repeat, outputs in enumerate(contender.outputs):
+            position = first_difference(expected, outputs[i].tokens)
+            if position is None:
+                continue
+            pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
+            margin = top_two_margin(target, [*prompt.ids, *expected[:position]], race.requests[i].sampling)
+            found.append(
+                {
+                    "suite": prompt.suite,
+                    "prompt": prompt.id,
+                    "tree": str(contender.shape),
+                    "against": "plain" if first is race.plain else "itself",
+                    "temperature": race.requests[i].sampling.temperature,
+                    "repeat": repeat,
+                    "position": position,
+                    "plain_token": pair[0],
+                    "token": pair[1],
+                    "plain_text": None if pair[0] is None else tokenizer.decode([pair[0]]),
+                    "text": None if pair[1] is None else tokenizer.decode([pair[1]]),
+                    "top_two_margin": margin,
+                }
+            )
+            break
+    return found
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first position at which two token sequences differ, the shorter one's end included; None if they are
+    equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+@torch.no_grad()
+def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
+    """By how much the token after `ids` won: the gap between the two best scores that the choice compares.
+
+    At temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise.
+    """
+    T = len(ids)
+    tokens = torch.tensor([ids], device=target.device)  # (1, T)
+    positions = torch.arange(T, device=target.device)
+    features = target.features(
+        tokens,
+        positions=positions[None],
+        visible=(positions <= positions[:, None])[None],
+        key_positions=positions[None],
+    )
+    logits = target.ends.logits(features.hidden[:, -1:])  # (1, 1, V)
+    if sampling.temperature == 0:
+        scores = logits.log_softmax(dim=-1)
+    else:
+        rows = RowSampling(1, target.device)
+        rows.set_row(0, sampling)
+        position = torch.full((1, 1), T, device=target.device)
+        token_ids = torch.arange(logits.shape[-1], device=target.device)
+        scores = rows.log_law(logits) + gumbel(rows.seed, position, token_ids)
+    best = scores.flatten().topk(2).values
+    return float(best[0] - best[1])

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from eval.audit import audit
+from eval.audit import audit, find_divergences
 from eval.auto import Search, start_search
 from eval.command import prompt_room
-from eval.measure import Entry, Race, find_divergences, race
+from eval.measure import Entry, Race, race
 from eval.prompts import Prompt, follow_up, load_prompts
 from eval.results import Results, by_suite, figures, samples
 from eval.runtime.engine import Engine, Request

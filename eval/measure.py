@@ -1,4 +1,4 @@
-"""Decode the same prompts plainly and with drafts, timed in turns, and compare every token.
+"""Decode the same prompts plainly and with drafts, timed in turns.
 
 Prompts that are decoded together form a unit. For each unit every contender (plain decoding, and each head with each
 draft tree) decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill
@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 from eval.metrics import Trace, token_seconds
 from eval.prompts import Prompt
 from eval.runtime.engine import PHASES, Engine, Output, Request
-from eval.runtime.sampling import RowSampling, Sampling, gumbel
+from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.target import FrozenTarget
-from heads.tree import ROOT_ONLY, TreeShape
+from heads.tree import TreeShape
 
 WARM_UP_TOKENS = 24
 PROFILED_PROMPTS = 4
@@ -41,64 +38,61 @@ class Entry:
     """Whether drafts are shortened, or left out, while that is faster."""
 
 
+@dataclass(frozen=True)
+class Lap:
+    """One unit, decoded once."""
+
+    seconds: float
+    """Prefill left out."""
+    rounds: int
+    """Of the whole batch."""
+    token_seconds: list[float]
+    """`metrics.token_seconds` of all its outputs."""
+    rungs: Counter[str]
+    """Rounds by their draft, where it is adaptive."""
+
+
 @dataclass
 class Contender:
-    """One way of decoding, and what it gave; one entry a repeat."""
+    """One way of decoding, and what it gave."""
 
-    shape: TreeShape
     engine: Engine
     outputs: list[dict[int, Output]] = field(default_factory=list)
     """By repeat: prompt index -> output."""
-    decode_seconds: list[dict[int, float]] = field(default_factory=list)
-    """By repeat: unit index -> seconds, prefill left out."""
-    rounds: list[dict[int, int]] = field(default_factory=list)
-    """By repeat: unit index -> rounds of the whole batch."""
-    token_seconds: list[dict[int, list[float]]] = field(default_factory=list)
-    """By repeat: unit index -> `metrics.token_seconds` of all its outputs."""
-    rungs: list[dict[int, Counter[str]]] = field(default_factory=list)
-    """By repeat: unit index -> rounds by their draft, where it is adaptive."""
-    prefill_seconds: float = 0.0
+    laps: list[dict[int, Lap]] = field(default_factory=list)
+    """By repeat: unit index -> lap."""
+
+    @property
+    def shape(self) -> TreeShape:
+        """What it drafts."""
+        return self.engine.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
         """Decode one unit and keep what it gave."""
         if len(self.outputs) == repeat:
             self.outputs.append({})
-            self.decode_seconds.append({})
-            self.rounds.append({})
-            self.token_seconds.append({})
-            self.rungs.append({})
+            self.laps.append({})
         outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         timings = self.engine.timings
-        self.decode_seconds[repeat][unit] = timings.decode_seconds
-        self.rounds[repeat][unit] = timings.rounds
-        self.rungs[repeat][unit] = timings.rungs
-        self.token_seconds[repeat][unit] = [
+        by_token = [
             seconds
             for output in outputs
             for seconds in token_seconds(output.emitted(), timings.round_seconds[output.first_round :][: output.rounds])
         ]
-        self.prefill_seconds += timings.prefill_seconds
+        self.laps[repeat][unit] = Lap(timings.decode_seconds, timings.rounds, by_token, timings.rungs)
 
     def in_law(self, race: "Race") -> bool:
         """Whether its texts are other draws of the target's law than plain decoding's."""
         return self.engine.rule != "match" and race.requests[0].sampling.temperature > 0
 
+    def laps_of(self, units: Sequence[int]) -> list[Lap]:
+        """The laps of some units, all repeats together."""
+        return [laps[unit] for unit in units for laps in self.laps]
+
     def unit_seconds(self, unit: int) -> float:
         """Decode seconds of one unit, all repeats together."""
-        return sum(seconds[unit] for seconds in self.decode_seconds)
-
-    def unit_token_seconds(self, units: Sequence[int]) -> list[float]:
-        """The time between tokens of some units, all repeats together."""
-        return [seconds for by_unit in self.token_seconds for unit in units for seconds in by_unit[unit]]
-
-    def unit_rounds(self, unit: int) -> int:
-        """Rounds of one unit, all repeats together."""
-        return sum(rounds[unit] for rounds in self.rounds)
-
-    def unit_rungs(self, unit: int) -> Counter[str]:
-        """Rounds of one unit by their draft, where it is adaptive, all repeats together."""
-        return sum((rungs[unit] for rungs in self.rungs), Counter())
+        return sum(lap.seconds for lap in self.laps_of([unit]))
 
 
 @dataclass
@@ -162,21 +156,10 @@ def line_up(
         Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i))
         for i, prompt in enumerate(prompts)
     ]
-    plain = Contender(ROOT_ONLY, Engine(target, batch_size=batch_size, max_length=room))
+    size: dict[str, Any] = {"batch_size": batch_size, "max_length": room}
+    plain = Contender(Engine(target, **size))
     drafting = [
-        Contender(
-            e.shape,
-            Engine(
-                target,
-                e.head,
-                shape=e.shape,
-                batch_size=batch_size,
-                max_length=room,
-                rule=e.rule,
-                adaptive=e.adaptive,
-            ),
-        )
-        for e in entries
+        Contender(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, **size)) for e in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
     for contender in (plain, *drafting):
@@ -224,85 +207,6 @@ def profile(race: Race, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, f
 def trace(output: Output) -> Trace:
     """What the metrics need of one output."""
     return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached))
-
-
-def find_divergences(
-    race: Race,
-    contender: Contender,
-    target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase,
-    reference: Contender | None = None,
-) -> list[dict[str, Any]]:
-    """Where a contender's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
-    entry a prompt, at most.
-
-    Called with `race.plain` itself, it tells whether plain decoding repeats itself.
-    """
-    found = []
-    first = reference or race.plain
-    for i, prompt in enumerate(race.prompts):
-        expected = first.outputs[0][i].tokens
-        for repeat, outputs in enumerate(contender.outputs):
-            position = first_difference(expected, outputs[i].tokens)
-            if position is None:
-                continue
-            pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
-            margin = top_two_margin(target, [*prompt.ids, *expected[:position]], race.requests[i].sampling)
-            found.append(
-                {
-                    "suite": prompt.suite,
-                    "prompt": prompt.id,
-                    "tree": str(contender.shape),
-                    "against": "plain" if first is race.plain else "itself",
-                    "temperature": race.requests[i].sampling.temperature,
-                    "repeat": repeat,
-                    "position": position,
-                    "plain_token": pair[0],
-                    "token": pair[1],
-                    "plain_text": None if pair[0] is None else tokenizer.decode([pair[0]]),
-                    "text": None if pair[1] is None else tokenizer.decode([pair[1]]),
-                    "top_two_margin": margin,
-                }
-            )
-            break
-    return found
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first position at which two token sequences differ, the shorter one's end included; None if they are
-    equal."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
-@torch.no_grad()
-def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
-    """By how much the token after `ids` won: the gap between the two best scores that the choice compares.
-
-    At temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise.
-    """
-    T = len(ids)
-    tokens = torch.tensor([ids], device=target.device)  # (1, T)
-    positions = torch.arange(T, device=target.device)
-    features = target.features(
-        tokens,
-        positions=positions[None],
-        visible=(positions <= positions[:, None])[None],
-        key_positions=positions[None],
-    )
-    logits = target.ends.logits(features.hidden[:, -1:])  # (1, 1, V)
-    if sampling.temperature == 0:
-        scores = logits.log_softmax(dim=-1)
-    else:
-        rows = RowSampling(1, target.device)
-        rows.set_row(0, sampling)
-        position = torch.full((1, 1), T, device=target.device)
-        token_ids = torch.arange(logits.shape[-1], device=target.device)
-        scores = rows.log_law(logits) + gumbel(rows.seed, position, token_ids)
-    best = scores.flatten().topk(2).values
-    return float(best[0] - best[1])
 
 
 def _warm(max_new_tokens: int) -> int:

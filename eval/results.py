@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from eval import metrics
 from eval.environment import device_facts, versions
 from eval.files import is_file, write_text
-from eval.measure import Contender, Race, trace
+from eval.measure import Contender, Lap, Race, trace
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
@@ -53,7 +53,7 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     tokens, made = [race.tokens(unit) for unit in units], [race.tokens(unit, contender) for unit in units]
     plain = [race.plain.unit_seconds(unit) for unit in units]
     seconds = [contender.unit_seconds(unit) for unit in units]
-    rounds = sum(contender.unit_rounds(unit) for unit in units)
+    laps = contender.laps_of(units)
     tau = metrics.tau(traces)
     phases = race.breakdowns[race.drafting.index(contender)]
     speedup = None
@@ -86,12 +86,12 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
-            "token_ms": metrics.token_percentiles(race.plain.unit_token_seconds(units)),
+            "token_ms": token_percentiles(race.plain.laps_of(units)),
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(made, seconds),
-            "ms_per_round": 1e3 * sum(seconds) / max(rounds, 1),
-            "token_ms": metrics.token_percentiles(contender.unit_token_seconds(units)),
+            "ms_per_round": 1e3 * sum(seconds) / max(sum(lap.rounds for lap in laps), 1),
+            "token_ms": token_percentiles(laps),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
@@ -102,10 +102,15 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     }
 
 
+def token_percentiles(laps: Sequence[Lap]) -> dict[str, float]:
+    """The spread of the time between tokens."""
+    return metrics.token_percentiles([seconds for lap in laps for seconds in lap.token_seconds])
+
+
 def adaptive_record(contender: Contender, units: Sequence[int]) -> Results:
     """Which drafts the rounds had, the longest first, and the share of each."""
     assert contender.engine.ladder is not None
-    rounds = sum((contender.unit_rungs(unit) for unit in units), Counter())
+    rounds = sum((lap.rungs for lap in contender.laps_of(units)), Counter())
     names = [str(shape) for shape in contender.engine.ladder.controller.shapes]
     return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
 

@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eval.audit import find_divergences
 from eval.command import (
     Opened,
     Parser,
@@ -33,7 +34,7 @@ from eval.command import (
     trees,
 )
 from eval.files import check_file
-from eval.measure import Contender, Race, find_divergences, trace
+from eval.measure import Contender, Race, trace
 from eval.metrics import loop_share, tau
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
 from eval.results import environment, target_facts, write_results
@@ -97,7 +98,7 @@ def audit_temperature(
         for i, prompt in enumerate(prompts)
     ]
     everything = list(range(len(prompts)))
-    reference = Contender(ROOT_ONLY, make_engine(opened, prompts, ROOT_ONLY, 1, options))
+    reference = Contender(make_engine(opened, prompts, ROOT_ONLY, 1, options))
     reference.run(0, everything, requests, 0)
     race = Race(prompts, requests, [everything], reference, [])
     rows = []
@@ -106,7 +107,7 @@ def audit_temperature(
             if shape is ROOT_ONLY and batch == 1:
                 continue  # the reference itself
             started = time.perf_counter()
-            contender = Contender(shape, make_engine(opened, prompts, shape, batch, options))
+            contender = Contender(make_engine(opened, prompts, shape, batch, options))
             contender.run(0, everything, requests, 0)
             divergences = find_divergences(race, contender, opened.target, opened.tokenizer)
             outputs = list(contender.outputs[0].values())

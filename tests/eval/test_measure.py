@@ -7,17 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.audit import audit
-from eval.measure import (
-    Entry,
-    Race,
-    find_divergences,
-    first_difference,
-    race,
-    split_units,
-    top_two_margin,
-    trace,
-)
+from eval.audit import audit, find_divergences, first_difference, top_two_margin
+from eval.measure import Entry, Race, race, split_units, trace
 from eval.metrics import tau
 from eval.prompts import Prompt
 from eval.results import split_near_ties
