@@ -13,9 +13,9 @@ Letters: B batch, N nodes, W nodes expanded at one level, R children picked for 
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from operator import mul
 from typing import Any, Protocol
 
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError
+from heads.kernels import select
 
 DEPTH_PENALTY = 1e-4
-"""Taken from a score per level in the ranking, so that a parent stands before a child of draft probability 1."""
+"""Taken from a score per level in the ranking, so that a parent stands before a child of draft probability 1, whose
+logarithm rounding may bring above 0."""
 
 MOST_NODES = 1024
 """More would cost a target pass more than any draft can save."""
@@ -190,102 +192,62 @@ def grow(
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     """A dynamic tree of one node a level, without the operations that choose among several."""
     B, K, device = len(root), shape.depth, root.device
-    row, path = root.new_zeros(B, 1), torch.arange(K, device=device).expand(B, 1, K)
-    tokens, steps = [root[:, None]], []
+    node = constant(tuple(range(K + 1)), device).expand(B, -1)
+    tokens, steps, path = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)], node[:, None]
     for level in range(1, K + 1):
         picked, logp = draw(logits, level, 1)  # (B, 1, 1)
         tokens.append(picked[:, 0])
         steps.append(logp[:, 0])
         if level < K:
-            logits = expand(picked[:, 0], row, path[..., :level], level)
-    node = torch.arange(K + 1, device=device).expand(B, -1)
-    scores = torch.nn.functional.pad(torch.cat(steps, 1).cumsum(1), (1, 0))
-    return Proposal(torch.cat(tokens, 1), (node - 1).clamp_min(0), node, scores)
+            logits = expand(picked[:, 0], node[:, :1], path[..., :level], level)
+    parents = constant((0, *range(K)), device).expand(B, -1)
+    return Proposal(torch.cat(tokens, 1), parents, node, torch.cat(steps, 1).cumsum(1))
 
 
 def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
-    B, K = len(root), shape.top_k
-    device = root.device
-    picked, logp = draw(logits, 1, K)
-    tokens, scores = [root[:, None], picked[:, 0]], [logp.new_zeros(B, 1), logp[:, 0]]
-    parents = [torch.zeros(B, 1 + K, dtype=torch.int64, device=device)]
-    beam_tokens, beam_scores = picked[:, 0], logp[:, 0]  # (B, K) each
-    beam_nodes = torch.arange(1, 1 + K, device=device).expand(B, K)
-    rows = torch.zeros(B, K, dtype=torch.int64, device=device)
-    own = torch.arange(K, device=device).expand(B, K)[..., None]  # places among the level's
-    paths, expansions = own, [beam_nodes]
+    B, K, device = len(root), shape.top_k, root.device
+    depths, penalties = _levels(shape.depth, K, device)
+    picked, logp = draw(logits, 1, K)  # (B, 1, K)
+    nodes = select.new_nodes(root, depths, logp.dtype)
+    beam = select.widen(nodes, root, None, picked, logp, 1, last=shape.depth == 1)
     for level in range(2, shape.depth + 1):
-        picked, logp = draw(expand(beam_tokens, rows, paths, level - 1), level, K)  # (B, K, K)
-        candidates, totals = picked.flatten(1), (beam_scores[..., None] + logp).flatten(1)  # (B, K * K)
-        base = 1 + K + (level - 2) * K * K
-        tokens.append(candidates)
-        scores.append(totals)
-        parents.append(beam_nodes.repeat_interleave(K, dim=1))
-        if level < shape.depth:
-            beam_scores, best = totals.topk(K, dim=1)
-            beam_tokens, beam_nodes, rows = candidates.gather(1, best), base + best, best // K
-            above = paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
-            paths = torch.cat([above, own + (level - 1) * K], dim=2)  # (B, K, level)
-            expansions.append(beam_nodes)
-    all_tokens, all_scores, all_parents = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
-    widths = [1, K, *[K * K] * (shape.depth - 1)]
-    depths = torch.repeat_interleave(
-        torch.arange(len(widths), device=device), constant(tuple(widths), device), output_size=sum(widths)
-    )
-    depths = depths.expand(B, -1)
-    places = torch.full_like(all_parents, -1) if shape.depth > 1 else None
-    if places is not None:
-        order = torch.cat(expansions, dim=1)  # (B, nodes expanded)
-        places.scatter_(1, order, torch.arange(order.shape[1], device=device).expand(B, -1))
-    if shape.nodes == all_tokens.shape[1]:
-        return Proposal(all_tokens, all_parents, depths, all_scores, places)
-    # Ids ascend by level, so a sorted selection keeps every parent before its children; and a parent is never left out
-    # when its child is kept, because its rank is strictly better.
-    rank = all_scores - DEPTH_PENALTY * depths
-    rank[:, 0].fill_(torch.inf)
-    kept = rank.topk(shape.nodes, dim=1).indices.sort(dim=1).values  # (B, N)
-    place = torch.zeros_like(all_parents).scatter(1, kept, torch.arange(shape.nodes, device=device).expand(B, -1))
-    return Proposal(
-        all_tokens.gather(1, kept),
-        place.gather(1, all_parents.gather(1, kept)),
-        depths.gather(1, kept),
-        all_scores.gather(1, kept),
-        None if places is None else places.gather(1, kept),
-    )
+        assert beam is not None
+        picked, logp = draw(expand(beam.tokens, beam.rows, beam.paths, level - 1), level, K)  # (B, K, K)
+        beam = select.widen(nodes, root, beam, picked, logp, level, last=level == shape.depth)
+    if shape.nodes < len(depths):
+        nodes = select.prune(nodes, penalties, shape.nodes)
+    else:
+        nodes = replace(nodes, depths=depths.expand(B, -1))
+    places = nodes.places if shape.depth > 1 else None
+    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, places)
+
+
+@cache
+def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The depths (T,) int64 of all that a dynamic tree draws, and what they take from a score, (T,) float32."""
+    levels = (0, *[1] * K, *(level for level in range(2, depth + 1) for _ in range(K * K)))
+    penalties = DEPTH_PENALTY * torch.tensor(levels)
+    return constant(levels, device), constant(tuple(penalties.tolist()), device, torch.float32)
 
 
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
     B = len(root)
     levels, parents, depths, places = _plan(shape.paths, root.device)
-    tokens, scores = root[:, None], logits.new_zeros(B, 1, dtype=torch.float32)  # (B, nodes so far)
-    for k, level in enumerate(levels, start=1):
-        picked, logp = draw(logits, k, level.count)  # (B, W, R)
-        tokens = torch.cat([tokens, picked[:, level.row, level.rank]], dim=1)
-        scores = torch.cat([scores, scores[:, level.above] + logp[:, level.row, level.rank]], dim=1)
-        if k < len(levels):
-            logits = expand(
-                tokens[:, level.parents], level.row_of_parents.expand(B, -1), level.paths.expand(B, -1, -1), k
-            )
+    picked, logp = draw(logits, 1, levels[0].count)  # (B, 1, R)
+    tokens, scores = root.new_empty(B, shape.nodes), logp.new_empty(B, shape.nodes)
+    beam = select.place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
+    for k, (above, level) in enumerate(pairwise(levels), start=1):
+        logits = expand(beam, above.rows.expand(B, -1), above.paths.expand(B, -1, -1), k)
+        picked, logp = draw(logits, k + 1, level.count)  # (B, P, R)
+        beam = select.place(tokens, scores, root, picked, logp, level)
     return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, places.expand(B, -1))
 
 
-@dataclass(frozen=True)
-class _Level:
-    """A static tree's nodes of one depth, W of them, P of which are expanded."""
-
-    count: int
-    """Children picked for each node of the level above."""
-    row: Tensor  # (W,) int64, each one's parent among the nodes expanded above
-    rank: Tensor  # (W,) int64, which of its parent's children it is
-    above: Tensor  # (W,) int64, its parent
-    parents: Tensor  # (P,) int64, the nodes to expand
-    row_of_parents: Tensor  # (P,) int64, their parents among the nodes expanded above
-    paths: Tensor  # (P, the level) int64, the places of those above, and their own
-
-
 @cache
-def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[_Level], Tensor, Tensor, Tensor]:
+def _plan(
+    paths: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[list[select.Level], Tensor, Tensor, Tensor]:
     """A static tree's levels; its nodes' parents, depths, and places among those expanded; (1, N) each."""
     node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
     has_children = {path[:-1] for path in paths}
@@ -297,13 +259,14 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
         parents = [path for path in nodes if path in has_children]
         order += parents
         levels.append(
-            _Level(
+            select.Level(
+                first=node_of[nodes[0]],
                 count=1 + max(path[-1] for path in nodes),
                 row=constant(tuple(expanded.index(path[:-1]) for path in nodes), device),
                 rank=constant(tuple(path[-1] for path in nodes), device),
                 above=constant(tuple(node_of[path[:-1]] for path in nodes), device),
-                parents=constant(tuple(node_of[path] for path in parents), device),
-                row_of_parents=constant(tuple(expanded.index(path[:-1]) for path in parents), device),
+                expanded=constant(tuple(nodes.index(path) for path in parents), device),
+                rows=constant(tuple(expanded.index(path[:-1]) for path in parents), device),
                 paths=constant(
                     tuple(tuple(order.index(path[: i + 1]) for i in range(depth)) for path in parents), device
                 ),
@@ -319,10 +282,10 @@ def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[lis
 
 
 @cache
-def constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
+def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Numbers as a tensor on a device, sent there once: a CUDA graph cannot hold a copy from the host."""
     with torch.inference_mode(False):
-        return torch.tensor(values, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def scratch_slots(shape: TreeShape) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
+from eval.gpu.trees import trees_grow_as_on_a_cpu
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from eval.runtime.kernels import accept, choose, pick
@@ -271,6 +272,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         kernels_equal_their_twins,
         states_equal_their_twins,
         paths_equal_their_twins,
+        trees_grow_as_on_a_cpu,
         rows_of_the_kernel_are_independent,
         a_chain_is_bit_identical_in_attention,
         targets_decode_alike_with_and_without_kernels,

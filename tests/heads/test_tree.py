@@ -14,6 +14,16 @@ VOCAB = 11
 Path = tuple[int, ...]
 
 
+@pytest.fixture(params=["torch", "kernels"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operations, and by kernels in Triton's interpreter."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("on a GPU the suite runs the kernels themselves")
+        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+
+
 @pytest.mark.parametrize(
     ("text", "depth", "top_k", "nodes"),
     [
@@ -136,6 +146,7 @@ def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
     assert torch.equal(proposal.depths[:, 1:], depth_of_parent[:, 1:] + 1) and int(proposal.depths.max()) <= shape.depth
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("text", ["chain:4", "tree:1x3x4", "tree:4x3x12", "tree:3x4x9", "tree:4x3x31", "tree:5x1x4"])
 def test_dynamic_trees_are_eagle_2s(text: str) -> None:
     law = Law(parse_shape(text), "random", 3)
@@ -149,6 +160,7 @@ def test_dynamic_trees_are_eagle_2s(text: str) -> None:
             assert math.isclose(found[path], score, abs_tol=1e-4)
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("kind", ["certain", "flat"])
 @pytest.mark.parametrize("text", ["tree:4x3x5", "tree:4x3x12", "tree:6x2x7", "tree:3x4x30"])
 def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
@@ -166,6 +178,7 @@ def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
         assert int(proposal.depths.max()) == law.shape.depth
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("text", ["static:3", "static:3.2.1", "static:1.2.2"])
 def test_static_trees_take_the_children_by_rank(text: str) -> None:
     law = Law(parse_shape(text), "random", 2)
@@ -180,6 +193,7 @@ def test_static_trees_take_the_children_by_rank(text: str) -> None:
         assert sorted(paths(proposal, b)) == sorted(wanted)
 
 
+@pytest.mark.usefixtures("ways")
 def test_a_ragged_static_tree() -> None:
     """Medusa's trees give good ranks more children than bad ones."""
     ranks: list[Path] = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)]
@@ -194,6 +208,7 @@ def test_a_ragged_static_tree() -> None:
     assert found == sorted(wanted)
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize(
     "text", ["none", "chain:1", "chain:6", "tree:1x5x6", "tree:4x3x12", "static:3", "static:3.2.1"]
 )

@@ -115,6 +115,23 @@ def settle() -> None:
         settlement(state.length, emitted, depths[0] if nodes else None)
 
 
+def grow_trees() -> None:
+    """Trees of the usual sizes and of the largest that kernels choose."""
+    from heads.tree import grow, parse_shape
+
+    def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        shape = (*logits.shape[:2], count)
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+
+    root = torch.zeros(1, dtype=torch.int64)
+    for text in ("tree:6x8x32", "tree:8x10x60", "tree:4x32x1000", "static:3.2.1", "static:9.9.9"):
+        grow(parse_shape(text), root, root, torch.zeros(1, 1, 99), pick, expand, None)
+
+
+def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+    return torch.zeros(*tokens.shape, 99)
+
+
 def resources(made: Any) -> dict[str, int]:
     """What the assembler says of one kernel: registers, and bytes a thread spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -140,6 +157,7 @@ def main() -> None:
             attend(empty, N)
             if N <= 64:
                 step(empty, N)
+    grow_trees()
     for (dtype, name), made in compiled.items():
         used = resources(made)
         print(

@@ -1,0 +1,43 @@
+"""Draft trees on a GPU: that they grow as on a CPU, and one to time."""
+
+import torch
+from torch import Tensor
+
+from heads.tree import Proposal, TreeShape, grow, parse_shape
+
+CUDA = torch.device("cuda")
+
+
+def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
+    """Bit for bit, of several sizes, also over laws that tie and such as are no numbers."""
+    draw = torch.Generator().manual_seed(0)
+    for text in ("tree:6x8x32", "tree:8x10x60", "tree:3x13x300", "tree:1x5x4", "static:3.2.1", "static:9.9.9"):
+        shape = parse_shape(text)
+        for kind in ("random", "flat", "broken"):
+            laws = torch.randn(shape.depth, 3, shape.nodes, 16, generator=draw).log_softmax(-1)
+            laws = laws.sort(dim=-1, descending=True).values
+            if kind == "flat":
+                laws.zero_()
+            if kind == "broken":
+                laws[:, 0, 1] = torch.nan
+            ours, theirs = (vars(grown(shape, x)) for x in (laws.to(device), laws))
+            for name, found in ours.items():
+                same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())
+                assert same, f"{name} of {text} of {kind} laws"
+
+
+def grown(shape: TreeShape, laws: Tensor) -> Proposal:
+    """A tree whose draws are columns 0, 1, ... with the log-probabilities laws (K, B, N, R) of its levels."""
+    columns, level = torch.arange(laws.shape[3], device=laws.device), 0
+
+    def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        nonlocal level
+        level += 1
+        logp = laws[level - 1, :, : logits.shape[1], :count]
+        return columns[:count].expand(logp.shape), logp
+
+    def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+        return laws[0, :, :1].expand(-1, tokens.shape[1], -1)
+
+    root = torch.arange(laws.shape[1], device=laws.device)
+    return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None)
