@@ -34,7 +34,7 @@ from eval.files import check_folder, write_text
 from eval.measure import Entry
 from eval.pilot import can_draft
 from eval.prompts import prompts_hash
-from eval.report import SHOWN_DIVERGENCES, setting_line
+from eval.report import print_audit, setting_line
 from eval.results import (
     SCHEMA_VERSION,
     Results,
@@ -51,7 +51,6 @@ from eval.wording import (
     busy_warning,
     count,
     depth_warning,
-    divergence_text,
     exact_cell,
     is_exact,
     number,
@@ -221,10 +220,7 @@ def show(results: Results, console: Console) -> None:
     console.print()
     for line in warnings(results):
         console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
-    style = "green" if is_exact(results) else "bold red"
-    console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False, soft_wrap=True)
-    for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
-        console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
+    print_audit(results, console)
 
 
 def markdown(results: Results) -> str:

@@ -62,11 +62,16 @@ def print_report(results: Results, console: Console) -> None:
     for m in results["measurements"]:
         if "adaptive" in m:
             console.print(escape(adaptive_line(m)), highlight=False, soft_wrap=True)
-    style = "green" if exact else "bold red"
+    print_audit(results, console)
+
+
+def print_audit(results: Results, console: Console) -> None:
+    """Whether every output was the target's own, and the first places where one was not."""
+    style = "green" if is_exact(results) else "bold red"
     console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False, soft_wrap=True)
-    if not exact:
-        for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
-            console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
+    for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
+        console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
+    if not is_exact(results):
         console.print("no speedup is stated where an output is not the target's own", highlight=False)
 
 

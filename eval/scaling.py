@@ -26,19 +26,19 @@ from transformers import PreTrainedTokenizerBase
 from eval.command import Parser, add_head_options, count, counts, draft_shapes, exit_status, open_head, prompt_room
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
-from eval.contest import judge, progress_bar, show_task
+from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
 from eval.corpus import read_split
 from eval.files import check_folder
 from eval.measure import Entry, race
 from eval.plots import LIGHT, STYLE, save
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.results import Results, environment, head_facts, target_facts, write_results
+from eval.report import print_audit
+from eval.results import Results, environment, head_facts, pooled_exactness, target_facts, write_results
 from eval.runtime.sampling import Sampling
 from eval.wording import device_text, is_exact, number, short_name, speedup_text, target_text
 from heads.base import Drafter
 from heads.errors import UserError
-from heads.registry import untrained_kind
-from heads.target import FrozenTarget
+from heads.target import FrozenTarget, first_line
 from heads.tree import TreeShape
 
 SCHEMA_VERSION = 1
@@ -83,30 +83,26 @@ def measure_scaling(
             f"{target.name} has room for {room}; ask for shorter ones"
         )
     most = max(settings.batch_sizes) * settings.batches
-    points: list[Results] = []
-    divergences: list[Results] = []
+    judged = Judged()
     with progress_bar() as bar:
         for context in settings.contexts:
             prompts = windows(settings.prompts, tokenizer, context, most)
             for batch_size in settings.batch_sizes:
                 chosen = prompts[: batch_size * settings.batches]
-                measured = measure_point(target, head, tokenizer, shapes, chosen, batch_size, settings, bar)
-                points += [{"batch_size": batch_size, "context": context, **point} for point in measured]
-                divergences += [d for point in measured if point["exact"] for d in point["exact"]["divergences"]]
-    if divergences:
-        for point in points:
-            point["speedup"] = None
+                fresh = measure_point(target, head, tokenizer, shapes, chosen, batch_size, settings, bar)
+                fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
+                judged.add(fresh)
+    points = judged.measurements
+    exact = pooled_exactness([point for point in points if point["exact"]], judged.unrepeatable)
+    if exact["divergences"]:
+        withhold_speed(points)
     results: Results = {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(target),
         "head": head_facts(head, head_path),
         **environment(target),
         "settings": asdict(settings),
-        "exact": {
-            "prompts": sum(point["exact"]["prompts"] for point in points if point["exact"]),
-            "identical": sum(point["exact"]["identical"] for point in points if point["exact"]),
-            "divergences": divergences,
-        },
+        "exact": exact,
         "points": points,
     }
     if out is not None:
@@ -152,7 +148,7 @@ def measure_point(
     batch_size: int,
     settings: ScalingSettings,
     bar: Progress,
-) -> list[Results]:
+) -> Judged:
     """The figures of each draft at one batch size and context; without any where the device's memory is too small."""
     what = f"batch {batch_size}, context {len(prompts[0].ids)}"
     task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
@@ -167,13 +163,10 @@ def measure_point(
             repeats=settings.repeats,
             on_unit=lambda done: bar.advance(task, done),
         )
-        judged = judge(result, target, tokenizer)
+        return judge(result, target, tokenizer)
     except torch.OutOfMemoryError as error:
-        reason = str(error).partition("\n")[0]
-        return [{"tree": str(s), "exact": None, "speedup": None, "out_of_memory": reason} for s in shapes]
-    for measurement in judged.measurements[:1]:
-        measurement["exact"]["divergences"] += judged.unrepeatable
-    return judged.measurements
+        said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
+        return Judged([{"tree": str(shape), **said} for shape in shapes])
 
 
 def draw(results: Results, path: Path) -> Path:
@@ -223,16 +216,14 @@ def show(results: Results, console: Console) -> None:
             rate = number(point["baseline"]["tokens_per_second"], 1)
             table.add_row(*cells, number(point["tau"]["mean"]), rate, speedup_text(point))
     console.print(table, highlight=False)
-    exact = results["exact"]
-    console.print(f"\noutput identical to plain decoding: {exact['identical']} of {exact['prompts']} prompts")
+    console.print()
+    print_audit(results, console)
 
 
 def scaling_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
     out = options.out or Path(f"scaling-{short_name(options.head).replace('/', '-').replace(':', '-')}")
-    if untrained_kind(options.head) and not options.target:
-        raise UserError(f"{options.head}: drafts for any target; give --target")
     check_folder(out, "--out")
     opened = open_head(options)
     results = measure_scaling(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)

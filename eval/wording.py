@@ -47,7 +47,7 @@ def count(value: float) -> str:
 
 def audit_line(results: Results) -> str:
     """The line that says whether the output was the target's own."""
-    exact, settings = results["exact"], len(results["measurements"])
+    exact, settings = results["exact"], len(results.get("measurements", ()))
     if exact.get("kind") == "law":
         greedy = exact["greedy"]
         return (

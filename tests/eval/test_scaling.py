@@ -118,6 +118,7 @@ def test_no_speedup_where_an_output_is_not_the_targets_own(
     assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
     assert all(point["speedup"] is None for point in results["points"])
     assert "withheld" in text and not (tmp_path / "scaling.png").exists()
+    assert "plain '</s>', here '<s>'; top-two margin" in text and "no speedup is stated" in text
 
 
 def test_what_leaves_no_room_is_refused(
