@@ -5,6 +5,7 @@ python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ an
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -206,11 +207,11 @@ def report_command(path: Path) -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
     parser.add_argument("results", type=Path, help="a run directory or a results.json")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

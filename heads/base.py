@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from torch import Tensor
 
-from heads.errors import UserError as UserError
 from heads.tree import Pick as Pick
 from heads.tree import Proposal, TreeShape
 

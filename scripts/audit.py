@@ -3,15 +3,15 @@
     python scripts/audit.py runs/quickstart
 
 Decodes every prompt plainly, and with every draft at every temperature and batch size; all must be plain decoding's
-tokens. Exit status 1 on any divergence.
+tokens; an EOS ends no output. Exit status 1 on any divergence.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -23,20 +23,18 @@ from eval.command import (
     Opened,
     Parser,
     add_head_options,
-    count,
     counts,
     draft_shapes,
     exit_status,
     open_head,
-    prompt_room,
-    seed,
     temperatures,
     trees,
 )
 from eval.files import check_file
 from eval.measure import Contender, Race, trace
 from eval.metrics import loop_share, tau
-from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
+from eval.prompt_options import add_prompt_options, chosen_prompts, prompt_facts
+from eval.prompts import Prompt
 from eval.results import environment, target_facts, write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
@@ -52,15 +50,7 @@ def audit(options: argparse.Namespace) -> int:
         check_file(options.out, "--out")
     opened = open_head(options)
     shapes = draft_shapes(options.trees, opened.head)
-    room = prompt_room(opened.target, options.max_new_tokens, max(shape.nodes for shape in shapes))
-    prompts = load_prompts(
-        options.prompts,
-        opened.tokenizer,
-        num_prompts=options.num_prompts,
-        max_prompt_tokens=min(room, options.max_prompt_tokens),
-        seed=options.seed,
-        skip_long=True,
-    )
+    prompts = chosen_prompts(options, opened.target, opened.tokenizer, max(shape.nodes for shape in shapes))
     rows: list[Row] = []
     for temperature in options.temperatures:
         rows += audit_temperature(opened, prompts, shapes, Sampling(temperature, seed=options.seed), options)
@@ -69,10 +59,7 @@ def audit(options: argparse.Namespace) -> int:
         "target": target_facts(opened.target),
         "head": options.head,
         **environment(opened.target),
-        "prompts": options.prompts,
-        "num_prompts": len(prompts),
-        "prompts_hash": prompts_hash(prompts),
-        "max_new_tokens": options.max_new_tokens,
+        **prompt_facts(options, prompts),
         "rows": rows,
     }
     if options.out:
@@ -155,21 +142,16 @@ def print_table(rows: list[Row]) -> None:
     Console().print(table)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Compare every token with plain decoding's.")
     add_head_options(parser)
     add = parser.add_argument
-    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=count, default=100)
-    add("--max-prompt-tokens", type=count, default=512, help="longer prompts are left out")
-    add("--max-new-tokens", type=count, default=128, help="of every prompt; an EOS does not end it")
     add("--tree", dest="trees", type=trees, default="chain:5,tree:5x8x32", help="drafts, commas between")
     add("--temperature", dest="temperatures", type=temperatures, default="0,1", help="commas between")
     add("--batch-size", dest="batch_sizes", type=counts, default="1,8", help="commas between")
-    add("--seed", type=seed, default=0)
-    add("--out", type=Path, help="a JSON file for the record")
-    return parser.parse_args()
+    add_prompt_options(parser, num_prompts=100, max_prompt_tokens=512, max_new_tokens=128)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ This is the baseline of every speedup here, so it must not be slow: at least as 
 import argparse
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from eval.command import Parser, add_target_options, count, exit_status, open_target, prompt_room, seed
+from eval.command import Parser, add_target_options, count, exit_status, open_target
 from eval.files import check_file
 from eval.metrics import speedup, speedup_interval
-from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts, prompts_hash
+from eval.prompt_options import add_prompt_options, chosen_prompts, prompt_facts
+from eval.prompts import Prompt
 from eval.results import environment, target_facts, write_results
 from eval.runtime.engine import Engine, Request
 from eval.wording import with_interval
@@ -30,15 +31,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.out:
         check_file(options.out, "--out")
     target, tokenizer = open_target(options.target, options)
-    room = prompt_room(target, options.max_new_tokens, 1)
-    prompts = load_prompts(
-        options.prompts,
-        tokenizer,
-        num_prompts=options.num_prompts,
-        max_prompt_tokens=min(room, options.max_prompt_tokens),
-        seed=options.seed,
-        skip_long=True,
-    )
+    prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, max_length=longest + options.max_new_tokens + 1)
     run_engine(engine, prompts[0], WARM_UP_TOKENS)
@@ -68,7 +61,7 @@ def compare(options: argparse.Namespace) -> int:
         record = {
             "target": target_facts(target),
             **environment(target),
-            "prompts_hash": prompts_hash(prompts),
+            **prompt_facts(options, prompts),
             "tokens": tokens,
             "engine_seconds": sum(ours),
             "generate_seconds": sum(theirs),
@@ -104,20 +97,14 @@ def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> t
     return output[0, len(prompt.ids) :].tolist(), time.perf_counter() - started
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Plain decoding here against transformers generate.")
     parser.add_argument("target", help="a folder or a hub id")
     add_target_options(parser)
-    add = parser.add_argument
-    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=count, default=16)
-    add("--max-prompt-tokens", type=count, default=512, help="longer prompts are left out")
-    add("--max-new-tokens", type=count, default=128)
-    add("--repeats", type=count, default=3)
-    add("--seed", type=seed, default=0)
-    add("--out", type=Path, help="a JSON file for the record")
-    return parser.parse_args()
+    parser.add_argument("--repeats", type=count, default=3, help="how often each decodes each prompt")
+    add_prompt_options(parser, num_prompts=16, max_prompt_tokens=512, max_new_tokens=128)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

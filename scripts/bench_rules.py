@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from eval.command import Parser, add_head_options, count, draft_shapes, exit_status, open_head, prompt_room, seed, trees
+from eval.command import Parser, add_head_options, count, draft_shapes, exit_status, open_head, trees
 from eval.files import check_file
 from eval.measure import trace
 from eval.metrics import (
@@ -32,7 +31,7 @@ from eval.metrics import (
     tau,
     tau_interval,
 )
-from eval.prompts import HELD_OUT_SUITE, load_prompts, prompts_hash
+from eval.prompt_options import add_prompt_options, chosen_prompts, prompt_facts
 from eval.results import environment, target_facts, write_results
 from eval.runtime.accept import Acceptance
 from eval.runtime.engine import Engine, Request
@@ -40,7 +39,7 @@ from eval.runtime.rejection import block, expected_tokens, ratio
 from eval.runtime.rules import RULES, Rejection, check_rule
 from eval.runtime.sampling import Sampling
 from eval.wording import number, with_interval
-from heads.base import UserError
+from heads.errors import UserError
 from heads.tree import Proposal, TreeShape, is_chain
 
 Record = dict[str, Any]
@@ -99,15 +98,7 @@ def bench_rules(options: argparse.Namespace) -> int:
     if options.temperature == 0:
         raise UserError("--temperature: at 0 all rules are one; ask for a higher one")
     opened = open_head(options)
-    room = prompt_room(opened.target, options.max_new_tokens, max(shape.nodes for shape in shapes))
-    prompts = load_prompts(
-        options.prompts,
-        opened.tokenizer,
-        num_prompts=options.num_prompts,
-        max_prompt_tokens=min(room, options.max_prompt_tokens),
-        seed=options.seed,
-        skip_long=True,
-    )
+    prompts = chosen_prompts(options, opened.target, opened.tokenizer, max(shape.nodes for shape in shapes))
     requests = [
         [
             Request(
@@ -136,11 +127,8 @@ def bench_rules(options: argparse.Namespace) -> int:
         "target": target_facts(opened.target),
         "head": options.head,
         **environment(opened.target),
-        "prompts": options.prompts,
-        "num_prompts": len(prompts),
-        "prompts_hash": prompts_hash(prompts),
+        **prompt_facts(options, prompts),
         "seeds": options.seeds,
-        "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         "runs": [run.record() for run in runs],
         "compared": compared,
@@ -217,22 +205,17 @@ def print_tables(record: Record) -> None:
         )
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Compare the acceptance rules for a head: tokens emitted a round.")
     add_head_options(parser)
     add = parser.add_argument
-    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
-    add("--num-prompts", type=count, default=64)
-    add("--max-prompt-tokens", type=count, default=96, help="longer prompts are left out")
-    add("--max-new-tokens", type=count, default=64, help="of every prompt")
     add("--tree", dest="trees", type=trees, default="chain:5,static:3.2.1,tree:5x4x16", help="drafts, commas between")
     add("--temperature", type=float, default=1.0)
     add("--seeds", type=count, default=4, help="texts sampled of each prompt")
     add("--batch-size", type=count, default=8, help="texts decoded together; tau does not depend on it")
-    add("--seed", type=seed, default=0)
-    add("--out", type=Path, help="a JSON file for the record")
-    return parser.parse_args()
+    add_prompt_options(parser, num_prompts=64, max_prompt_tokens=96, max_new_tokens=64)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

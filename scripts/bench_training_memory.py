@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def read_status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Peak memory of a training step, against whole logits.")
     add: Any = parser.add_argument
@@ -183,7 +184,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--out", type=Path, help="a JSON file for the record")
     add("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> int:

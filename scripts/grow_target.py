@@ -9,6 +9,7 @@ small one's before anything is kept; every report calls such a target grown.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,9 @@ def difference(small: FrozenTarget, large: FrozenTarget) -> tuple[float, float]:
     return float((ours - both[0]).norm() / both[0].norm()), float(agreement)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description="Grow a small target, and its head, into the shape of a big model.")
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("Grow a small target, and its head, into the shape of a big model.")
     add: Any = parser.add_argument
     add("target", help="a folder or hub id of a Llama-architecture model")
     add("out", type=Path, help="the folder to make")

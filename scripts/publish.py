@@ -10,7 +10,7 @@ that takes a head takes OWNER/NAME from then on. The token is the one of `hf aut
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def license_name(text: str) -> str:
     return text
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Publish a run's head with its model card on the Hugging Face Hub.")
     add = parser.add_argument
@@ -144,7 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--base-model", type=hub_id, help="the target on the Hub, where the head was trained on a copy in a folder")
     add("--unmeasured", action="store_true", help="publish a head that was never measured; its card says so")
     add("--dry-run", action="store_true", help="list the files and print the card; no network")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

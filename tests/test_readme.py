@@ -2,11 +2,12 @@
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval.bench import parse_arguments
 from eval.settings import to_settings
 from train.recipe import load_recipe
 
@@ -35,8 +36,11 @@ def test_a_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
     assert (ROOT / program).is_file(), f"the README runs {program}, which is not there"
     if program.startswith("train/"):
         assert load_recipe(arguments[0], arguments[1:])
-    elif program == "eval/bench.py":
-        assert to_settings(parse_arguments(arguments))
+        return
+    module: Any = import_module(program.removesuffix(".py").replace("/", "."))
+    options = module.parse_arguments(arguments)
+    if program in ("eval/bench.py", "eval/compare.py"):
+        assert to_settings(options)
 
 
 def test_the_tree_of_files_is_true() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling
-from heads.base import UserError
+from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine
 from eval.runtime.hf import TargetStep, check_family
-from heads.base import UserError
+from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import Proposal, ancestors
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.sampling import RowSampling, Sampling, gumbel, log_law
-from heads.base import UserError
+from heads.errors import UserError
 
 MASK = (1 << 64) - 1
 CHI_SQUARE_999 = {5: 20.5, 7: 24.3, 11: 31.3, 15: 37.7}  # 99.9% quantiles by degrees of freedom
