@@ -18,7 +18,7 @@ from eval.runtime.kernels import accept, choose, pick
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
-from heads.kernels import attention, experts, gemm, layers
+from heads.kernels import attention, experts, gemm, layers, per_head
 from heads.kernels.products import MAKERS, rows_are_independent
 from heads.registry import build_head
 from heads.target import FrozenTarget
@@ -131,6 +131,11 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
         ids = torch.stack([torch.randperm(6, generator=draw)[:2] for _ in range(M)]).to(device)
         bank = random(6, 130, K)
         close(experts.expert_mm(x, ids, bank), experts.expert_mm_twin(x, ids, bank), 1e-3)
+        visits, weights = random(M, 3, K), random(M, 3)
+        close(experts.weigh_visits(visits, weights, x), experts.weigh_visits_twin(visits, weights, x))
+        by_head, own = random(M, 4, 192)[..., :128], random(4, 256, 128)
+        for weight in (own.mT, random(4, 128, 256)):
+            close(per_head.per_head_mm(by_head, weight), per_head.per_head_mm_twin(by_head, weight), 1e-3)
 
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 2e-5) -> None:
@@ -138,8 +143,24 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-def rows_of_the_kernel_are_independent(device: torch.device = CUDA) -> None:
-    """Of `skinny_mm`, which replaces the library's products where theirs are not, in bfloat16."""
+def rows_of_the_kernels_are_independent(device: torch.device = CUDA) -> None:
+    """Of the products that replace the library's where rows are not, or everywhere; in bfloat16."""
+    bank = torch.randn(8, 768, 2048, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+
+    def by_head(x: Tensor, weight: Tensor) -> Tensor:
+        own = weight[:, : weight.shape[1] // 16].unflatten(0, (16, -1))
+        return per_head.per_head_mm(x.view(len(x), 16, -1), own.mT).flatten(1)
+
+    def visited(x: Tensor, weight: Tensor) -> Tensor:
+        ids = torch.stack([x[:, 0] > 0, x[:, 1] > 0], dim=1) + 2 * torch.arange(2, device=device)  # the token's own
+        parts = zip(x.split(64), ids.split(64), strict=True)
+        visits = torch.cat([experts.expert_mm(*part, bank, min(64, len(x))) for part in parts])
+        return experts.weigh_visits(visits, x[:, 2:4].float(), None)
+
+    for M in (1, 6, 33, 64, 70):
+        for multiply, N, K in ((by_head, 16 * 512, 16 * 128), (by_head, 16 * 128, 16 * 512), (visited, 1, 2048)):
+            weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+            assert rows_are_independent(multiply, weight, M), (multiply.__name__, M, N, K)
     for M in (1, 6, 16, 33, 64):
         for N, K in ((768, 4096), (4096, 4096), (1024, 14336)):
             weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
@@ -273,7 +294,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         states_equal_their_twins,
         paths_equal_their_twins,
         trees_grow_as_on_a_cpu,
-        rows_of_the_kernel_are_independent,
+        rows_of_the_kernels_are_independent,
         a_chain_is_bit_identical_in_attention,
         targets_decode_alike_with_and_without_kernels,
         replays_equal_plain_calls,

@@ -1,8 +1,8 @@
 """A native decoder's pass by kernels, on a GPU: about eight of them a layer, and no mask is ever written.
 
 Attention takes ancestors as bits, so that the slots shown cost nothing where no token stands. The weights are the
-decoder's own. What no kernel does (the router of experts, the small products of latent attention) are torch's
-operations, as in `heads.native`.
+decoder's own. What no kernel does (how a router ranks experts, how latent attention turns) are torch's operations, row
+by row, as in `heads.native`. Whatever sums over a row's own numbers does so in an order that no other row changes.
 
 Letters: B rows, N tokens of a step, R = B * N, S slots a row, D hidden, V vocabulary, H query heads, Hkv key heads, d
 head dimension, C latent width, P rotary width.
@@ -25,8 +25,9 @@ from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
 from heads.kernels.attention import ancestor_words, tree_attention
 from heads.kernels.backend import runs_kernels, triton
-from heads.kernels.experts import MOST_ROWS, expert_mm
+from heads.kernels.experts import MOST_ROWS, expert_mm, weigh_visits
 from heads.kernels.layers import add_norm, rope_write, silu_mul
+from heads.kernels.per_head import per_head_mm
 from heads.kernels.products import Products, choose_products
 from heads.native.attention import GroupedAttention, LatentAttention, rotate_
 from heads.native.decoder import NativeDecoder
@@ -116,10 +117,14 @@ class KernelStep:
         """Whether the output head is a product, so that the choice comes from its tiles."""
 
     def weights(self) -> list[Tensor]:
-        """The weights of all large products of a step but the output head's."""
+        """The weights of all products of a step but the output head's, those of experts and those of each head."""
         found = []
         for layer in self.decoder.layers:
-            for part in (layer.attention, layer.feedforward, getattr(layer.feedforward, "shared", None)):
+            parts: list[Any] = [layer.attention, layer.feedforward]
+            if isinstance(layer.feedforward, Experts):
+                parts.append(layer.feedforward.shared)
+                found.append(layer.feedforward.router.weight)
+            for part in parts:
                 found += [p.weight for p in vars(part).values() if isinstance(p, Product)] if part is not None else []
         return found
 
@@ -219,12 +224,14 @@ class KernelStep:
         weight, eps = attention.latent_norm.weight, attention.latent_norm.eps
         normed = add_norm(latent[:, :C].contiguous(), None, weight, eps)
         self.cache.flat[layer].index_copy_(0, tree.slots, torch.cat([normed, key[:, 0]], dim=-1))
-        absorbed = torch.bmm(q[..., : attention.nope].transpose(0, 1), attention.to_key).transpose(0, 1)  # (R, H, C)
-        q = torch.cat([absorbed, turned], dim=-1).view(B, N, H, C + P)
+        absorbed = q.new_empty(B * N, H, C + P)
+        per_head_mm(q[..., : attention.nope], attention.to_key, absorbed[..., :C])
+        absorbed[..., C:] = turned
         keys = self.shown(layer, tree)[:, :, None]  # (B, S, 1, C + P)
+        q = absorbed.view(B, N, H, C + P)
         mixed = self.attend(q, keys, keys[..., :C], tree, attention.scale, attention.kind, rope=P)
-        values = torch.bmm(mixed.view(-1, H, C).transpose(0, 1), attention.to_value)  # (H, R, v)
-        return self.multiply(values.transpose(0, 1).flatten(1), attention.out)
+        values = per_head_mm(mixed.view(-1, H, C), attention.to_value)  # (R, H, v)
+        return self.multiply(values.flatten(1), attention.out)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, kind: str, *, rope: int
@@ -251,17 +258,17 @@ class KernelStep:
 
     def mixed(self, block: Experts, x: Tensor) -> Tensor:
         """The same by experts."""
-        weights, ids = block.router(x)
+        weights, ids = block.router(x, self.products)
         # In parts, since to sort rows by expert the host would have to know how many each has.
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
-        visits = torch.cat([self.visit(block, *part) for part in parts])
-        out = torch.bmm(weights.to(x.dtype)[:, None], visits)[:, 0]
-        return out if block.shared is None else out.add_(self.gated(block.shared, x))
+        tile = min(len(x), MOST_ROWS)
+        visits = torch.cat([self.visit(block, *part, tile) for part in parts])
+        return weigh_visits(visits, weights, None if block.shared is None else self.gated(block.shared, x))
 
-    def visit(self, block: Experts, x: Tensor, ids: Tensor) -> Tensor:
+    def visit(self, block: Experts, x: Tensor, ids: Tensor, tile: int) -> Tensor:
         """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""
-        fused = expert_mm(x, ids, block.gate_up)  # (R, A, 2 I)
-        return expert_mm(self.activate(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down)
+        fused = expert_mm(x, ids, block.gate_up, tile)  # (R, A, 2 I)
+        return expert_mm(self.activate(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down, tile)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(..., D) -> (..., V) float32: what `choose` compares; None where the output head is more than a product."""

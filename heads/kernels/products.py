@@ -22,8 +22,9 @@ from heads.kernels.timing import device_seconds
 
 logger = logging.getLogger("draftsmith")
 
-Shape = tuple[int, int, int, torch.dtype, torch.device]
-_chosen: dict[Shape, str] = {}
+Shape = tuple[int, int, torch.dtype]
+"""Of a weight: N, K, dtype."""
+_chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
 def in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
@@ -42,18 +43,22 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Products:
     """The products of steps of M rows; other steps (prompts) take the library's."""
 
-    def __init__(self, rows: int, makers: dict[tuple[int, int], str]) -> None:
-        """`makers`: (N, K) of a weight -> one of MAKERS, where it is not the library."""
+    def __init__(self, rows: int, makers: dict[Shape, str]) -> None:
+        """`makers`: for each shape of weight one of MAKERS, where it is not the library."""
         self.rows, self.makers = rows, makers
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
-        N, K = weight.shape
-        maker = self.makers.get((N, K), "library") if len(x) == self.rows else "library"
+        maker = self.makers.get(shape_of(weight), "library") if len(x) == self.rows else "library"
         if maker == "library":
             return linear(x, weight, bias)
         y = MAKERS[maker](x, weight)
         return y if bias is None else y.add_(bias)
+
+
+def shape_of(weight: Tensor) -> Shape:
+    """Of a weight (N, K)."""
+    return weight.shape[0], weight.shape[1], weight.dtype
 
 
 def choose_products(weights: Sequence[Tensor], rows: int) -> Products:
@@ -61,15 +66,15 @@ def choose_products(weights: Sequence[Tensor], rows: int) -> Products:
 
     A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
     """
-    by_shape: dict[tuple[int, int], list[Tensor]] = {}
+    by_shape: dict[Shape, list[Tensor]] = {}
     for weight in weights:
-        by_shape.setdefault((weight.shape[0], weight.shape[1]), []).append(weight)
+        by_shape.setdefault(shape_of(weight), []).append(weight)
     makers = {}
-    for (N, K), own in by_shape.items():
-        shape = (rows, N, K, own[0].dtype, own[0].device)
-        if shape not in _chosen:
-            _chosen[shape] = choose_maker(own, rows)
-        makers[N, K] = _chosen[shape]
+    for shape, own in by_shape.items():
+        known = rows, shape, own[0].device
+        if known not in _chosen:
+            _chosen[known] = choose_maker(own, rows)
+        makers[shape] = _chosen[known]
     return Products(rows, {shape: maker for shape, maker in makers.items() if maker != "library"})
 
 

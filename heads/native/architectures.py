@@ -10,7 +10,7 @@ from torch import nn
 from heads.families import OutputHead
 from heads.native.attention import GroupedAttention, LatentAttention
 from heads.native.decoder import Layer, NativeDecoder
-from heads.native.feedforward import Experts, GatedMLP, Router, grouped_router, softmax_router
+from heads.native.feedforward import Experts, GatedMLP, GroupedRouter, Router, SoftmaxRouter
 from heads.native.linear import Norm, Product
 from heads.native.stack import KernelStack
 
@@ -134,5 +134,5 @@ def _read_layer(layer: Any, kind: str, target: Decodable, draft: bool) -> Layer:
 def _read_router(gate: Any, target: Decodable) -> Router:
     name = type(target.base).__name__
     if name in LATENT:
-        return grouped_router(gate, target.config)
-    return softmax_router(gate, target.config, renormalise=name == "MixtralModel" or target.config.norm_topk_prob)
+        return GroupedRouter(gate, target.config)
+    return SoftmaxRouter(gate, target.config, renormalise=name == "MixtralModel" or target.config.norm_topk_prob)

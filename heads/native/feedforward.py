@@ -4,7 +4,7 @@ Letters: R rows, D hidden, I intermediate width, X experts, A experts active for
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,20 @@ from transformers.activations import ACT2FN
 from heads.native.linear import Product
 
 Activation = Callable[[Tensor], Tensor]
-Router = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""(R, D) -> weights (R, A) and expert ids (R, A)."""
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""(R, D), a weight (O, D) -> (R, O)."""
 STATIC_ROWS = 64
 """Up to so many rows a GPU copies experts' weights rather than wait to learn which rows chose which."""
+
+
+class Router(Protocol):
+    """Which experts a token visits."""
+
+    weight: Tensor
+    """(X, D)."""
+
+    def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
+        """(R, D) -> weights (R, A) and expert ids (R, A); `multiply` forms the product with `weight`."""
 
 
 def activation(module: Any) -> Activation:
@@ -81,37 +91,42 @@ class Experts:
         return out
 
 
-def softmax_router(gate: Any, config: Any, *, renormalise: bool) -> Router:
+class SoftmaxRouter:
     """Mixtral's and Qwen's: the likeliest A experts by their softmax in float32."""
-    weight, A = gate.weight.detach(), config.num_experts_per_tok
 
-    def route(x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = linear(x, weight).float().softmax(-1).topk(A, dim=-1)
-        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
+    def __init__(self, gate: Any, config: Any, *, renormalise: bool) -> None:
+        self.weight: Tensor = gate.weight.detach()
+        self.A, self.renormalise = int(config.num_experts_per_tok), renormalise
 
-    return route
+    def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
+        """As `Router`."""
+        weights, ids = multiply(x, self.weight).float().softmax(-1).topk(self.A, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True) if self.renormalise else weights), ids
 
 
-def grouped_router(gate: Any, config: Any) -> Router:
+class GroupedRouter:
     """DeepSeek's (arXiv 2405.04434, section 2.1.2; 2412.19437, section 2.1.2): experts of the best groups only."""
-    weight, A, scale = gate.weight.detach().float(), config.num_experts_per_tok, float(config.routed_scaling_factor)
-    bias: Tensor | None = getattr(gate, "e_score_correction_bias", None)
-    num_groups, best = config.n_group, config.topk_group
-    grouped = bias is not None or config.topk_method == "group_limited_greedy"
 
-    def route(x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = linear(x.float(), weight)
-        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
-        ranks = scores if bias is None else scores + bias
-        if grouped:
-            groups = ranks.unflatten(-1, (num_groups, -1))  # (R, groups, experts of one)
-            merit = groups.amax(-1) if bias is None else groups.topk(2, dim=-1).values.sum(-1)
-            left_out = torch.ones_like(merit, dtype=torch.bool).scatter_(1, merit.topk(best, dim=-1).indices, False)
+    def __init__(self, gate: Any, config: Any) -> None:
+        self.weight: Tensor = gate.weight.detach().float()
+        self.A, self.scale = int(config.num_experts_per_tok), float(config.routed_scaling_factor)
+        self.bias: Tensor | None = getattr(gate, "e_score_correction_bias", None)
+        self.num_groups, self.best = config.n_group, config.topk_group
+        self.grouped = self.bias is not None or config.topk_method == "group_limited_greedy"
+        self.renormalise = self.bias is not None and config.norm_topk_prob
+
+    def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
+        """As `Router`."""
+        logits = multiply(x.float(), self.weight)
+        scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
+        ranks = scores if self.bias is None else scores + self.bias
+        if self.grouped:
+            groups = ranks.unflatten(-1, (self.num_groups, -1))  # (R, groups, experts of one)
+            merit = groups.amax(-1) if self.bias is None else groups.topk(2, dim=-1).values.sum(-1)
+            left_out = torch.ones_like(merit, dtype=torch.bool).scatter_(1, merit.topk(self.best).indices, False)
             ranks = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
-        ids = ranks.topk(A, dim=-1).indices
+        ids = ranks.topk(self.A, dim=-1).indices
         weights = scores.gather(1, ids)
-        if bias is not None and config.norm_topk_prob:
+        if self.renormalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * scale, ids
-
-    return route
+        return weights * self.scale, ids

@@ -74,7 +74,7 @@ def attend(empty: Empty, N: int) -> None:
 def step(empty: Empty, N: int) -> None:
     """All else of a step of N tokens."""
     from eval.runtime.kernels import accept, choose, pick
-    from heads.kernels import experts, gemm, layers
+    from heads.kernels import experts, gemm, layers, per_head
     from heads.tree import Proposal
 
     ids = torch.zeros(1, N, dtype=torch.int64)
@@ -102,6 +102,10 @@ def step(empty: Empty, N: int) -> None:
     chosen = torch.zeros(N, 6, dtype=torch.int64)
     experts.expert_mm(x[:, :2048], chosen, empty(64, 2816, 2048))
     experts.expert_mm(empty(N, 6, 1408), chosen, empty(64, 2048, 1408))
+    experts.weigh_visits(empty(N, 6, 2048), torch.zeros(N, 6), x[:, :2048])
+    decompress = empty(16, 256, 512)
+    per_head.per_head_mm(empty(N, 16, 192)[..., :128], decompress[:, :128], empty(N, 16, 576)[..., :512])
+    per_head.per_head_mm(empty(N, 16, 512), decompress[:, 128:].mT)
 
 
 def settle() -> None:

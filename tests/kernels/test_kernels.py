@@ -306,3 +306,29 @@ def test_picks(M: int, V: int, count: int) -> None:
     order = (-tied).argsort(dim=1, stable=True)[:, : min(count, 2)]
     assert torch.equal(columns, order)
     torch.testing.assert_close(logp, tied.log_softmax(-1).gather(1, order))
+
+
+@pytest.mark.parametrize(("M", "A", "N"), [(1, 1, 5), (7, 3, 1100)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_weigh_visits(M: int, A: int, N: int, adds: bool) -> None:
+    from heads.kernels.experts import weigh_visits, weigh_visits_twin
+
+    visits, weights, added = torch.randn(M, A, N), torch.rand(M, A), torch.randn(M, N) if adds else None
+    torch.testing.assert_close(weigh_visits(visits, weights, added), weigh_visits_twin(visits, weights, added))
+    order = torch.randperm(M)
+    shuffled = weigh_visits(visits[order], weights[order], None if added is None else added[order])
+    assert torch.equal(shuffled, weigh_visits(visits, weights, added)[order])
+
+
+@pytest.mark.parametrize(("M", "H", "K", "N"), [(1, 3, 16, 40), (9, 2, 200, 70), (70, 1, 24, 16)])
+def test_per_head_mm(M: int, H: int, K: int, N: int) -> None:
+    """From and into parts of wider tensors, and by weights that lie either way, as latent attention has them."""
+    from heads.kernels.per_head import per_head_mm, per_head_mm_twin
+
+    x, wide = torch.randn(M, H, K + 5)[..., :K], torch.zeros(M, H, N + 3)
+    for weight in (torch.randn(H, K, N), torch.randn(H, N, K).mT):
+        expected = per_head_mm_twin(x.double(), weight.double())
+        torch.testing.assert_close(per_head_mm(x, weight).double(), expected, atol=2e-5, rtol=1e-5)
+        per_head_mm(x, weight, wide[..., 2:-1])
+        torch.testing.assert_close(wide[..., 2:-1].double(), expected, atol=2e-5, rtol=1e-5)
+        assert not wide[..., :2].any() and not wide[..., -1].any()
