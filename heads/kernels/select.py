@@ -95,7 +95,8 @@ def widen_twin(
     start, children = first_node(K, level), picked.flatten(1)
     if beam is None:
         nodes.parents.zero_(), nodes.places.fill_(-1)
-        nodes.tokens[:, 0], nodes.scores[:, 0] = root, 0.0
+        nodes.tokens[:, 0] = root
+        nodes.scores[:, 0].zero_()  # to assign a number would be a copy from the host
         totals = logp[:, 0].clone()
     else:
         nodes.parents[:, start : start + K * K].view(B, K, K).copy_(beam.nodes[..., None])
@@ -270,7 +271,8 @@ def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Te
 def place_twin(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
     """The same in torch operations."""
     if level.first == 1:
-        tokens[:, 0], scores[:, 0] = root, 0.0
+        tokens[:, 0] = root
+        scores[:, 0].zero_()
     here, taken = slice(level.first, level.first + len(level.row)), picked[:, level.row, level.rank]
     tokens[:, here], scores[:, here] = taken, scores[:, level.above] + logp[:, level.row, level.rank]
     return taken[:, level.expanded]
