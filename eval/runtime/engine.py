@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,10 +26,12 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.reports import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
+from eval.runtime.request import check_request
 from eval.runtime.round import Decoder
 from eval.runtime.rules import check_rule, make_rule
 from eval.runtime.sampling import RowSampling
 from eval.runtime.sampling import Sampling as Sampling
+from eval.runtime.seat import Seat
 from eval.runtime.state import RoundState, Settlement
 from eval.runtime.stops import StopWatch
 from heads.base import Drafter
@@ -63,23 +64,6 @@ class Timings:
     def rounds(self) -> int:
         """Rounds of the whole batch."""
         return len(self.round_seconds)
-
-
-@dataclass
-class Seat:
-    """A row of the batch and the request that holds it."""
-
-    index: int
-    request: Request
-    prefill_seconds: float
-    first_round: int
-    """Rounds of the whole batch before its own first."""
-    most_tokens: int
-    """At most this many tokens stand in the row's cache, whatever the rounds launched give."""
-    left: int
-    """Tokens it may still get, at most, after the rounds launched."""
-    watch: StopWatch | None
-    tokens: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -205,36 +189,17 @@ class Engine:
         """Decode the requests, `batch_size` at a time; a row that ends goes to the next request. Outputs are in order
         of requests."""
         for index, request in enumerate(requests):
-            self._check(index, request)
+            check_request(
+                request,
+                f"request {index}",
+                target=self.target,
+                slots=self.max_length,
+                nodes=self.nodes,
+                can_stop=self.tokenizer is not None,
+            )
         self.timings = Timings()
         with torch.inference_mode():
             return self._generate(requests, on_tokens)
-
-    def _check(self, index: int, request: Request) -> None:
-        prompt, nodes = len(request.prompt), self.nodes
-        if prompt == 0:
-            raise UserError(f"request {index}: the prompt is empty; expected at least one token")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.target.vocab_size:
-            raise UserError(f"request {index}: the prompt has token ids outside 0 .. {self.target.vocab_size - 1}")
-        start = self.target.start_token
-        if start is not None and start not in request.prompt[1:]:
-            raise UserError(
-                f"request {index}: the prompt of an encoder-decoder is its encoder's input, then its start token "
-                f"{start}, which begins the answer; a chat template puts it there"
-            )
-        if request.max_new_tokens < 1:
-            raise UserError(f"request {index}: max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        needed = prompt + request.max_new_tokens + nodes
-        if needed > self.max_length:
-            raise UserError(
-                f"request {index}: a prompt of {prompt} tokens, {request.max_new_tokens} new ones and "
-                f"a tree of {nodes} need {needed} slots, but there are {self.max_length}; "
-                "shorten the prompt, ask for fewer tokens or raise max_length"
-            )
-        if request.stop and self.tokenizer is None:
-            raise UserError(f"request {index}: stop strings need a tokenizer; give the engine one")
-        if not all(request.stop):
-            raise UserError(f"request {index}: an empty stop string would end every output; leave it out")
 
     def _generate(self, requests: Sequence[Request], on_tokens: OnTokens | None) -> list[Output]:
         waiting = deque(enumerate(requests))
@@ -265,7 +230,8 @@ class Engine:
     def _decode(self, seats: list[Seat | None]) -> None:
         """Launch rounds until the host looks again; none that every row must have ended before, as each gives a
         token."""
-        rounds = min(self.poll_interval, max((seat.left for seat in seats if seat is not None), default=0), BACKLOG)
+        sitting = [seat for seat in seats if seat is not None]
+        rounds = min(self.poll_interval, max((seat.left for seat in sitting), default=0), BACKLOG)
         if rounds <= 0:
             return
         if self.ladder is not None and self.capture is not None and not self.profile:
@@ -276,13 +242,9 @@ class Engine:
         if not self.launched:
             self.looked = self._moment()
         for _ in range(rounds):
-            most = 0
-            for seat in seats:
-                if seat is not None:
-                    most = max(most, seat.most_tokens)
-                    seat.most_tokens = min(seat.most_tokens + M, len(seat.request.prompt) + seat.request.max_new_tokens)
-                    seat.left -= 1
-            extent = min(round_up(most + N), decoder.step.capacity)
+            extent = min(round_up(max(seat.most_tokens for seat in sitting) + N), decoder.step.capacity)
+            for seat in sitting:
+                seat.launch(M)
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:
@@ -326,13 +288,11 @@ class Engine:
         started = self._clock()
         decoder = self.ladder.idle if self.ladder is not None else self.decoder
         read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
-        seconds = (self._clock() - started) / len(newcomers)
-        self.timings.prefill_seconds += seconds * len(newcomers)
+        self.timings.prefill_seconds += self._clock() - started
         seats = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
-            rounds = self.timings.rounds
-            seats[row] = Seat(index, request, seconds, rounds, len(request.prompt), request.max_new_tokens - 1, watch)
+            seats[row] = Seat(index, request, self.timings.rounds, watch)
         self.decoder.settlement.publish()
         self._launch(0, [seats.get(row) for row in range(self.batch_size)])
         return seats
@@ -354,37 +314,21 @@ class Engine:
         for row, (seat, report) in enumerate(zip(sitters, reports, strict=True)):
             if seat is None or seats[row] is not seat:  # another has taken the row since
                 continue
-            request, before = seat.request, len(seat.tokens)
-            seat.left = request.max_new_tokens - report.output_length - under_way
-            seat.most_tokens = min(report.length + M * under_way, len(request.prompt) + request.max_new_tokens)
-            seat.tokens += report.tail[len(report.tail) - (report.output_length - before) :]
-            stop_at = seat.watch.find(seat.tokens) if seat.watch is not None else None
-            if stop_at is not None:
-                del seat.tokens[stop_at:]
+            fresh = seat.learn(report, under_way, M)
+            if seat.stopped:
                 state.done[row] = True
-            if on_tokens is not None and len(seat.tokens) > before:
-                on_tokens(seat.index, seat.tokens[before:])
-            if report.done or stop_at is not None:
-                ended[row] = seat.index, self._output(row, seat, stopped=stop_at is not None)
+            if on_tokens is not None and fresh:
+                on_tokens(seat.index, fresh)
+            if report.done or seat.stopped:
+                ended[row] = seat.index, self._output(row, seat)
                 # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
                 state.length[row] = 0
         return ended
 
-    def _output(self, row: int, seat: Seat, *, stopped: bool) -> Output:
-        """A finished row's record; rounds that a stop string left behind are not in it."""
-        state, K = self.decoder.state, self.shape.depth
+    def _output(self, row: int, seat: Seat) -> Output:
+        state = self.decoder.state
         rounds = int(state.rounds[row])
-        made = [0] * rounds, [0] * rounds
-        if K:
-            made = state.accepted[row, :rounds].tolist(), state.reached[row, :rounds].tolist()
-        accepted, reached, left = [], [], len(seat.tokens) - 1
-        for kept, tested in zip(*made, strict=True):
-            if left == 0:
-                break
-            accepted.append(min(kept, left))
-            reached.append(min(tested, left))
-            left -= min(kept + 1, left)
-        last = seat.tokens[-1]
-        at_eos = last in self.target.eos_token_ids and not seat.request.ignore_eos
-        reason: Literal["eos", "stop", "length"] = "eos" if at_eos else "stop" if stopped else "length"
-        return Output(seat.tokens, reason, len(accepted), accepted, reached, seat.prefill_seconds, seat.first_round)
+        if self.shape.depth == 0:
+            return seat.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
+        accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
+        return seat.output(accepted, reached, self.target.eos_token_ids)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eval.runtime.sampling import Sampling
+from heads.errors import UserError
+from heads.target import FrozenTarget
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Output:
     reached: list[int]
     """By round: the deepest level put to the test; min(accepted + 1, levels drafted), less where the output's end cut
     the round."""
-    prefill_seconds: float
     first_round: int = 0
     """How many rounds the batch had made before this request's first: its round r is the batch's first_round + r."""
 
@@ -50,3 +51,31 @@ class Output:
         for count in self.accepted:
             flags += [True] * count + [False]
         return flags[: len(self.tokens)]
+
+
+def check_request(request: Request, name: str, *, target: FrozenTarget, slots: int, nodes: int, can_stop: bool) -> None:
+    """UserError, which begins with `name`, for what cannot be decoded on a target in `slots` slots with trees of
+    `nodes`; `can_stop`: whether stop strings can be looked for."""
+    prompt = len(request.prompt)
+    if prompt == 0:
+        raise UserError(f"{name}: the prompt is empty; expected at least one token")
+    if not 0 <= min(request.prompt) <= max(request.prompt) < target.vocab_size:
+        raise UserError(f"{name}: the prompt has token ids outside 0 .. {target.vocab_size - 1}")
+    start = target.start_token
+    if start is not None and start not in request.prompt[1:]:
+        raise UserError(
+            f"{name}: the prompt of an encoder-decoder is its encoder's input, then its start token {start}, which "
+            "begins the answer; a chat template puts it there"
+        )
+    if request.max_new_tokens < 1:
+        raise UserError(f"{name}: max_new_tokens must be at least 1, got {request.max_new_tokens}")
+    needed = prompt + request.max_new_tokens + nodes
+    if needed > slots:
+        raise UserError(
+            f"{name}: a prompt of {prompt} tokens, {request.max_new_tokens} new ones and a tree of {nodes} need "
+            f"{needed} slots, but there are {slots}; shorten the prompt, ask for fewer tokens or raise max_length"
+        )
+    if request.stop and not can_stop:
+        raise UserError(f"{name}: stop strings need a tokenizer; give the engine one")
+    if not all(request.stop):
+        raise UserError(f"{name}: an empty stop string would end every output; leave it out")

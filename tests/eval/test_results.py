@@ -16,7 +16,7 @@ from heads.errors import UserError
 
 
 def output(tokens: list[int], accepted: list[int]) -> Output:
-    return Output(tokens, "length", len(accepted), accepted, accepted, 0.0)
+    return Output(tokens, "length", len(accepted), accepted, accepted)
 
 
 def test_pieces_know_their_round_and_who_made_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
