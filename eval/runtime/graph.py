@@ -7,12 +7,14 @@ telling), and whether any row samples or filters. So there is a graph for each c
 called plainly.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from eval.runtime.memory import is_out_of_memory
 from eval.runtime.round import Decoder
 from heads.target import first_line
 
@@ -80,24 +82,26 @@ class Rounds:
         state = self.decoder.state
         done, root = state.done.clone(), state.root.clone()
         state.done.fill_(True)  # a row that is done stays as it is, whatever rounds are run to warm up
+        trouble = None
         try:
             for extent in self.extents():
                 for _ in range(WARM_UPS):
                     self.decoder.round(extent)
                 self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
         except RuntimeError as error:
-            self.give_up(error)
+            trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
+        if trouble is not None:  # and the error forgotten, which held on to all that the round had made
+            self.give_up(trouble)
         state.done.copy_(done)
         state.root.copy_(root)
 
-    def give_up(self, error: RuntimeError) -> None:
+    def give_up(self, reason: str) -> None:
         """Free what was captured, and go on plainly."""
         self.graphs.clear()
         self.capture = None
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        reason = "the GPU has no memory left for them" if out_of_memory else first_line(error)
         logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
 
 

@@ -4,13 +4,12 @@ one, else through its Hugging Face model.
 Letters: B rows, N nodes of a step, C tokens of a prefill chunk, E slots shown to attention, D hidden, V vocabulary.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance
 from eval.runtime.kernel_step import KernelStep, kernels_fit
+from eval.runtime.notices import say_once
 from eval.runtime.sampling import RowSampling
 from heads.cache import RowCache, round_up
 from heads.encoder_decoder import cache_layers
@@ -27,9 +26,6 @@ CHUNK = 256
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
 """Relative error of hidden states above which a decoder is taken to ignore its mask: many times what rounding makes."""
-
-
-logger = logging.getLogger("draftsmith")
 
 
 class TargetStep:
@@ -196,9 +192,9 @@ def open_step(
             probe(step)
             return step
         except UserError as error:
-            logger.warning("%s; its Hugging Face model is used instead of the native decoder", error)
+            say_once(f"{error}; its Hugging Face model is used instead of the native decoder")
     elif native:
-        logger.info("%s: decoded by its Hugging Face model: %s", target.name, why_not_native(target))
+        say_once(f"{target.name}: decoded by its Hugging Face model, slower: {why_not_native(target)}")
     step = TargetStep(target, batch_size=batch_size, capacity=capacity, taps=taps)
     probe(step)
     return step

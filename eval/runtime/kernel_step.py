@@ -8,7 +8,6 @@ Letters: B rows, N tokens of a step, R = B * N, S slots a row, D hidden, V vocab
 head dimension, C latent width, P rotary width.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ from transformers.activations import ACT2FN
 
 from eval.runtime.accept import Acceptance
 from eval.runtime.kernels import accept, choose
+from eval.runtime.notices import say_once
 from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
 from heads.kernels.attention import ancestor_words, tree_attention
@@ -34,17 +34,18 @@ from heads.native.decoder import NativeDecoder
 from heads.native.feedforward import Experts, GatedMLP
 from heads.native.linear import Product
 from heads.native.slots import SlotCache
-from heads.target import Features, FrozenTarget
+from heads.target import Features, FrozenTarget, first_line
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
-logger = logging.getLogger("draftsmith")
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def kernels_fit(target: FrozenTarget) -> bool:
     """Whether kernels can run where the target lives, on numbers of its kind; a GPU without them is told of."""
-    on_gpu = target.device.type == "cuda"
-    reason = why_no_kernels(target.dtype, torch.cuda.get_device_capability(target.device)) if on_gpu else None
+    reason = None
+    if target.device.type == "cuda":
+        reason = why_no_kernels(target.dtype, torch.cuda.get_device_capability(target.device))
+        reason = reason or why_triton_fails(target.device)
     if reason is not None:
         say_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
     return reason is None and runs_kernels(target.head.weight) and target.dtype in DTYPES
@@ -60,9 +61,14 @@ def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | Non
 
 
 @cache
-def say_once(text: str) -> None:
-    """A warning, however many engines are made."""
-    logger.warning(text)
+def why_triton_fails(device: torch.device) -> str | None:
+    """What keeps Triton from compiling on a GPU, or None: it needs a C compiler too, and asks for it at the first
+    launch."""
+    try:
+        silu_mul(torch.zeros(1, 2, device=device))
+    except Exception as error:  # of whatever kind, kernels are not to be had
+        return f"Triton fails ({first_line(error)})"
+    return None
 
 
 @dataclass(frozen=True)

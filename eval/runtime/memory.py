@@ -11,6 +11,8 @@ import torch
 
 from heads.cache import round_up
 from heads.errors import UserError
+from heads.kernels.attention import SPLIT
+from heads.native.attention import GroupedAttention
 from heads.native.decoder import NativeDecoder
 from heads.target import FrozenTarget
 
@@ -31,10 +33,14 @@ class Need:
     """Of one slot of one row, in all layers."""
     per_node: int
     """Of one node of one row: its logits, and its streams."""
+    per_look: int = 0
+    """Of one node and one slot that it looks at, in the widest layer."""
 
     @property
     def bytes(self) -> int:
-        return self.batch_size * (round_up(self.capacity) * self.per_slot + self.nodes * self.per_node)
+        slots = round_up(self.capacity)
+        of_a_node = self.per_node + slots * self.per_look
+        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node)
 
 
 def need_of(
@@ -44,13 +50,18 @@ def need_of(
     config: Any = target.config
     size = target.dtype.itemsize
     layers = target.num_layers
+    look = size + 1  # a mask, as truth values and as numbers
     if decoder is not None:
-        width = decoder.layers[0].attention.slot_width
+        attention = decoder.layers[0].attention
+        width = attention.slot_width
+        if target.device.type == "cuda":  # each split's sums, in float32
+            value_width = attention.d if isinstance(attention, GroupedAttention) else attention.C
+            look = 4 * attention.num_heads * value_width // SPLIT
     else:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
-    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node)
+    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look)
 
 
 def check_memory(need: Need, device: torch.device, name: str) -> None:
@@ -94,9 +105,14 @@ def free_bytes(device: torch.device) -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory. A CPU's allocator says so in its text alone."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that there is no memory, or came of one that did: what fails for want of memory while a
+    graph is captured ends in the capture's own complaint. A CPU's allocator says so in its text alone."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def gib(count: int) -> str:

@@ -2,6 +2,7 @@
 the same text."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -179,6 +180,47 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
             len(caplog.messages) == 1 and reason in caplog.messages[0] and "launched one by one" in caplog.messages[0]
         )
         assert not engine.rounds["none"].graphs
+
+
+def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
+    target_of: TargetOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the graphs made before, nor what the round had made when it failed, outlives it; and then the pool, in
+    which they lay, is given back."""
+    made: list[weakref.ref[Any]] = []
+    alive_when_emptied: list[int] = []
+
+    class Held:
+        """Stands in for a graph, and for a tensor of the round."""
+
+        def __init__(self) -> None:
+            made.append(weakref.ref(self))
+
+        def replay(self) -> None:
+            raise AssertionError("graphs that were given up are replayed")
+
+    def capture(work: Callable[[], None]) -> Any:
+        activations = Held()
+        if len(made) > 2:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            finally:  # as a capture ends
+                raise RuntimeError("operation failed due to a previous error during capture")
+        del activations
+        return Held()
+
+    def empty() -> None:
+        alive_when_emptied.append(sum(ref() is not None for ref in made))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    target = target_of("llama")
+    expected = Engine(target, max_length=512).generate(REQUESTS[:2])
+    engine = Engine(target, max_length=512)
+    engine.capture = capture
+    assert texts(engine.generate(REQUESTS[:2])) == texts(expected)
+    assert len(made) == 3 and alive_when_emptied == [0]
+    assert "the GPU has no memory left for them" in caplog.messages[-1]
 
 
 def test_extents_are_few_and_large_enough(target_of: TargetOf) -> None:

@@ -1,5 +1,6 @@
 """A tree step through a model equals the model run on each path by itself."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine
 from eval.runtime.hf import TargetStep, check_family
+from eval.runtime.notices import say_once
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import Proposal, ancestors
@@ -94,3 +96,18 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
     monkeypatch.setattr(target.base, "forward", deaf)
     with pytest.raises(UserError, match="does not take tree masks and positions"):
         Engine(target, max_length=64, native=False)
+
+
+def test_a_target_without_a_native_decoder_is_told_of_once(
+    target_of: TargetOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
+    say_once.cache_clear()
+    for _ in range(2):
+        Engine(target_of("gpt2"), max_length=64)
+    said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
+    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
+    caplog.clear()
+    Engine(target_of("gpt2"), max_length=64, native=False)  # as asked for
+    Engine(target_of("llama"), max_length=64)
+    assert not caplog.records

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.hf import TargetStep
-from eval.runtime.kernel_step import say_once, why_no_kernels
+from eval.runtime.kernel_step import kernels_fit, why_no_kernels, why_triton_fails
+from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
 from heads.kernels.gemm import TILES
 from heads.kernels.products import MAKERS, Products, rows_are_independent, shape_of
@@ -221,14 +222,37 @@ def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Call
     assert [o.tokens for o in pinned] == [o.tokens for o in plain] and pinned[0].rounds == plain[0].rounds
 
 
-def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_no_kernels(torch.bfloat16, (9, 0)) is None
     assert "compute capability 7.5 has no bfloat16" in str(why_no_kernels(torch.bfloat16, (7, 5)))
     assert why_no_kernels(torch.float64, (9, 0)) == "kernels take no float64"
     monkeypatch.setattr("eval.runtime.kernel_step.triton", None)
     assert why_no_kernels(torch.bfloat16, (9, 0)) == "Triton is not installed"
-    for _ in range(2):
-        say_once("some target: decoded without kernels of its own")
-    assert caplog.messages == ["some target: decoded without kernels of its own"]
+
+
+def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Triton is there but finds no compiler for what it must build at a first launch."""
+
+    class OnGpu:
+        device, dtype, name = torch.device("cuda", 7), torch.bfloat16, "some target"
+
+    def refuse(fused: Tensor) -> Tensor:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr("eval.runtime.kernel_step.silu_mul", refuse)
+    say_once.cache_clear()
+    why_triton_fails.cache_clear()
+    target: Any = OnGpu
+    for capability, reason in (
+        ((7, 5), "a GPU of compute capability 7.5 has no bfloat16; 8.0 has"),
+        ((9, 0), "Triton fails (Failed to find C compiler. Please specify via CC environment variable)"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        caplog.clear()
+        assert not kernels_fit(target) and not kernels_fit(target)
+        assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
+    why_triton_fails.cache_clear()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine
-from eval.runtime.memory import Need, check_memory, largest
+from eval.runtime.memory import Need, check_memory, free_bytes, is_out_of_memory, largest, need_of
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -32,6 +32,45 @@ def test_the_refusal_says_how_much_is_needed_and_what_fits(monkeypatch: pytest.M
         check_memory(need, torch.device("cpu"), "big")
     monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: None)
     check_memory(need, torch.device("cpu"), "big")
+
+
+@pytest.mark.parametrize(
+    ("asked", "advice"),
+    [
+        (dict(batch_size=1024), r"need \d+\.\d GiB .* 0\.9 GiB are free on cpu; .*a batch of \d+ "),
+        (dict(capacity=1 << 21), r"1 sequences of 2097152 slots, 8 nodes .*sequences of \d+"),
+        (dict(nodes=200_000, capacity=4096), r"200000 nodes a round, need .*trees of \d+ would fit"),
+    ],
+)
+def test_too_much_of_anything_is_refused_with_what_fits(
+    asked: dict[str, int], advice: str, target_of: TargetOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: 10**9)
+    target = target_of("llama")
+    modest = dict(batch_size=1, capacity=4096, nodes=8)
+    check_memory(need_of(target, None, **modest, drafts=True), target.device, "it")
+    need = need_of(target, None, **(modest | asked), drafts=True)
+    with pytest.raises(UserError, match=advice):
+        check_memory(need, target.device, "it")
+
+
+def test_what_a_gpu_has_free_is_the_drivers_and_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that torch keeps for its own next tensors is free, too."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000, 90_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000)
+    assert free_bytes(torch.device("cuda")) == 10_000
+
+
+def test_an_error_that_came_of_another_for_want_of_memory_is_one() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        assert is_out_of_memory(error)
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("illegal address"))
 
 
 def test_an_engine_refuses_before_it_allocates(target_of: TargetOf) -> None:
