@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from heads.base import TargetEnds
 from heads.eagle3_format import eagle3_engine_config
@@ -24,9 +23,8 @@ from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES
-from heads.native.drafting import KernelDraft, kernel_module
-from heads.native.linear import Product
 from heads.recurrent import Recurrent, Turn
+from heads.recurrent_parts import HeadParts, ModuleParts
 from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
 from heads.vocab import build_vocab, check_vocab, kept_ids
 
@@ -204,30 +202,18 @@ class Eagle3(Recurrent):
     def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
-    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
+    def parts(self) -> HeadParts:
         block, again = self.midlayer, self.config.norm_output
-        module = kernel_module(
-            block.self_attn,
-            block.mlp,
-            block.post_attention_layernorm,
-            readout,
+        module = ModuleParts(
+            attention=block.self_attn,
+            mlp=block.mlp,
+            norm=block.post_attention_layernorm,
             token_norm=block.input_layernorm,
             state_norm=block.hidden_norm,
             leave_norm=self.norm if again else None,
             read_norm=None if again else self.norm,
         )
-        if module is None:
-            return None
-        fuse, parts, eps = Product.of(self.fc, draft=True), (len(self.config.taps), -1), self.config.rms_norm_eps
-        scales = None if self.fc_norm is None else torch.cat([norm.detach() for norm in self.fc_norm.parameters()])
-
-        def start(taps: Tensor, hidden: Tensor) -> Tensor:
-            taps = taps.float()
-            if scales is not None:
-                taps = rms_norm(taps.unflatten(-1, parts), (self.config.hidden_size,), eps=eps).flatten(-2) * scales
-            return fuse(taps)
-
-        return KernelDraft([module], start, self.config.draft_vocab_size)
+        return HeadParts(modules=[module], fuse=self.fc, tap_norms=[*self.fc_norm] if self.fc_norm is not None else [])
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -25,8 +25,8 @@ from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import LOSSES
 from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
-from heads.native.drafting import KernelDraft, kernel_module
 from heads.recurrent import Recurrent, Turn
+from heads.recurrent_parts import HeadParts, ModuleParts
 from heads.target import FrozenTarget, first_line
 from heads.target_block import BlockMaker, block_record
 from heads.vocab import build_vocab, check_vocab, kept_ids
@@ -266,29 +266,27 @@ class Mtp(Recurrent):
         assert ends.weight is not None
         return ends.weight if len(self.kept) == len(ends.weight) else ends.weight[self.kept]
 
-    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
+    def parts(self) -> HeadParts | None:
         modules = []
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
             block = module.block
             if not isinstance(block, Block):
                 return None
-            made = kernel_module(
-                block.self_attn,
-                block.mlp,
-                block.post_attention_layernorm,
-                readout,
-                token_norm=module.token_layernorm,
-                state_norm=module.hidden_layernorm,
-                input_norm=block.input_layernorm,
-                project=module.input_proj,
-                leave_norm=module.final_layernorm,
-                state_first=module.hidden_first,
+            modules.append(
+                ModuleParts(
+                    attention=block.self_attn,
+                    mlp=block.mlp,
+                    norm=block.post_attention_layernorm,
+                    token_norm=module.token_layernorm,
+                    state_norm=module.hidden_layernorm,
+                    input_norm=block.input_layernorm,
+                    project=module.input_proj,
+                    leave_norm=module.final_layernorm,
+                    state_first=module.hidden_first,
+                )
             )
-            if made is None:
-                return None
-            modules.append(made)
-        return KernelDraft(modules, lambda taps, hidden: hidden.float(), self.config.draft_vocab_size)
+        return HeadParts(modules=modules)
 
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         if not self.rotary:

@@ -17,7 +17,6 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,12 @@ from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
 from heads.errors import UserError
 from heads.labels import chain_metrics, label_slots, supervised
-from heads.layers import Attend, masked_attention
+from heads.layers import Attend
 from heads.losses import draft_loss
-from heads.native.drafting import KernelDraft, KernelMemory
+from heads.native.drafting import KernelMemory
+from heads.places import Drafted, Observed
+from heads.recurrent_memory import Memory, TorchMemory, open_memory
+from heads.recurrent_parts import HeadParts
 from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
 
 AHEAD = 2
@@ -50,7 +52,7 @@ class RecurrentState:
     """
 
     shape: TreeShape
-    memory: "Memory | KernelMemory"
+    memory: Memory
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
@@ -130,8 +132,8 @@ class Recurrent(nn.Module):
         )
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
-    def kernel_draft(self, readout: Tensor) -> KernelDraft | None:
-        """The head on the CPU kernels, where they know how; readout (Vd, D)."""
+    def parts(self) -> HeadParts | None:
+        """What is computed, for kernels; None where no description holds."""
         return None
 
     @torch.no_grad()
@@ -141,20 +143,15 @@ class Recurrent(nn.Module):
             raise UserError(
                 f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
             )
-        B, slots = batch_size, round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
-        ids = torch.zeros(2, B, dtype=torch.int64, device=weight.device)
-        turns = self.turn(torch.arange(slots, device=weight.device)[None], weight.dtype)
-        readout = self.readout(ends).to(weight.dtype)
-        kernels = self.kernel_draft(readout)
+        slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(
             shape=shape,
-            memory=Memory(self, ends.embed, readout, turns, B)
-            if kernels is None
-            else KernelMemory(kernels, ends.embed, turns, B),
+            memory=open_memory(self, ends, batch_size=batch_size, slots=slots, shape=shape),
             slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],
-            recycled=[weight.new_zeros(B, config.hidden_size) for _ in range(self.num_modules)],
+            recycled=[weight.new_zeros(batch_size, config.hidden_size) for _ in range(self.num_modules)],
         )
 
     def reset_rows(self, state: RecurrentState, rows: Tensor) -> None:
@@ -164,20 +161,15 @@ class Recurrent(nn.Module):
     def observe(self, state: RecurrentState, observation: Observation) -> None:
         tokens, start, count, memory = observation.tokens, observation.start, observation.count, state.memory
         M = observation.hidden.shape[1]
-        if isinstance(memory, KernelMemory) and memory.single:
-            memory.observe(observation, state.extent(M), state.recycled[0], state.root, state.length)
-            return
-        positions = (start[:, None] + state.slot[:M]).clamp_max(len(state.slot) - 2)  # (B, M)
-        slots = torch.where(state.slot[:M] < count[:, None], positions, memory.nowhere)
         extent = state.extent(M)
+        if not isinstance(memory, TorchMemory) and memory.single:
+            memory.observe(observation, extent, state.recycled[0], state.root, state.length)
+            return
+        places = Observed(start, count, state.slot, M)
         live, last = count > 0, (count - 1).clamp_min(0)
         above = memory.start(observation.taps, observation.hidden)
         for module in range(self.num_modules):
-            visible = None
-            if module > 0:
-                key = state.slot[:extent]
-                visible = (key <= positions[..., None]) & _from_first_slot(key, positions[..., None], module)
-            made = memory.step(module, tokens[:, 1:], above, positions, slots, visible, extent)
+            made, _ = memory.step(module, tokens[:, 1:], above, None, places, extent)
             newest = state.recycled[module]
             if module + 1 < self.num_modules:
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
@@ -198,37 +190,20 @@ class Recurrent(nn.Module):
         ):
             newest, depth = state.recycled[0], state.shape.depth
             return memory.draft_chain(pick, self.kept, newest, state.root, state.length, depth, extent)
-        length = state.length[:, None]
-        key = state.slot[:extent]
-        places = key.repeat(len(length), 1)  # (B, E), the position of the token in each slot
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            W = tokens.shape[1]
-            positions = length - 1 + level  # (B, 1): one position for the whole level
-            seen: Tensor | None = None
-            if chain:  # a chain's tokens stand in the slots that they keep if they are accepted
-                slots = positions
-                if J > 1:
-                    seen = (key <= positions)[:, None]
-            else:
-                slots, positions = length + paths[..., -1], positions.expand(-1, W)
-                places.scatter_(1, slots, positions)
-                seen = (key < length)[:, None].repeat(1, W, 1)
-                seen.scatter_(2, length[..., None] + paths, True)
-            made = list(recycled)
-            for module in range(min(level, J - 1), J):
+            places = Drafted(state.length, paths, state.slot, chain)
+            made, normed, first = list(recycled), [], min(level, J - 1)
+            for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]
-                if not chain:
-                    above = above.gather(1, rows[..., None].expand(-1, -1, above.shape[2]))
-                if module > 0 and seen is not None:
-                    seen = seen & _from_first_slot(places, positions[:, :1], module)[:, None]
-                made[module] = memory.step(module, tokens, above, positions, slots, seen, extent)
+                made[module], read = memory.step(module, tokens, above, None if chain else rows, places, extent)
+                normed.append(read)
             recycled = made
-            return memory.logits(made[min(level, J - 1)])
+            return memory.logits(normed[0])
 
-        first = memory.logits(recycled[0])
+        first = memory.logits(memory.normed(recycled[0]))
         return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
 
     @torch.no_grad()
@@ -236,68 +211,6 @@ class Recurrent(nn.Module):
         readout = self.readout(batch.ends)
         guesses = [self.kept[self.logits(normed, readout).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
-
-
-class Memory:
-    """What the modules keep of a batch, and a step over it.
-
-    (B, W) tokens, positions and slots, (B, W, D) states; visible (B, W, E) over the first E slots, None where
-    each token sees the slots up to its own.
-    """
-
-    def __init__(
-        self, head: Recurrent, embed: Callable[[Tensor], Tensor], readout: Tensor, turns: Turn, batch_size: int
-    ) -> None:
-        self.head, self.embed, self.readout = head, embed, readout  # (Vd, D)
-        slots = turns[0].shape[2]
-        self.nowhere = slots - 1  # the slot of junk: no token that is read ever stands there
-        self.turns = turns[0][0, 0], turns[1][0, 0]  # (S, d) each
-        self.slot = torch.arange(slots, device=turns[0].device)
-        self.row = torch.arange(batch_size, device=turns[0].device)[:, None]
-        forms = [self._form((turns[0][:, :, :1], turns[1][:, :, :1]), module) for module in range(head.num_modules)]
-        new = next(head.parameters()).new_zeros
-        self.keys = [new(batch_size, heads, slots, width) for (heads, width), _ in forms]
-        self.values = [new(batch_size, heads, slots, width) for _, (heads, width) in forms]
-
-    def _form(self, turn: Turn, module: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Heads and width of a module's keys, and of its values: whatever its block hands to attention."""
-        forms: list[tuple[int, int]] = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            forms.extend((x.shape[1], x.shape[3]) for x in (k, v))
-            return q.new_zeros(*q.shape[:3], v.shape[3])
-
-        nothing = next(self.head.parameters()).new_zeros(1, 1, self.head.config.hidden_size)
-        self.head.step(module, nothing, nothing, turn, attend)
-        return forms[0], forms[1]
-
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
-        return self.head.start(taps, hidden)
-
-    def logits(self, recycled: Tensor) -> Tensor:
-        return self.head.logits(self.head.normed(recycled), self.readout)
-
-    def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        state: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        visible: Tensor | None,
-        extent: int,
-    ) -> Tensor:
-        keys, values = self.keys[module], self.values[module]
-        if visible is None:
-            visible = self.slot[:extent] <= positions[..., None]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys[self.row, :, slots] = k.transpose(1, 2)
-            values[self.row, :, slots] = v.transpose(1, 2)
-            return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
-
-        turn = self.turns[0][positions][:, None], self.turns[1][positions][:, None]
-        return self.head.step(module, self.embed(tokens), state, turn, attend)
 
 
 def _attend_by_steps(documents: Tensor) -> Attend:
@@ -315,9 +228,3 @@ def _attend_by_steps(documents: Tensor) -> Attend:
         return causal_attention(q, base[0], base[1], documents, keys, values)
 
     return attend
-
-
-def _from_first_slot(places: Tensor, own: Tensor, module: int) -> Tensor:
-    """Which keys a module may see: at the first `module` tokens of a text its slot would lie before the text, and what
-    it makes of them is junk. Such a token (its place is `own`) sees itself, so that the junk is finite."""
-    return places >= own.clamp_max(module)

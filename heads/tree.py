@@ -288,9 +288,14 @@ def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype =
         return torch.tensor(values, dtype=dtype, device=device)
 
 
+def level_widths(shape: TreeShape) -> list[int]:
+    """How many nodes `grow` expands at each level."""
+    if shape.paths is None:
+        return [shape.top_k] * max(shape.depth - 1, 0)
+    parents = {path[:-1] for path in shape.paths if len(path) > 1}
+    return [sum(len(path) == level for path in parents) for level in range(1, shape.depth)]
+
+
 def scratch_slots(shape: TreeShape) -> int:
     """How many nodes `grow` expands in all: the draft-cache slots one round needs below the root."""
-    if shape.paths is None:
-        return max(shape.depth - 1, 0) * shape.top_k
-    parents = {path[:-1] for path in shape.paths if len(path) > 1}
-    return len(parents)
+    return sum(level_widths(shape))

@@ -1,16 +1,17 @@
 """Attention of a draft tree over a static cache: split over the keys, masked by ancestor bits.
 
 A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
-and itself, which are bits in words of 64. Query heads that share a key head, and all nodes, are rows of one tile, so
-that keys and values are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts
-are merged in order: a row's sums are made in the same order whatever else is in the batch or the tree, which is what
-makes chains bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
+and itself, which are bits in words of 64. The queries are all nodes of a tree under test, or those of one level of a
+tree that is growing. Query heads that share a key head, and all nodes, are rows of one tile, so that keys and values
+are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts are merged in order:
+a row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
+bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
 
 Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
 2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
 
-Letters: B rows of the batch, N nodes, W words, H query heads, Hkv key heads, G query heads a key head, S slots a row, d
-head width, dv width of values.
+Letters: B rows of the batch, N nodes, P nodes that have slots, W words, H query heads, Hkv key heads, G query heads a
+key head, S slots a row, d head width, dv width of values.
 """
 
 import math
@@ -67,8 +68,9 @@ def tree_attention(
     values: Tensor,
     words: Tensor,
     length: Tensor,
-    depths: Tensor,
+    depths: Tensor | None,
     *,
+    behind: int | None = None,
     scale: float | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
@@ -78,8 +80,9 @@ def tree_attention(
 ) -> Tensor:
     """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
 
-    words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: node j stands at
-    position length + depth_j; window: keys fewer positions away are seen, 0 for all; soft_cap: scores x become
+    words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j stands at
+    position length + depth_j, which is asked only with paths or a window; behind: P, N if None; window: keys fewer
+    positions away are seen, 0 for all, and without paths only where P = N; soft_cap: scores x become
     cap * tanh(x / cap), 0 for none; scale: of the scores, 1 / sqrt(d) if None; rope: how many of the last of d columns
     the kernel handles apart, where d is no power of two but for them.
 
@@ -88,9 +91,12 @@ def tree_attention(
     which reads all keys again.
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    behind = q.shape[1] if behind is None else behind
     if runs_kernels(q):
-        return _kernel(q, keys, values, words, length, depths, scale, window, soft_cap, rope, paths, split)
-    return tree_attention_twin(q, keys, values, words, length, depths, scale=scale, window=window, soft_cap=soft_cap)
+        return _kernel(q, keys, values, words, length, depths, behind, scale, window, soft_cap, rope, paths, split)
+    return tree_attention_twin(
+        q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
+    )
 
 
 def tree_attention_twin(
@@ -99,8 +105,9 @@ def tree_attention_twin(
     values: Tensor,
     words: Tensor,
     length: Tensor,
-    depths: Tensor,
+    depths: Tensor | None,
     *,
+    behind: int | None = None,
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
@@ -108,14 +115,16 @@ def tree_attention_twin(
     """The same in torch operations, in float32 or wider."""
     B, N, H, _ = q.shape
     S, Hkv = keys.shape[1:3]
+    P = N if behind is None else behind
     wide = torch.promote_types(q.dtype, torch.float32)
     slot = torch.arange(S, device=q.device)
     node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
-    inside = (node >= 0) & (node < N)
-    at = node.clamp(0, N - 1).expand(B, N, S)
+    inside = (node >= 0) & (node < P)
+    at = node.clamp(0, P - 1).expand(B, N, S)
     bit = (words.gather(2, at // 64) >> (at % 64)) & 1  # (B, N, S)
     seen = (node < 0) | (inside & (bit == 1))
     if window:
+        assert depths is not None and P == N
         key_position = torch.where(node < 0, slot, length[:, None, None] + depths.gather(1, at[:, 0])[:, None])
         seen &= (length[:, None] + depths)[:, :, None] - key_position < window
     grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
@@ -133,7 +142,8 @@ def _kernel(
     values: Tensor,
     words: Tensor,
     length: Tensor,
-    depths: Tensor,
+    depths: Tensor | None,
+    behind: int,
     scale: float,
     window: int,
     soft_cap: float,
@@ -142,6 +152,8 @@ def _kernel(
     split: int,
 ) -> Tensor:
     B, N, H, d = q.shape
+    assert depths is not None or (paths is None and not window)
+    assert not window or paths is not None or behind == N
     S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
     G, splits = H // Hkv, triton.cdiv(S, split)
     wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
@@ -153,8 +165,9 @@ def _kernel(
     tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
     out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
     _split_attention[(B * Hkv, splits, tiles * (N if paths is not None else 1))](
-        q, keys, values, words if paths is None else paths, length, depths.contiguous(), sums, tops[0], tops[1],
-        scale, soft_cap, N, S, Hkv, splits, window, tiles,
+        q, keys, values, words if paths is None else paths, length,
+        length if depths is None else depths.contiguous(), sums, tops[0], tops[1],
+        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
         q.stride(0), q.stride(1), q.stride(2),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
@@ -165,8 +178,8 @@ def _kernel(
         num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     _merge_splits[(B, N, H)](
-        sums, tops[0], tops[1], length, out, N, H, splits,
-        SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), MOST=splits, CHUNK=CHUNK,
+        sums, tops[0], tops[1], length, out, N, behind, S, H, splits,
+        SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), CHUNK=CHUNK,
     )  # fmt: skip
     return out
 
@@ -174,7 +187,7 @@ def _kernel(
 @jit
 def _split_attention(  # type: ignore[no-untyped-def]
     Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES,
-    scale, soft_cap, N, S, HKV, splits, window, tiles,
+    scale, soft_cap, N, P, S, HKV, splits, window, tiles,
     q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     G: constexpr, W: constexpr, SPLIT: constexpr, ROWS: constexpr, SLOTS: constexpr,
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
@@ -187,7 +200,7 @@ def _split_attention(  # type: ignore[no-untyped-def]
     b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     part = tl.program_id(1).to(tl.int64)
     length = tl.load(LENGTH + b)
-    end = tl.minimum(length + N, S)
+    end = tl.minimum(length + P, S)
     if part * SPLIT >= end:  # nothing stands here, and the merge does not look
         return
     if OWN_PATH:
@@ -204,7 +217,8 @@ def _split_attention(  # type: ignore[no-untyped-def]
     if ROPE > 0:
         turned = tl.arange(0, ROPE)
         q_rope = tl.load(q_at[:, None] + D + turned[None], mask=live[:, None], other=0.0)
-    position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
+    if WINDOW:
+        position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PAD_DV], tl.float32)
@@ -258,18 +272,19 @@ def _split_attention(  # type: ignore[no-untyped-def]
 
 @jit
 def _merge_splits(  # type: ignore[no-untyped-def]
-    SUMS, TOPS, MASSES, LENGTH, OUT, N, H, splits,
-    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, MOST: constexpr, CHUNK: constexpr,
+    SUMS, TOPS, MASSES, LENGTH, OUT, N, P, S, H, splits,
+    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, CHUNK: constexpr,
 ):  # fmt: skip
     """The splits of one (row, node, head), first to last, CHUNK at a time: a fixed number, so that the order of the
     sums does not change with the cache's size."""
     b, n, h = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    end = tl.load(LENGTH + b) + N
+    end = tl.minimum(tl.load(LENGTH + b) + P, S)
     dv = tl.arange(0, PAD_DV)
     top, mass = -float("inf"), 0.0
     total = tl.zeros([PAD_DV], tl.float32)
-    for start in range(0, MOST, CHUNK):
-        part = start + tl.arange(0, CHUNK)
+    first = b * 0
+    while first * SPLIT < end:
+        part = first + tl.arange(0, CHUNK)
         used = part * SPLIT < end
         at = ((b * splits + part) * N + n) * H + h
         own = tl.load(TOPS + at, mask=used, other=-float("inf"))
@@ -280,6 +295,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         total = total * old + tl.sum(new[:, None] * sums, 0)
         mass = mass * old + tl.sum(new * tl.load(MASSES + at, mask=used, other=0.0), 0)
         top = newer
+        first += CHUNK
     tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
 
 

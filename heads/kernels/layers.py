@@ -66,26 +66,30 @@ def rope_write(
     values: Tensor,
     *,
     num_heads: int,
+    positions: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
     """The queries (M, H, d), turned; keys and values go to their slots.
 
-    qkv (M, (H + 2 Hkv) * d), a fused projection's output; cos, sin (M, d / 2): of each row's position; slots (M,) int64
-    into keys and values (slots in all, Hkv, d); q_norm, k_norm (d,): RMS norms of each head before the turn (Qwen3).
+    qkv (M, (H + 2 Hkv) * d), a fused projection's output; cos, sin (M, d / 2): of each row's position, or with
+    `positions` (M,) int64 of all there are; slots (M,) int64 into keys and values (slots in all, Hkv, d); q_norm,
+    k_norm (d,): RMS norms of each head before the turn (Qwen3).
     """
     M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
     if not runs_kernels(qkv):
         return rope_write_twin(
-            qkv, cos, sin, slots, keys, values, num_heads=num_heads, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
+            qkv, cos, sin, slots, keys, values,
+            num_heads=num_heads, positions=positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
     queries = qkv.new_empty(M, num_heads, d)
     some = cos if q_norm is None else q_norm
     _rope_write[(M, num_heads + 2 * Hkv)](
-        qkv, cos, sin, slots, queries, keys, values, some, some if k_norm is None else k_norm, eps, qkv.stride(0),
-        keys.stride(0), values.stride(0), H=num_heads, HKV=Hkv, HALF=d // 2, PAD=next_power_of_2(d // 2),
-        NORM=q_norm is not None,
+        qkv, cos, sin, slots, slots if positions is None else positions, queries, keys, values, some,
+        some if k_norm is None else k_norm, eps, qkv.stride(0), keys.stride(0), values.stride(0),
+        H=num_heads, HKV=Hkv, HALF=d // 2, PAD=next_power_of_2(d // 2), NORM=q_norm is not None,
+        LOOK_UP=positions is not None,
     )  # fmt: skip
     return queries
 
@@ -99,6 +103,7 @@ def rope_write_twin(
     values: Tensor,
     *,
     num_heads: int,
+    positions: Tensor | None = None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -106,6 +111,8 @@ def rope_write_twin(
     """The same in torch operations."""
     M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
     q, k, v = qkv.view(M, -1, d).split([num_heads, Hkv, Hkv], dim=1)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     turned = []
     for x, norm in ((q, q_norm), (k, k_norm)):
         wide = x.float()
@@ -122,8 +129,8 @@ def rope_write_twin(
 
 @jit
 def _rope_write(  # type: ignore[no-untyped-def]
-    QKV, COS, SIN, SLOTS, QUERIES, KEYS, VALUES, Q_NORM, K_NORM, eps, row_stride, key_stride, value_stride,
-    H: constexpr, HKV: constexpr, HALF: constexpr, PAD: constexpr, NORM: constexpr,
+    QKV, COS, SIN, SLOTS, POSITIONS, QUERIES, KEYS, VALUES, Q_NORM, K_NORM, eps, row_stride, key_stride, value_stride,
+    H: constexpr, HKV: constexpr, HALF: constexpr, PAD: constexpr, NORM: constexpr, LOOK_UP: constexpr,
 ):  # fmt: skip
     """One head of one row: a query, a key or a value."""
     row, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
@@ -144,8 +151,9 @@ def _rope_write(  # type: ignore[no-untyped-def]
             first = (first * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             second = (second * scale * tl.load(norm + HALF + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             first, second = first.to(tl.float32), second.to(tl.float32)
-        cos = tl.load(COS + row * HALF + i, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(SIN + row * HALF + i, mask=inside, other=0.0).to(tl.float32)
+        at = tl.load(POSITIONS + row) if LOOK_UP else row
+        cos = tl.load(COS + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(SIN + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
         left, right = first * cos - second * sin, second * cos + first * sin
         if head < H:
             goal = QUERIES + (row * H + head) * 2 * HALF

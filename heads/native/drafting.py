@@ -1,4 +1,5 @@
-"""Heads that recycle their state, on the CPU kernels: what `heads.recurrent.Memory` does, a step of it one call.
+"""Heads that recycle their state, on the CPU kernels: what `heads.recurrent_memory.TorchMemory` does, a step of
+it one call.
 
 Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
 
@@ -9,7 +10,6 @@ shown, d head dimension.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from heads.native.feedforward import GatedMLP
 from heads.native.kernels import ModuleStruct, PassStruct, ProductStruct, load
 from heads.native.linear import Norm, Product
 from heads.native.stack import KernelStack
+from heads.places import Drafted, Observed
+from heads.recurrent_parts import HeadParts, ModuleParts
 from heads.tree import CompiledPick, Proposal
 
 
@@ -37,42 +39,37 @@ class KernelModule:
 class KernelDraft:
     """A whole head, from its weights as they were when this was made."""
 
+    parts: HeadParts
     modules: Sequence[KernelModule]
-    start: Callable[[Tensor, Tensor], Tensor]
-    """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D) float32."""
+    fuse: Product | None
     vocab_size: int
     """Vd"""
 
 
-def kernel_module(
-    attention: Any,
-    mlp: Any,
-    norm: nn.Module,
-    output: Tensor,
-    *,
-    token_norm: nn.Module,
-    state_norm: nn.Module,
-    input_norm: nn.Module | None = None,
-    project: nn.Linear | None = None,
-    leave_norm: nn.Module | None = None,
-    read_norm: nn.Module | None = None,
-    state_first: bool = False,
-) -> KernelModule | None:
-    """A head's module for the kernels; None where they are not for its weights' device and dtype.
-
-    Token and state are normed each by its own and put side by side (`state_first`: the other way round). A layer with
-    an `input_norm` takes their projection for its stream; one without attends from the two, its stream the state.
-    What leaves the layer is normed by `leave_norm` if there is one, and by `read_norm` before `output` (Vd, D).
-    """
-    weight: Tensor = attention.q_proj.weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or load() is None:
+def kernel_draft(parts: HeadParts, readout: Tensor) -> KernelDraft | None:
+    """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' device and
+    dtype."""
+    if parts.weight.device.type != "cpu" or parts.weight.dtype != torch.float32 or load() is None:
         return None
-    norms = [None if n is None else Norm(n) for n in (token_norm, state_norm, leave_norm, read_norm)]
-    entering = None if input_norm is None else Norm(input_norm)
-    rest = GroupedAttention(attention, "full_attention", draft=True), Norm(norm), GatedMLP(mlp, draft=True)
-    stack = KernelStack.of([(entering, *rest)])
-    projection = None if project is None else Product.of(project, draft=True).packed
-    reading = Product(output.float(), draft=True).packed
+    modules = [kernel_module(module, readout) for module in parts.modules]
+    known = [module for module in modules if module is not None]
+    if len(known) < len(modules):
+        return None
+    fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
+    return KernelDraft(parts, known, fuse, len(readout))
+
+
+def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
+    """One module, and the output head (Vd, D) that it may be read with; None where the kernels cannot."""
+    norms = [
+        None if norm is None else Norm(norm)
+        for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
+    ]
+    entering = None if parts.input_norm is None else Norm(parts.input_norm)
+    attention = GroupedAttention(parts.attention, "full_attention", draft=True)
+    stack = KernelStack.of([(entering, attention, Norm(parts.norm), GatedMLP(parts.mlp, draft=True))])
+    projection = None if parts.project is None else Product.of(parts.project, draft=True).packed
+    reading = Product(output, draft=True).packed
     if stack is None or reading is None:
         return None
     struct = ModuleStruct(
@@ -81,13 +78,13 @@ def kernel_module(
         reading.struct,
         *(None if n is None else n.weight.data_ptr() for n in norms),
         *(0.0 if n is None else n.eps for n in norms),
-        state_first,
+        parts.state_first,
     )
     return KernelModule(struct, stack, (norms, projection, reading))
 
 
 class KernelMemory:
-    """What the modules keep of a batch, and a step over it; arguments as `heads.recurrent.Memory` takes them."""
+    """What the modules keep of a batch, and a step over it; as `heads.recurrent_memory.TorchMemory`."""
 
     nowhere = -1
     """The slot of junk: the kernels write it nowhere."""
@@ -116,8 +113,12 @@ class KernelMemory:
 
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
-        states: Tensor = self.draft.start(taps.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        return states
+        made = self.draft.parts.start(taps.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
+        return made.view(hidden.shape)
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """Norms are a part of reading out."""
+        return recycled
 
     def logits(self, recycled: Tensor) -> Tensor:
         """(B, W, D) -> (B, W, Vd)."""
@@ -134,27 +135,30 @@ class KernelMemory:
         self,
         module: int,
         tokens: Tensor,
-        state: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        visible: Tensor | None,
+        states: Tensor,
+        rows: Tensor | None,
+        places: Observed | Drafted,
         extent: int,
-    ) -> Tensor:
-        """(B, W, D) -> the state to recycle (B, W, D)."""
-        B, W, D = state.shape
+    ) -> tuple[Tensor, Tensor]:
+        """As `heads.recurrent_memory.TorchMemory.step`."""
+        B, W = tokens.shape
+        D = states.shape[2]
+        if rows is not None:
+            states = states.gather(1, rows[..., None].expand(-1, -1, D))
+        visible = places.visible(module, extent)
         reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
-        held = [tensor.contiguous() for tensor in (state, positions, slots)]
-        states, at, to = (tensor.data_ptr() for tensor in held)
+        held = [tensor.contiguous() for tensor in (states, places.positions, places.slots(self.nowhere))]
+        given, at, to = (tensor.data_ptr() for tensor in held)
         made = torch.empty_like(held[0])
         step = self._pass(module, (B, W, D, extent), at, to, None if mask is None else mask.data_ptr())
         ids = tokens.contiguous() if self.table is not None else None
-        rows = self.table if self.table is not None else self.embed(tokens).to(state.dtype).contiguous()
+        rows = self.table if self.table is not None else self.embed(tokens).to(states.dtype).contiguous()
         self.library.recycle(
             *(reference, ctypes.byref(step), None if ids is None else ids.data_ptr(), rows.data_ptr()),
-            *(states, made.data_ptr(), cache.where[0], cache.where[2]),
+            *(given, made.data_ptr(), cache.where[0], cache.where[2]),
         )
-        return made
+        return made, made
 
     @property
     def single(self) -> bool:
@@ -195,7 +199,7 @@ class KernelMemory:
         (B,)."""
         assert self.single and self.table is not None
         (B, M), D = observation.hidden.shape[:2], recycled.shape[1]
-        states = self.draft.start(observation.taps.flatten(0, 1), observation.hidden.flatten(0, 1)).contiguous()
+        states = self.start(observation.taps, observation.hidden).contiguous()
         made, ids = torch.empty_like(states), root.new_empty(3, B, M)
         step = self._pass(0, (B, M, D, extent))
         told = [x.contiguous() for x in (observation.tokens, observation.start, observation.count)]

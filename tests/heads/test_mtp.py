@@ -203,13 +203,13 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch
     lengths = [9, 13, 1]
     state = observe(head, batch, "chain:6", lengths)
     seen: list[Tensor] = []
-    normed = head.normed
+    logits = head.logits
 
-    def spy(recycled: Tensor) -> Tensor:
-        seen.append(recycled)
-        return normed(recycled)
+    def spy(read: Tensor, readout: Tensor) -> Tensor:
+        seen.append(read)
+        return logits(read, readout)
 
-    monkeypatch.setattr(head, "normed", spy)
+    monkeypatch.setattr(head, "logits", spy)
     proposal = head.propose(state, greedy)
     tokens = batch.tokens.clone()
     for b, n in enumerate(lengths):

@@ -11,8 +11,9 @@ from heads.base import Observation, Pick, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
 from heads.native import kernels
-from heads.native.drafting import KernelMemory
-from heads.recurrent import Memory, Recurrent
+from heads.native.drafting import KernelMemory, kernel_draft
+from heads.recurrent import Recurrent
+from heads.recurrent_memory import TorchMemory
 from heads.tree import CompiledPick, Proposal, parse_shape
 from heads.vocab import build_vocab
 
@@ -84,8 +85,8 @@ def test_drafts_are_those_without_kernels(name: str, shape: str, monkeypatch: py
     ours = rounds(head, shape, KernelMemory)
     rows = rounds(head, shape, KernelMemory, embedding=False)
     assert all(torch.equal(one.scores, other.scores) for one, other in zip(ours, rows, strict=True))
-    monkeypatch.setattr(type(head), "kernel_draft", lambda self, readout: None)
-    for found, expected in zip(ours, rounds(head, shape, Memory, embedding=False), strict=True):
+    monkeypatch.setattr(type(head), "parts", lambda self: None)
+    for found, expected in zip(ours, rounds(head, shape, TorchMemory, embedding=False), strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
@@ -118,4 +119,5 @@ def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are(
 
 def test_other_types_and_places_take_torch() -> None:
     head = make_head("eagle3").double()
-    assert head.kernel_draft(torch.zeros(40, D)) is None
+    parts = head.parts()
+    assert parts is not None and kernel_draft(parts, torch.zeros(40, D)) is None

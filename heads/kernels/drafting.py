@@ -1,0 +1,173 @@
+"""Heads that recycle their state, on a GPU: what `heads.recurrent_memory.TorchMemory` does, a step of it some fourteen
+kernels.
+
+    enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
+
+and the output head's product. A draft streams its weights once a step, in about a hundredth of a millisecond for each
+50 MB, so that every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
+
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, L taps, Vd draft vocabulary, S cache slots, H query heads,
+Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from heads.base import Observation
+from heads.kernels.attention import pack_bits, tree_attention
+from heads.kernels.backend import runs_kernels
+from heads.kernels.gemm import MOST_ROWS
+from heads.kernels.inputs import enter, take_newest
+from heads.kernels.layers import add_norm, rope_write, silu_mul
+from heads.kernels.products import choose_products
+from heads.native.attention import GroupedAttention
+from heads.native.feedforward import GatedMLP
+from heads.native.linear import Norm, Product
+from heads.places import Drafted, Observed
+from heads.recurrent_parts import HeadParts
+from heads.tree import TreeShape, level_widths, scratch_slots
+
+DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+SPLIT = 128
+"""Slots of one split of attention: a step's one layer has only so many heads and tokens to give a GPU work by."""
+
+
+def kernels_draft(parts: HeadParts) -> bool:
+    """Whether the kernels know such a head and run where its weights are: one module, normed once after its layer, of
+    numbers that they take."""
+    once = all((module.leave_norm is None) != (module.read_norm is None) for module in parts.modules)
+    return len(parts.modules) == 1 and once and parts.weight.dtype in DTYPES and runs_kernels(parts.weight)
+
+
+class TritonMemory:
+    """What the module keeps of a batch, and a step over it, by its weights as they were when this was made; fused ones
+    are copies."""
+
+    single = True
+    """It observes by itself."""
+
+    def __init__(
+        self,
+        parts: HeadParts,
+        embed: Callable[[Tensor], Tensor],
+        readout: Tensor,
+        turns: tuple[Tensor, Tensor],
+        *,
+        batch_size: int,
+        shape: TreeShape,
+    ) -> None:
+        """readout (Vd, D); turns (1, 1, S, d) each; for trees of `shape` and for shorter chains."""
+        (module,), like = parts.modules, parts.weight
+        self.parts, self.embed, self.readout = parts, embed, readout
+        self.table = embed.weight.detach() if type(embed) is nn.Embedding else None
+        self.attention = GroupedAttention(module.attention, "full_attention", draft=True)
+        self.mlp = GatedMLP(module.mlp, draft=True)
+        self.fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
+        self.project = None if module.project is None else Product.of(module.project, draft=True)
+        self.token_norm, self.state_norm, self.norm = (
+            Norm(module.token_norm),
+            Norm(module.state_norm),
+            Norm(module.norm),
+        )
+        self.input_norm, self.leave_norm, self.read_norm = (
+            None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
+        )
+        self.state_first = module.state_first
+        half = turns[0].shape[3] // 2
+        self.cos, self.sin = (turn[0, 0, :, :half].contiguous() for turn in turns)  # (S, d / 2)
+        self.behind = max(shape.depth, scratch_slots(shape))
+        self.slot = torch.arange(len(self.cos), device=like.device)
+        Hkv, d = self.attention.num_key_heads, self.attention.d
+        self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
+        self.lines: dict[tuple[int, int], Tensor] = {}
+        """By batch and tokens: what each of some tokens in a row sees, (B, W, words)."""
+        weights = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
+        shapes = [product.weight for product in weights if product is not None] + [readout]
+        sizes = {batch_size * width for width in (1, *level_widths(shape))}
+        self.products = {rows: choose_products(shapes, rows) for rows in sizes if rows <= MOST_ROWS}
+
+    def multiply(self, x: Tensor, product: Product) -> Tensor:
+        """(R, K) -> (R, O)."""
+        chosen = self.products.get(len(x))
+        return linear(x, product.weight, product.bias) if chosen is None else chosen(x, product.weight, product.bias)
+
+    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
+        fuse = None if self.fuse is None else partial(self.multiply, product=self.fuse)
+        return self.parts.start(taps.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """(B, W, D): what the output head reads of a recycled state."""
+        if self.read_norm is None:
+            return recycled
+        read = add_norm(recycled.flatten(0, 1), None, self.read_norm.weight, self.read_norm.eps)
+        return read.view(recycled.shape)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """(B, W, D) -> (B, W, Vd)."""
+        chosen, x = self.products.get(normed.shape[0] * normed.shape[1]), normed.flatten(0, 1)
+        made = linear(x, self.readout) if chosen is None else chosen(x, self.readout, None)
+        return made.view(*normed.shape[:2], -1)
+
+    def step(
+        self,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        rows: Tensor | None,
+        places: Observed | Drafted,
+        extent: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As `heads.recurrent_memory.TorchMemory.step`; whatever the extent, what is read is where tokens stand."""
+        B, W = tokens.shape
+        embedded = self.embed(tokens) if self.table is None else self.table
+        entry = enter(
+            tokens, embedded, states, rows, places, self.token_norm, self.state_norm,
+            behind=self.behind, state_first=self.state_first,
+        )  # fmt: skip
+        x, stream = entry.x, entry.stream
+        if self.project is not None and self.input_norm is not None:
+            stream = self.multiply(x, self.project)
+            x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
+        H, Hkv, d = self.attention.num_heads, self.attention.num_key_heads, self.attention.d
+        keys, values = self.store.view(-1, 2, Hkv, d).unbind(1)
+        q = rope_write(
+            self.multiply(x, self.attention.qkv), self.cos, self.sin, entry.slots, keys, values,
+            num_heads=H, positions=entry.positions,
+        )  # fmt: skip
+        if isinstance(places, Drafted):
+            words, length, behind = entry.words, places.length, self.behind
+        else:
+            words, length, behind = self.line(B, W), places.start, W
+        keys, values = self.store.unbind(2)  # (B, S, Hkv, d)
+        mixed = tree_attention(
+            q.view(B, W, H, d), keys, values, words, length, None,
+            behind=behind, scale=self.attention.scale, split=SPLIT,
+        )  # fmt: skip
+        added = self.multiply(mixed.view(B * W, H * d), self.attention.out)
+        x = add_norm(stream, added, self.norm.weight, self.norm.eps)
+        added = self.multiply(silu_mul(self.multiply(x, self.mlp.gate_up)), self.mlp.down)
+        last = self.read_norm or self.leave_norm
+        assert last is not None
+        read = add_norm(stream, added, last.weight, last.eps)
+        recycled = read if self.read_norm is None else stream
+        return recycled.view(B, W, -1), read.view(B, W, -1)
+
+    def observe(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+        """Take in true features, and renew what is drafted from: recycled (B, D), root (B,), length (B,)."""
+        tokens, start, count = observation.tokens, observation.start.contiguous(), observation.count.contiguous()
+        states = self.start(observation.taps, observation.hidden)
+        places = Observed(start, count, self.slot, states.shape[1])
+        made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
+        take_newest(made, tokens, start, count, recycled, root, length)
+
+    def line(self, batch_size: int, number: int) -> Tensor:
+        """(B, M, words) int64: what each of `number` (M) tokens in a row sees of them."""
+        if (batch_size, number) not in self.lines:
+            above = torch.ones(number, number, dtype=torch.bool, device=self.store.device).tril()
+            self.lines[batch_size, number] = pack_bits(above[None]).repeat(batch_size, 1, 1)
+        return self.lines[batch_size, number]
