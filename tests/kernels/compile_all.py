@@ -136,6 +136,43 @@ def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
     return torch.zeros(*tokens.shape, 99)
 
 
+def draft(dtype: torch.dtype) -> None:
+    """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
+    from eval.runtime.kernels.pick import best_of_rows
+    from heads.base import Observation, TargetEnds
+    from heads.eagle3 import Eagle3, Eagle3Config
+    from heads.kernels.drafting import TritonMemory
+    from heads.mtp import Mtp, MtpConfig
+    from heads.tree import parse_shape
+    from heads.vocab import build_vocab
+
+    widths: Any = dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        rms_norm_eps=1e-5, vocab_size=128256, num_target_layers=32, draft_vocab_size=32000, rope_theta=5e5,
+        max_position_embeddings=131072,
+    )  # fmt: skip
+    vocab = build_vocab(torch.ones(128256), 32000)
+
+    def choose(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        columns, logp = (x.unflatten(0, logits.shape[:2]) for x in best_of_rows(logits.flatten(0, 1), count))
+        return columns, logp
+
+    with torch.device("meta"):
+        table = torch.nn.Embedding(128256, 4096, dtype=dtype)
+        ends = TargetEnds(embed=table, logits=lambda hidden: hidden, weight=table.weight)
+        heads = Eagle3(Eagle3Config(**widths, taps=(2, 16, 29)), *vocab), Mtp(MtpConfig(**widths), *vocab)
+    for head in heads:
+        head.to("meta", dtype)
+        for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
+            state = head.new_state(ends, batch_size=1, capacity=2048, shape=parse_shape(shape))
+            assert isinstance(state.memory, TritonMemory)
+            for M in (6, 64, 256):
+                tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
+                taps = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
+                head.observe(state, Observation(tokens, taps, taps[..., :4096], state.root, state.length, None))
+            head.propose(state, choose)
+
+
 def resources(made: Any) -> dict[str, int]:
     """What the assembler says of one kernel: registers, and bytes a thread spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -157,6 +194,7 @@ def main() -> None:
             return torch.empty(*size, dtype=dtype)
 
         settle()
+        draft(dtype)
         for N in sizes:
             attend(empty, N)
             if N <= 64:
