@@ -37,7 +37,7 @@ from heads.families import OutputHead
 from heads.labels import supervised
 from heads.losses import draft_loss
 from heads.target import FrozenTarget, decode, load_tokenizer, packed_visible
-from heads.tree import Proposal, TreeShape, grow, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
 
 SOURCES = ("path", "layers", "fresh")
 ROWS = 1024
@@ -252,6 +252,7 @@ class Draft(nn.Module):
             batch_size=batch_size,
             capacity=slots,
             positions=slots + shape.depth,
+            common_size=self.config.common_size,
         )
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
@@ -263,9 +264,10 @@ class Draft(nn.Module):
     @torch.no_grad()
     def observe(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
-        live = count > 0
+        live, kernels = count > 0, state.reader.kernels
         offset = state.slot[: tokens.shape[1] - 1]  # (M,)
-        slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
+        if observation.nodes is None or state.shape.top_k > 1:
+            slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
         if observation.nodes is None:
             read, places = tokens[:, :-1], start[:, None] + offset
             if observation.missed:  # the token before them may have been drafted last, and so was never read
@@ -289,6 +291,9 @@ class Draft(nn.Module):
             moves = (place >= 0) & (offset < count[:, None])
             source = torch.where(moves, state.junk + 1 + place, state.junk)
             state.reader.cache.compact(source, torch.where(moves, slots, state.junk))
+        if kernels is not None:
+            kernels.advance(observation, state.previous, state.root, state.length)
+            return
         newest = torch.stack([(count - 1).clamp_min(0), count], dim=1)
         previous, root = tokens.gather(1, newest).unbind(1)
         state.previous.copy_(torch.where(live, previous, state.previous))
@@ -298,17 +303,16 @@ class Draft(nn.Module):
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         B, junk, length = len(state.root), state.junk, state.length[:, None]
-        reader, S = state.reader, len(state.slot)
+        reader, S, depth = state.reader, len(state.slot), state.shape.depth
+        if is_chain(state.shape) and isinstance(pick, CompiledPick) and reader.kernels is not None:
+            return reader.draft_chain(pick, state.previous, state.root, state.length, depth)
         key_positions = state.slot.repeat(B, 1)  # (B, S); scratch is filled in level by level
-
-        def logits(hidden: Tensor) -> Tensor:
-            return reader.logits(hidden)[..., : self.config.common_size]
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             W = tokens.shape[1]
             positions = (length + level).expand(-1, W)
             if state.shape.top_k == 1:  # node i belongs in slot length + i, accepted or not
-                return logits(reader.read(tokens, slots=positions, positions=positions, extent=junk))
+                return reader.logits(reader.read(tokens, slots=positions, positions=positions, extent=junk))
             slots = junk + 1 + paths[..., -1]
             key_positions.scatter_(1, slots, positions)
             seen = (state.slot <= length)[:, None].repeat(1, W, 1)  # (B, W, S)
@@ -316,12 +320,12 @@ class Draft(nn.Module):
             hidden = reader.read(
                 tokens, slots=slots, positions=positions, extent=S, visible=seen, key_positions=key_positions
             )
-            return logits(hidden)
+            return reader.logits(hidden)
 
         pair = (length + state.slot[:2] - 1).clamp_min(0)  # a row without a prompt stands at 0
         tokens = torch.stack([state.previous, state.root], dim=1)
         hidden = reader.read(tokens, slots=pair, positions=pair, extent=junk)
-        proposal = grow(state.shape, state.root, state.length, logits(hidden[:, 1:]), pick, expand, None)
+        proposal = grow(state.shape, state.root, state.length, reader.logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

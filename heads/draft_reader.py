@@ -1,6 +1,7 @@
 """How a draft model is read in the runtime: by its native decoder where it has one, else by its Hugging Face model.
 
-Letters: B batch, W tokens of a step, S slots of the cache, E of them shown, D hidden, V vocabulary.
+Letters: B batch, W tokens of a step, S slots of the cache, E of them shown, D hidden, C tokens that
+target and draft share.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from heads.cache import RowCache
 from heads.encoder_decoder import cache_layers
 from heads.families import OutputHead
 from heads.native.architectures import native_decoder
+from heads.native.model import KernelModel
 from heads.native.slots import SlotCache
 from heads.native.stack import PackedCache
 from heads.target import decode
+from heads.tree import CompiledPick, Proposal
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +58,11 @@ class Reader:
 
     cache: RowCache | SlotCache | PackedCache
 
-    def __init__(self, parts: Parts, *, batch_size: int, capacity: int, positions: int) -> None:
-        """`capacity` slots a row, a multiple of 64; `positions` 0 .. may be asked for."""
-        self.parts = parts
+    def __init__(self, parts: Parts, *, batch_size: int, capacity: int, positions: int, common_size: int) -> None:
+        """`capacity` slots a row, a multiple of 64; `positions` 0 .. may be asked for; `common_size`: C."""
+        self.parts, self.common_size = parts, common_size
+        self.kernels: KernelModel | None = None
+        """What drafts a chain in one call."""
         self.decoder = native_decoder(parts, draft=True)
         self.slot = torch.arange(capacity, device=parts.device)
         if self.decoder is None:
@@ -66,6 +71,7 @@ class Reader:
         else:
             self.cache = self.decoder.new_cache(batch_size=batch_size, capacity=capacity)
             self.turns = self.decoder.turns(positions)
+            self.kernels = KernelModel.of(self.decoder, common_size, self.turns)
 
     def read(
         self,
@@ -113,7 +119,13 @@ class Reader:
             cache=self.cache,
         )
 
+    def draft_chain(self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal:
+        """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one
+        call."""
+        assert self.kernels is not None and isinstance(self.cache, PackedCache)
+        return self.kernels.draft_chain(pick, previous, root, length, depth, self.cache)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, V), float32 or wider."""
+        """(B, W, D) -> (B, W, C), float32 or wider."""
         own = None if self.decoder is None else self.decoder.logits(hidden)
-        return self.parts.law(hidden) if own is None else own
+        return (self.parts.law(hidden) if own is None else own)[..., : self.common_size]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,15 +17,16 @@ COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")
 
 
-def compiled(source: Path) -> ctypes.CDLL | None:
-    """The library made of a file of C; None where it cannot be had, which is said once."""
+def compiled(*sources: Path) -> ctypes.CDLL | None:
+    """The library made of files of C, and headers, of one folder, named after the first; None where it cannot be had,
+    which is said once."""
     compiler = find_compiler()
     if compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(build(source, compiler)))
+        return ctypes.CDLL(str(build(sources, compiler)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:  # RuntimeError: a user without a home
-        logger.info("%s could not be compiled (%s): torch's operations are used", source.name, error)
+        logger.info("%s could not be compiled (%s): torch's operations are used", sources[0].name, error)
         return None
 
 
@@ -38,19 +40,21 @@ def find_compiler() -> str | None:
     return found
 
 
-def build(source: Path, compiler: str) -> Path:
+def build(sources: Sequence[Path], compiler: str) -> Path:
     """Compile into the user's cache, unless the library is there whole: its name ends in the hash of what is in it,
     since a process that loads half a library is killed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    digest = hashlib.sha256(source.read_bytes() + repr((compiler, FLAGS, processor())).encode())
-    name = f"{source.stem}-{digest.hexdigest()[:16]}"
+    text = b"".join(source.read_bytes() for source in sources)
+    digest = hashlib.sha256(text + repr((compiler, FLAGS, processor())).encode())
+    name = f"{sources[0].stem}-{digest.hexdigest()[:16]}"
     for path in folder.glob(f"{name}-*.so"):
         if path.stem == f"{name}-{short_hash(path)}":
             return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
-        command = [compiler, *FLAGS, str(source), "-o", str(made), "-lm"]
+        files = [str(source) for source in sources if source.suffix == ".c"]
+        command = [compiler, *FLAGS, *files, "-o", str(made), "-lm"]
         if run([*command, "-fopenmp"]).returncode:
             run(command).check_returncode()  # one thread then
         return made.replace(folder / f"{name}-{short_hash(made)}.so")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from heads.base import Observation
 from heads.families import additive
 from heads.native.attention import GroupedAttention
+from heads.native.chain import Chain
 from heads.native.feedforward import GatedMLP
 from heads.native.kernels import ModuleStruct, PassStruct, ProductStruct, load
 from heads.native.linear import Norm, Product
@@ -108,8 +109,6 @@ class KernelMemory:
         self.references = [ctypes.byref(module.struct) for module in draft.modules]
         self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
         self.rooms: dict[tuple[int, ...], Tensor] = {}
-        self.chains: dict[int, tuple[Tensor, Tensor]] = {}
-        """By depth: the parents and depths (B, N) of a chain's nodes."""
 
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
@@ -179,20 +178,14 @@ class KernelMemory:
         """What `heads.tree.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
         (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
         assert self.single and self.table is not None
-        (B, D), N = recycled.shape, depth + 1
-        if depth not in self.chains:
-            node = torch.arange(N).repeat(B, 1)
-            self.chains[depth] = (node - 1).clamp_min(0), node
-        tokens, scores, ids = root.new_empty(B, N), recycled.new_empty(B, N), root.new_empty(3, B)
-        room = recycled.new_empty(B * (3 * D + len(kept) + 1))
-        step = self._pass(0, (B, 1, D, extent))
-        where = (tensor.data_ptr() for tensor in (kept, self.table, recycled, root, length))
+        B, D = recycled.shape
+        chain, room = Chain(pick, root, length, depth, len(kept), kept), recycled.new_empty(3, B, D)
         self.library.draft_chain(
-            *(self.references[0], ctypes.byref(step), pick.function, pick.context, *where),
-            *(depth, self.caches[0].where[0], self.caches[0].where[2], room.data_ptr(), ids.data_ptr()),
-            *(tokens.data_ptr(), scores.data_ptr()),
+            *(self.references[0], ctypes.byref(self._pass(0, (B, 1, D, extent))), chain.reference),
+            *(tensor.data_ptr() for tensor in (self.table, recycled)),
+            *(self.caches[0].where[0], self.caches[0].where[2], room.data_ptr()),
         )
-        return Proposal(tokens, *self.chains[depth], scores)
+        return chain.proposal()
 
     def observe(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
         """Take in true features, in one call, and renew what is drafted from: recycled (B, D), root (B,), length

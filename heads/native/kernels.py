@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heads.native.compiling import compiled, logger
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = ("layers.c", "products.c", "chains.c", "modules.c", "models.c", "kernels.h", "tiles.h")
 SERIAL_WEIGHTS = 1 << 16
 """A matrix of fewer weights is not worth waking a second thread for."""
 MOST_ROWS = 64
@@ -26,13 +26,13 @@ _POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 
 
 class ProductStruct(ctypes.Structure):
-    """`Product` of kernels.c."""
+    """`Product` of kernels.h."""
 
     _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("K", _INT), ("O", _INT), ("half", _INT))
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer` of kernels.c."""
+    """`Layer` of kernels.h."""
 
     _fields_ = (
         *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
@@ -43,7 +43,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class PassStruct(ctypes.Structure):
-    """`Pass` of kernels.c."""
+    """`Pass` of kernels.h."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots")),
@@ -53,13 +53,32 @@ class PassStruct(ctypes.Structure):
 
 
 class ModuleStruct(ctypes.Structure):
-    """`Module` of kernels.c."""
+    """`Module` of modules.c."""
 
     _fields_ = (
         *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
         *((name, _POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
         *((name, _FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
         ("state_first", _INT),
+    )
+
+
+class ModelStruct(ctypes.Structure):
+    """`Model` of models.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "table", "norm")),
+        *(("output", ProductStruct), ("count", _INT), ("eps", _FLOAT)),
+    )
+
+
+class ChainStruct(ctypes.Structure):
+    """`Chain` of kernels.h."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("pick", "context", "kept", "root", "length", "logits", "logp")),
+        *((name, _POINTER) for name in ("ids", "places", "slots", "tokens", "scores")),
+        *((name, _INT) for name in ("depth", "V")),
     )
 
 
@@ -100,7 +119,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> P
 @cache
 def load() -> ctypes.CDLL | None:
     """The compiled kernels; None where they cannot be had, or are wrong."""
-    library = compiled(SOURCE)
+    library = compiled(*(Path(__file__).with_name(name) for name in SOURCES))
     if library is None:
         return None
     declare(library)
@@ -123,10 +142,13 @@ def declare(library: ctypes.CDLL) -> None:
     library.module_room.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
     library.recycle.argtypes = [_POINTER] * 8
     library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]
-    library.draft_chain.argtypes = [*[_POINTER] * 9, _INT, *[_POINTER] * 6]
+    library.draft_chain.argtypes = [_POINTER] * 8
+    library.model_chain.argtypes = [*[_POINTER] * 5, _INT, _POINTER, _INT, _POINTER]
+    library.advance.argtypes = [*[_POINTER] * 6, _INT, _INT]
     library.observe.argtypes = [_POINTER] * 14
     library.recycle.restype = library.read_out.restype = None
-    library.draft_chain.restype = library.observe.restype = None
+    library.draft_chain.restype = library.model_chain.restype = None
+    library.observe.restype = library.advance.restype = None
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int

@@ -87,6 +87,13 @@ class KernelStack:
         """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         return PackedCache(self, batch_size=batch_size, capacity=capacity)
 
+    def scratch_size(self, *shape: int) -> int:
+        """Floats of scratch that a pass of shape (B, N, D, E) needs."""
+        size = self.sizes.get(shape)
+        if size is None:
+            size = self.sizes[shape] = self.library.scratch_size(self.structs, *shape)
+        return size
+
     def run(
         self,
         x: Tensor,
@@ -108,10 +115,7 @@ class KernelStack:
         """
         B, N = positions.shape
         R, D = x.shape
-        E, key = cache.extent, (B, N, D, cache.extent)
-        size = self.sizes.get(key)
-        if size is None:
-            size = self.sizes[key] = self.library.scratch_size(self.structs, *key)
+        E, size = cache.extent, self.scratch_size(B, N, D, cache.extent)
         held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask, given)]
         where = [t if t is None else t.data_ptr() for t in held]
         tapped = x.new_empty(R, len(taps) * D)

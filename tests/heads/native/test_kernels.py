@@ -180,15 +180,28 @@ def test_half_a_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatch: 
     source.write_text("int half(void) { return 2; }\n")
     compiler = compiling.find_compiler()
     assert compiler is not None
-    whole = compiling.build(source, compiler)
+    whole = compiling.build([source], compiler)
     before = whole.read_bytes()
-    assert compiling.build(source, compiler) == whole
+    assert compiling.build([source], compiler) == whole
     whole.write_bytes(before[:1000])  # loaded, it would end the process
-    assert compiling.build(source, compiler).read_bytes() == before
+    assert compiling.build([source], compiler).read_bytes() == before
     with monkeypatch.context() as patch:
         patch.delenv("XDG_CACHE_HOME")
         patch.setattr(Path, "home", homeless)
         assert compiling.compiled(source) is None
+
+
+@compiled
+def test_a_header_that_changed_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources = [tmp_path / name for name in ("two.c", "three.c", "number.h")]
+    sources[0].write_text('#include "number.h"\nint two(void) { return NUMBER; }\n')
+    sources[1].write_text("int three(void) { return 3; }\n")
+    for number in (2, 4):
+        sources[2].write_text(f"#define NUMBER {number}\n")
+        library = compiling.compiled(*sources)
+        assert library is not None
+        assert (library.two(), library.three()) == (number, 3)
 
 
 def homeless() -> Path:

@@ -1,0 +1,70 @@
+/* Products with packed weights, and norms, of a few rows. */
+
+#include <math.h>
+
+#include "tiles.h"
+
+enum { CHUNK = 4 * TILE, PANEL = 256 };
+
+int block_size(void) { return BLOCK; }
+int lanes(void) { return LANES; }
+
+static void one_block(const Product *p, int block, const float *x, int64_t x_stride, const float *residual, float *y,
+                      int R)
+{
+    const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK, K = p->K;
+    for (int at = 0; at < R; at += CHUNK) {
+        const int rows = R - at < CHUNK ? R - at : CHUNK;
+        float sums[CHUNK][BLOCK] __attribute__((aligned(64)));
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < BLOCK; o++)
+                sums[r][o] = p->bias && o < width ? p->bias[from + o] : 0;
+        for (int k = 0; k < K; k += PANEL) { /* a panel stays in the nearest cache while all rows use it */
+            const int panel = K - k < PANEL ? K - k : PANEL;
+            const float *input = x + at * x_stride + k;
+            const int64_t place = (int64_t)from * K + (int64_t)k * BLOCK;
+            if (p->half)
+                add_rows(input, x_stride, (const uint16_t *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
+                         VECTORS, 1);
+            else
+                add_rows(input, x_stride, (const float *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
+                         VECTORS, 0);
+        }
+        for (int r = 0; r < rows; r++) {
+            const size_t row = (size_t)(at + r) * p->O + from;
+            for (int o = 0; o < width; o++)
+                y[row + o] = residual ? residual[row + o] + sums[r][o] : sums[r][o];
+        }
+    }
+}
+
+/* y = x W^T + bias + residual: x (R, K) with rows x_stride apart, residual (R, O) or NULL, y (R, O), which may be the
+ * residual. */
+void multiply(const Product *p, const float *x, int64_t x_stride, const float *residual, float *y, int64_t R,
+              int64_t threads)
+{
+    const int blocks = (p->O + BLOCK - 1) / BLOCK;
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int b = 0; b < blocks; b++)
+        one_block(p, b, x, x_stride, residual, y, R);
+}
+
+/* y = x / rms(x) * weight, over n values. */
+static void normalise(const float *x, const float *weight, float eps, float *y, int n)
+{
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < n; i++)
+        squares += x[i] * x[i];
+    const float scale = 1 / sqrtf(squares / n + eps);
+    for (int i = 0; i < n; i++)
+        y[i] = x[i] * scale * weight[i];
+}
+
+void normalise_rows(const float *x, int64_t x_stride, const float *weight, float eps, float *y, int64_t y_stride,
+                    int64_t R, int64_t n)
+{
+    for (int64_t r = 0; r < R; r++)
+        normalise(x + r * x_stride, weight, eps, y + r * y_stride, n);
+}
