@@ -5,10 +5,8 @@ from functools import partial
 from typing import Any
 
 from heads.errors import UserError
+from heads.labels import LABELS as LABELS
 from heads.losses import LOSSES, Divergence, jsd
-
-LABELS = "labels"
-"""The loss that sees the text alone: cross-entropy of the next token."""
 
 
 @dataclass(frozen=True, kw_only=True)

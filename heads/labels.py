@@ -1,8 +1,9 @@
 """Which labels a head is trained on: the loss mask is indexed by the label, and no head looks across documents.
 
-Letters: B batch, T tokens, R supervised labels, K depths.
+Letters: B batch, T tokens, R supervised labels, K depths, C rows of a chunk, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ from torch import Tensor
 from torch.nn.functional import pad as padded
 
 from heads.base import Batch
+
+LABELS = "labels"
+"""The loss that sees the tokens of the data and no law of the target: their cross-entropy."""
+
+
+def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:
+    """Labels (C,) -> the logits (C, V) of a target that is certain of them: with these in the place of its own, the
+    loss `cross_entropy`, of the target's likeliest token, is `labels`."""
+
+    def logits(labels: Tensor) -> Tensor:
+        return torch.zeros(len(labels), vocab_size, device=labels.device).scatter_(1, labels[:, None], 1e4)
+
+    return logits
 
 
 def supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = False) -> Tensor:

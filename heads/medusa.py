@@ -22,7 +22,7 @@ from torch.nn.functional import silu
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
-from heads.labels import chain_metrics, label_slots, supervised
+from heads.labels import LABELS, certain_of_labels, chain_metrics, label_slots, supervised
 from heads.losses import LOSSES, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
 from heads.native.linear import Product
@@ -32,8 +32,6 @@ from heads.vocab import build_vocab, kept_ids
 
 AHEAD = 2
 """Depth 0, the paper's head 1, predicts the token at t + AHEAD."""
-LABELS = "labels"
-"""The loss of the paper: cross-entropy of the tokens in the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +50,7 @@ class MedusaConfig:
     depth_decay: float = 0.8
     """Weight of depth k in the loss is depth_decay^k."""
     loss: str = LABELS
-    """`labels`, or one of heads.losses.LOSSES, which compare with the target's law."""
+    """`labels`, the paper's, or one of heads.losses.LOSSES, which compare with the target's law."""
     tree_nodes: int = 64
     """Nodes of the static tree grown from measured accuracies, root included; 0 grows none."""
     tree: tuple[Path, ...] | None = None
@@ -221,11 +219,7 @@ class Medusa(nn.Module):
         row, label, slots, valid = label_slots(batch, AHEAD, K)
         teacher, law, loss = batch.hidden[row, label - 1], batch.ends.logits, self.config.loss
         if loss == LABELS:
-            teacher, loss = batch.tokens[row, label], "cross_entropy"
-
-            def law(ids: Tensor) -> Tensor:  # as the logits of a target that is certain of the label
-                return torch.zeros(len(ids), V, device=ids.device).scatter_(1, ids[:, None], 1e4)
-
+            teacher, law, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
         parts = [
             draft_loss(
                 self.step(batch.hidden[row, slots[k]], k)[None],

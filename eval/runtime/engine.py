@@ -87,11 +87,11 @@ class Engine:
         graphs: bool = True,
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
-        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks, 1 by default; on a
-        GPU it looks when the next rounds are already launched. `rule`: one of `eval.runtime.rules.RULES`, by which
-        drafts are accepted. `native`: whether the target's native decoder is used where it has one.
-        `adaptive`: whether drafts are shortened, or left out, while that is faster (`eval.runtime.controller`); what
-        was found holds for later calls too.
+        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks; by default 1, and 4
+        on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
+        `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
+        where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
+        (`eval.runtime.controller`); what was found holds for later calls too.
 
         `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
         as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU
