@@ -24,7 +24,9 @@ import torch  # noqa: E402
 
 from eval.command import Parser, exit_status  # noqa: E402
 from eval.environment import device_facts, versions  # noqa: E402
+from eval.files import write_json  # noqa: E402
 from eval.gpu.parts import GROUPS, Bench  # noqa: E402
+from eval.grown import SHAPES  # noqa: E402
 from heads.errors import UserError  # noqa: E402
 
 SECONDS = {"checks": 90, "grown": 190, "identity": 90, "kernels": 40, "library": 130}
@@ -45,7 +47,7 @@ def run_suite(options: argparse.Namespace) -> int:
         allowed = min(SECONDS[group] + GRACE, begun + ALL - started)
         if allowed <= GRACE:
             record[f"{group} error"] = "left out: no time was left"
-            write(record, out)
+            write_json(out, record)
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "group.json"
@@ -61,7 +63,7 @@ def run_suite(options: argparse.Namespace) -> int:
         record[f"{group} seconds"] = time.monotonic() - started
         if trouble:
             record[f"{group} error"] = trouble
-        write(record, out)
+        write_json(out, record)
     print(f"written to {out}")
     return 1 if any(failed(value) for value in record.values()) or any("error" in key for key in record) else 0
 
@@ -82,7 +84,7 @@ def run_group(options: argparse.Namespace) -> int:
         else:
             record[part.__name__] = run_part(part, bench)
         print(f"{part.__name__}: {time.monotonic() - started:.0f} s", flush=True)
-        write(record, options.out)
+        write_json(options.out, record)
     return 0
 
 
@@ -97,19 +99,13 @@ def run_part(part: Any, bench: Bench) -> dict[str, Any]:
     return found
 
 
-def write(record: dict[str, Any], path: Path) -> None:
-    """The record as JSON; whole, whenever this is stopped."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    started = path.with_suffix(".part")
-    started.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    started.replace(path)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Checks and measurements that need a GPU, in one record.")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the quickstart's target")
-    parser.add_argument("--shape", default="llama-3.1-8b", help="whose shape the target is grown to")
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="whose shape the target is grown to"
+    )
     parser.add_argument("--out", type=Path, help="where the record goes")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument("--group", choices=list(GROUPS), help=argparse.SUPPRESS)

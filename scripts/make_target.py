@@ -2,12 +2,13 @@
 
 A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
 out (`eval.corpus`), and on conversations where the recipe names some. Larger ones, for a GPU: recipes/targets/*.yaml.
-Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), embeddings
-and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured) and
-`checkpoints/`; a run that was stopped goes on from the newest.
+Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), embeddings and norms by AdamW.
+The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured) and `checkpoints/`; a run that
+was stopped goes on from the newest.
 """
 
 import os
+import shutil
 import sys
 import time
 from functools import partial
@@ -27,7 +28,7 @@ from eval.files import check_folder, write_text
 from eval.target_card import Making, measure_target, target_card
 from heads.attention import causal_attention
 from heads.errors import UserError
-from train.checkpointing import join_optimizer, split_optimizer
+from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
 from train.launch import leave, make_accelerator, on_main
 from train.recipe import Seed, Train
 from train.run_folder import whole_folder
@@ -246,33 +247,24 @@ def save(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim
         )
         for number, optimizer in enumerate(optimizers):
             save_file(split_optimizer(optimizer.state_dict())[0], path / f"optimizer-{number}.safetensors")
-    for old in checkpoints(folder)[:-1]:
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
+    for old in list_checkpoints(folder / "checkpoints")[:-1]:
+        shutil.rmtree(old)
 
 
 def resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """Take up the newest checkpoint; returns the steps made."""
-    found = checkpoints(folder)
+    found = list_checkpoints(folder / "checkpoints")
     if not found:
         return 0
+    newest = found[-1]
     with torch.no_grad():
-        weights = load_file(found[-1] / "model.safetensors")
+        weights = load_file(newest / "model.safetensors")
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     for number, optimizer in enumerate(optimizers):
         rest = {"param_groups": optimizer.state_dict()["param_groups"], "values": {}}
-        optimizer.load_state_dict(join_optimizer(load_file(found[-1] / f"optimizer-{number}.safetensors"), rest))
-    return step_of(found[-1])
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"), key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+        optimizer.load_state_dict(join_optimizer(load_file(newest / f"optimizer-{number}.safetensors"), rest))
+    return int(newest.name.removeprefix("step-"))
 
 
 def publish(
