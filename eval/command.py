@@ -149,11 +149,11 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
+    path = options.target or target_path(head)
     if untrained_kind(head):
-        return open_target(options.target or target_path(head), options)
-    if options.quantize is None:
-        options.quantize = read_config(find_head(head))["target"].get("quantize")
-    target, tokenizer = open_target(options.target or target_path(head), options)
+        return open_target(path, options)
+    trained_as = read_config(find_head(head))["target"].get("quantize")
+    target, tokenizer = open_target(path, options, quantize=trained_as)
     adapt_target(head, target)
     return target, tokenizer
 
@@ -178,15 +178,18 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
     return cast(Drafter, load_head(folder, dtype=target.dtype, device=target.device))
 
 
-def open_target(path: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target as the command line says."""
+def open_target(
+    path: str, options: argparse.Namespace, *, quantize: str | None = None
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Load a target as the command line says; `quantize`: how, where it does not."""
     place = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scheme = options.quantize or quantize
     return load_pair(
         path,
         dtype=options.dtype,
         device=place,
         trust_remote_code=options.trust_remote_code,
-        quantize=None if options.quantize == "none" else options.quantize,
+        quantize=None if scheme == "none" else scheme,
     )
 
 
