@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "safetensors", "numpy")
+PACKAGES = (
+    *("torch", "triton", "torchao", "transformers", "tokenizers"),
+    *("accelerate", "datasets", "safetensors", "numpy"),
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 

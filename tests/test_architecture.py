@@ -64,10 +64,10 @@ def test_no_file_shadows_another_module() -> None:
 
 
 def test_packages_have_empty_init_files_and_tests_have_none() -> None:
-    for folder in ("heads", "heads/native", "heads/kernels", "eval", "eval/runtime", "train"):
-        init = ROOT / folder / "__init__.py"
-        assert init.is_file(), f"{folder}/__init__.py is missing: the folder would not be installed"
-        assert not init.read_text().strip(), f"{folder}/__init__.py must stay empty"
+    for folder in {path.parent for package in ("heads", "eval", "train") for path in modules(package)}:
+        init = folder / "__init__.py"
+        assert init.is_file(), f"{init} is missing: the folder would not be installed"
+        assert not init.read_text().strip(), f"{init} must stay empty"
     assert not list((ROOT / "tests").rglob("__init__.py"))
     assert not list((ROOT / "scripts").rglob("__init__.py"))
 
