@@ -16,7 +16,7 @@ import numpy as np
 from eval.command import AUTO
 from eval.metrics import predicted_speedup
 from eval.pilot import Probe, can_draft, run_pilot
-from eval.prompts import Prompt
+from eval.prompts import Prompt, spread
 from eval.runtime.sampling import Sampling
 from eval.wording import Results
 from heads.base import Drafter
@@ -130,12 +130,11 @@ def start_search(
 ) -> Search:
     """Run the pilot, on prompts spread over all of them. UserError if the head drafts nothing that is looked for."""
     shapes = probe_shapes(head, target, rule)
-    count = min(PILOT_PROMPTS, len(prompts))
     probes = run_pilot(
         target,
         head,
         shapes,
-        [prompts[i * len(prompts) // count] for i in range(count)],
+        spread(prompts, PILOT_PROMPTS),
         sampling,
         max_new_tokens=min(max_new_tokens, PILOT_TOKENS),
         batch_size=batch_size,

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ from eval.files import is_file
 from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns, shown
 from eval.records import Record, read_hub, read_records
 from heads.errors import UserError
+
+Item = TypeVar("Item")
 
 HELD_OUT_SUITE = "python-heldout"
 HUB_SUITES: dict[str, dict[str, Any]] = {
@@ -221,11 +223,11 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def spread(records: list[Record], count: int | None) -> list[Record]:
-    """At most `count` records, evenly spread, so that every category of an ordered suite is met."""
-    if count is None or count >= len(records):
-        return records
-    return [records[i * len(records) // count] for i in range(count)]
+def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:
+    """At most `count` of the items, evenly spread, so that every category of an ordered suite is met."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def suite_name(suite_or_path: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from eval.files import is_file, read_given
 from heads.errors import UserError
+from heads.target import first_line
 
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""
@@ -31,7 +32,7 @@ def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
     try:
         table = load_dataset(**arguments)
     except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
-        reason = _first_line(error)
+        reason = first_line(error)
         raise UserError(
             f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}); "
             "without a network, name a file"
@@ -79,7 +80,7 @@ def _parse_line(place: str, line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: expected a JSON record ({error.msg} at column {error.colno})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
-        raise UserError(f"{place}: expected a JSON record ({_first_line(error)})") from None
+        raise UserError(f"{place}: expected a JSON record ({first_line(error)})") from None
     if b"\\u" in line and not _is_encodable(record):
         raise UserError(f"{place}: expected UTF-8 text, got half of a surrogate pair; write the whole character")
     if not isinstance(record, dict):
@@ -112,13 +113,9 @@ def _read_parquet(file: Path) -> Iterator[Record]:
     try:
         table = Dataset.from_parquet(str(file))
     except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
-        raise UserError(f"{file}: not a readable Parquet file ({_first_line(error)})") from None
+        raise UserError(f"{file}: not a readable Parquet file ({first_line(error)})") from None
     finally:
         logging.set_verbosity(level)
     if len(table) == 0:
         raise UserError(f"{file}: the file holds no rows")
     return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

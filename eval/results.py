@@ -20,6 +20,7 @@ from eval import metrics
 from eval.environment import device_facts, versions
 from eval.files import is_file, write_text
 from eval.measure import Contender, Lap, Race, trace
+from eval.prompts import spread
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
@@ -208,8 +209,7 @@ def environment(target: FrozenTarget) -> Results:
 
 def samples(race: Race, contender: Contender, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
     """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
-    count = min(NUM_SAMPLES, len(race.prompts))
-    chosen = [i * len(race.prompts) // count for i in range(count)]
+    chosen = spread(range(len(race.prompts)), NUM_SAMPLES)
     return [
         {
             "suite": prompt.suite,

@@ -22,6 +22,7 @@ from eval.results import read_results
 from eval.sweep_file import figures_of, read_sweep
 from heads.errors import UserError
 from heads.target import first_line
+from train.tracker import quiet_settings
 
 
 def run_tracked(words: list[str]) -> int:
@@ -51,17 +52,15 @@ def start(words: list[str], folder: Path) -> Any:
     options = [word[2:].partition("=") for word in words if word.startswith("--") and not word.startswith("--out=")]
     config = {name.replace("_", "-"): value if equals else True for name, equals, value in options}
     in_sweep = "WANDB_SWEEP_ID" in os.environ
-    # wandb would otherwise upload the code, the git remote and everything printed, where a token may stand.
-    settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
     try:
         return wandb.init(
             project=None if in_sweep else os.environ.get("WANDB_PROJECT", "draftsmith"),
             config=None if in_sweep else config,
             dir=str(folder),
-            settings=settings,
+            settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
-        raise UserError(f"wandb does not start ({said(error)}); log in, or set WANDB_MODE=offline") from None
+        raise UserError(f"wandb does not start ({first_line(error)}); log in, or set WANDB_MODE=offline") from None
 
 
 def run_agent(file: Path, runs: int | None) -> int:
@@ -74,13 +73,8 @@ def run_agent(file: Path, runs: int | None) -> int:
         sweep_id = wandb.sweep(config, project=config.get("project", "draftsmith"), entity=config.get("entity"))
         wandb.agent(sweep_id, count=runs)
     except (wandb.errors.Error, OSError) as error:
-        raise UserError(f"wandb: no sweep ({said(error)}); log in, or sweep with --wandb offline") from None
+        raise UserError(f"wandb: no sweep ({first_line(error)}); log in, or sweep with --wandb offline") from None
     return 0
-
-
-def said(error: Exception) -> str:
-    """The first line of what wandb says."""
-    return first_line(error) or type(error).__name__
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:

@@ -6,7 +6,6 @@ the step, so the step is all of them. Under DeepSpeed and FSDP the weights and t
 sharded form.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from eval.files import is_full_disk, sync_folder
+from heads.checkpoint import file_hash
 from heads.errors import UserError
 from train.launch import SHARDED, on_main
 from train.run_folder import whole_folder
@@ -123,7 +123,7 @@ def find_fault(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != expected["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
-            if _hash(file) != expected["sha256"]:
+            if file_hash(file) != expected["sha256"]:
                 return f"{name} was changed after it was written"
         state = _read_json(path / "state.json")
         if "state.json" not in manifest or set(state) != {field.name for field in fields(RunState)}:
@@ -187,8 +187,11 @@ def _save_sharded(accelerator: Accelerator, folder: Path, state: RunState, keep:
 def _finish(path: Path, state: RunState) -> None:
     """Write state and, last, the manifest."""
     _write(path / "state.json", _json(asdict(state)))
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    manifest = {str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": _hash(file)} for file in files}
+    manifest = {
+        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": file_hash(file)}
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }
     _write(path / "manifest.json", _json(manifest))
 
 
@@ -244,8 +247,3 @@ def _json(value: Any) -> bytes:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -149,5 +149,4 @@ def check_supervision(head: DraftHead, mixture: Mixture) -> None:
 
 
 def _head_settings(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    given = {name: value for name, value in recipe.head.items() if name != "kind" and value is not None}
-    return recipe.head["kind"], given
+    return recipe.head["kind"], {name: value for name, value in recipe.head.items() if name != "kind"}

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from eval.files import write_text
 from heads.errors import UserError
+from heads.target import first_line
 from train.recipe import Recipe, plain_settings
 from train.run_folder import RunFolder
 
@@ -138,8 +139,6 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
     id_file = folder.path / "wandb-id"
     known = id_file.read_text().strip() if id_file.is_file() else None
     online = recipe.tracking.wandb == "online"
-    # wandb would otherwise upload the code, the git remote and everything printed, where a token may stand.
-    settings = wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
     try:
         run = wandb.init(
             project=recipe.tracking.project,
@@ -149,16 +148,22 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
             mode="online" if online else "offline",
             dir=str(folder.path),
             config=plain_settings(recipe),
-            settings=settings,
+            settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first}); "
+            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); "
             "log in, or set tracking.wandb=offline"
         ) from None
     write_text(id_file, run.id + os.linesep)
     return run
+
+
+def quiet_settings() -> Any:
+    """wandb would otherwise upload the code, the git remote and everything printed, where a token may stand."""
+    import wandb
+
+    return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)
 
 
 def _percent(rates: Sequence[float | None]) -> str:
