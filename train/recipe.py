@@ -1,7 +1,6 @@
 """The recipe: one YAML file, one tree of typed settings, each named for the part that it configures."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,7 @@ from train.strict_yaml import Key, Settings, check, read_settings
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Weight = Annotated[float, Field(gt=0)] | None
-Momentum = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -37,7 +36,7 @@ class Adapter(Settings):
     """Until then the heads are trained alone; with it the adapter begins, with a warm-up of its own."""
     rank: Count = 32
     alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Momentum = 0.05
+    dropout: Fraction = 0.05
     modules: Annotated[list[Name], Field(min_length=1)] | None = None
     """Names of the layers adapted, by their last part; every linear layer but the output head if null."""
     heads_weight: Annotated[float, Field(gt=0)] = 0.2
@@ -149,7 +148,7 @@ class Train(Settings):
     """muon (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps lm_head and the norms. Not
     under DeepSpeed or FSDP, which cut matrices up."""
     lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
-    betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
+    betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -192,7 +191,7 @@ class Eval(Settings):
     temperature: Temperature = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Share = 1.0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_p: Fraction = 0.0
     seed: Seed = 0
     """Chooses held-out prompts, and the noise of sampling."""
     report: Report = Report()
@@ -221,7 +220,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe, errors = check(source, Recipe)
     errors += head_errors(source)
     if isinstance(recipe, Recipe):
-        errors += [source.line(key, what) for key, what in _without_effect(recipe)]
+        errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if errors:
         raise UserError("\n".join(errors))
     assert isinstance(recipe, Recipe)
@@ -236,7 +235,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def plain_settings(recipe: Recipe) -> dict[str, Any]:
     """Nested plain values of every setting that has an effect in this run."""
     tree = recipe.model_dump(mode="json")
-    for key, _ in _without_effect(recipe, given_only=False):
+    for key, _ in _useless(recipe):
         section: Any = tree
         for part in key[:-1]:
             section = section[part]
@@ -244,71 +243,73 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True)
-class _Rule:
-    key: Key
-    useless: bool
-    why: str
-
-
-def _rules(recipe: Recipe) -> Iterator[_Rule]:
-    """Settings that another setting makes useless."""
-    train, tracking, measure, regenerate = recipe.train, recipe.tracking, recipe.eval, recipe.data.regenerate
-    yield _Rule(("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd")
-    for name in ("project", "name"):
-        yield _Rule(("tracking", name), tracking.wandb == "off", "with tracking.wandb off")
+def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
+    """Settings that another setting makes useless, and which one does."""
+    train, tracking, measure, data = recipe.train, recipe.tracking, recipe.eval, recipe.data
+    rules: list[tuple[Key, bool, str]] = [
+        (("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd"),
+    ]
+    rules += [(("tracking", name), tracking.wandb == "off", "with tracking.wandb off") for name in ("project", "name")]
     greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
     for name in ("rule", "top_k", "top_p", "min_p"):
-        yield _Rule(("eval", name), greedy, "at eval.temperature 0, which is greedy")
-    if regenerate:
-        yield _Rule(("data", "regenerate", "seed"), regenerate.temperature == 0, "at data.regenerate.temperature 0")
-    on_policy = recipe.data.on_policy
-    if on_policy:
-        yield _Rule(("data", "on_policy", "seed"), on_policy.temperature == 0, "at data.on_policy.temperature 0")
+        rules.append((("eval", name), greedy, "at eval.temperature 0, which is greedy"))
+    for name, writing in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
+        if writing is not None:
+            rules.append((("data", name, "seed"), writing.temperature == 0, f"at data.{name}.temperature 0"))
     kind = recipe.head["kind"]
-    yield _Rule(("data", "on_policy"), kind != "draft", f"with head.kind {kind}: only a draft model writes text")
-    for n, source in enumerate(recipe.data.sources):
-        useless = source.weight is None or len(recipe.data.sources) == 1
-        yield _Rule(("data", "sources", n, "weight"), useless, "with one source")
+    rules.append((("data", "on_policy"), kind != "draft", f"with head.kind {kind}: only a draft model writes text"))
+    for n, source in enumerate(data.sources):
+        unweighted = source.weight is None or len(data.sources) == 1
+        rules.append((("data", "sources", n, "weight"), unweighted, "with one source"))
         if isinstance(source, RecordSource):
-            yield _Rule(("data", "sources", n, "split"), Path(source.path).is_file(), "on a file, which has no splits")
+            is_file = Path(source.path).is_file()
+            rules.append((("data", "sources", n, "split"), is_file, "on a file, which has no splits"))
+    return [(key, why) for key, useless, why in rules if useless]
 
 
-def _without_effect(recipe: Recipe, given_only: bool = True) -> Iterator[tuple[Key, str]]:
-    for rule in _rules(recipe):
-        if rule.useless and (_is_given(recipe, rule.key) or not given_only):
-            yield rule.key, f"has no effect {rule.why}; leave it out"
-    if not given_only:
-        return
-    if recipe.train.warmup_steps >= recipe.train.max_steps:
-        yield ("train", "warmup_steps"), f"expected less than train.max_steps ({recipe.train.max_steps})"
+def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Useless settings that the recipe gives all the same."""
+    for key, why in _useless(recipe):
+        if _is_given(recipe, key):
+            yield key, f"has no effect {why}; leave it out"
+
+
+def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Settings that cannot go with others."""
+    train, data = recipe.train, recipe.data
+    if train.warmup_steps >= train.max_steps:
+        yield ("train", "warmup_steps"), f"expected less than train.max_steps ({train.max_steps})"
     depth = recipe.head.get("depth")
-    if isinstance(depth, int) and depth >= recipe.data.context_length:
-        yield ("head", "depth"), f"expected less than data.context_length ({recipe.data.context_length})"
-    if recipe.target.adapter and recipe.target.adapter.first_step >= recipe.train.max_steps:
-        yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({recipe.train.max_steps})"
-    if recipe.data.on_policy and recipe.data.on_policy.every >= recipe.train.max_steps:
-        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({recipe.train.max_steps})"
-    weights = [source.weight is not None for source in recipe.data.sources]
+    if isinstance(depth, int) and depth >= data.context_length:
+        yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
+    if recipe.target.adapter and recipe.target.adapter.first_step >= train.max_steps:
+        yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({train.max_steps})"
+    if data.on_policy and data.on_policy.every >= train.max_steps:
+        yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({train.max_steps})"
+    weights = [source.weight is not None for source in data.sources]
     if any(weights) and not all(weights):
         missing = weights.index(False)
         yield ("data", "sources", missing, "weight"), "is missing: give every source a weight, or none"
     trees: list[tuple[Key, str]] = [(("eval", "tree"), recipe.eval.tree)]
-    trees += [(("eval", "report", "trees", n), tree) for n, tree in enumerate(recipe.eval.report.trees or ())]
+    # Only the report looks for a tree: along the way the same one is measured every time.
+    named = [(n, tree) for n, tree in enumerate(recipe.eval.report.trees or ()) if tree != AUTO]
+    trees += [(("eval", "report", "trees", n), tree) for n, tree in named]
     for key, tree in trees:
-        try:
-            if tree == HEAD_TREE:
-                if recipe.eval.rule != "match":
-                    yield ("eval", "rule"), "the tree 'head' is grown from ranks, and may leave out a draw; use match"
-                continue
-            if tree == AUTO and key[1] == "report":
-                continue
-            shape = parse_shape(tree)
-            if shape.nodes == 1:
-                yield key, f"expected a tree that drafts something, such as chain:5, got '{tree}'"
-            check_rule(recipe.eval.rule, shape)
-        except UserError as error:
-            yield key, str(error)
+        if fault := _tree_fault(tree, recipe.eval.rule):
+            yield key, fault
+
+
+def _tree_fault(tree: str, rule: str) -> str | None:
+    """What is wrong with measuring a tree by a rule."""
+    if tree == HEAD_TREE:
+        grown = f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
+        return None if rule == "match" else grown
+    try:
+        shape = parse_shape(tree)
+        check_rule(rule, shape)
+    except UserError as error:
+        return str(error)
+    return f"expected a tree that drafts something, such as chain:5, got '{tree}'" if shape.nodes == 1 else None
 
 
 def _is_given(recipe: Recipe, key: Key) -> bool:

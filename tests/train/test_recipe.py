@@ -119,7 +119,7 @@ def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_pat
         (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, ratio-wr, block"),
         (["eval.rule=block", "eval.temperature=1", "eval.tree=static:2.2"], "eval.tree: rule block judges chains"),
         (["eval.rule=ratio", "eval.temperature=1", "eval.tree=tree:2x2x4"], "eval.tree: rule ratio: the tree"),
-        (["eval.rule=ratio", "eval.temperature=1", "eval.tree=head"], "eval.rule: the tree 'head' is grown"),
+        (["eval.rule=ratio", "eval.temperature=1", "eval.tree=head"], "rule ratio: the tree 'head' is grown"),
     ],
 )
 def test_a_rule_must_fit_the_tree_and_matter(overrides: list[str], fault: str, tmp_path: Path) -> None:
