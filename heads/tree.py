@@ -182,8 +182,10 @@ def grow(
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
 
+    ahead = position[:, None] + constant(tuple(range(shape.depth + 1)), position.device)  # (B, K + 1)
+
     def draw(logits: Tensor, level: int, count: int) -> tuple[Tensor, Tensor]:
-        return pick(logits, (position + level)[:, None].expand(-1, logits.shape[1]), count, token_ids)
+        return pick(logits, ahead[:, level, None].expand(-1, logits.shape[1]), count, token_ids)
 
     grow_shape = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
     return grow_shape(shape, root, logits, draw, expand)

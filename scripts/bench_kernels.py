@@ -8,9 +8,10 @@ import sys
 import torch
 
 from eval.command import Parser, count, exit_status
+from eval.gpu.drafts import draft_parts
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.grown import SHAPES
-from eval.roofline import copy_bandwidth
+from eval.roofline import Part, copy_bandwidth
 from heads.errors import UserError
 
 
@@ -25,14 +26,21 @@ def main() -> int:
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name(device)}: copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    shape = SHAPES[options.shape]
     for rows in options.rows:
-        for part in kernel_parts(SHAPES[options.shape], rows, options.length, device):
-            made = part.record(bandwidth)
-            print(
-                f"{made['part']:40} {made['bytes'] / 1e6:9.2f} MB  floor {made['floor_us']:8.1f} us  "
-                f"{made['us']:8.1f} us  {made['over_floor']:7.2f}"
-            )
+        show(kernel_parts(shape, rows, options.length, device), bandwidth)
+    show(draft_parts(shape, options.length, device), bandwidth)
     return 0
+
+
+def show(parts: list[Part], bandwidth: float) -> None:
+    """A line for each."""
+    for part in parts:
+        made = part.record(bandwidth)
+        print(
+            f"{made['part']:40} {made['bytes'] / 1e6:9.2f} MB  floor {made['floor_us']:8.1f} us  "
+            f"{made['us']:8.1f} us  {made['over_floor']:7.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.gpu.trees import trees_grow_as_on_a_cpu
 from eval.runtime.engine import Engine, Output, Request
@@ -294,6 +295,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         states_equal_their_twins,
         paths_equal_their_twins,
         trees_grow_as_on_a_cpu,
+        heads_draft_alike_with_and_without_kernels,
         rows_of_the_kernels_are_independent,
         a_chain_is_bit_identical_in_attention,
         targets_decode_alike_with_and_without_kernels,

@@ -15,6 +15,7 @@ import torch
 
 from eval.gpu.baselines import WAYS, tokens_per_second
 from eval.gpu.checks import CHECKS
+from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
@@ -87,6 +88,7 @@ def kernels(bench: Bench, found: Found) -> None:
             break
         parts = kernel_parts(SHAPES[bench.shape], rows, 2048, bench.device)
         found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
+    found["drafts"] = [p.record(bench.bandwidth) for p in draft_parts(SHAPES[bench.shape], 2048, bench.device)]
 
 
 def identity(bench: Bench, found: Found) -> None:

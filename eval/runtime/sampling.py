@@ -119,8 +119,8 @@ class RowSampling:
             ids, logp = self.pick_in_tensors(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         scores = self.perturb(logits, positions, token_ids) if self.random else logits
-        columns, logp = (x.unflatten(0, (-1, W)) for x in best_of_rows(scores.flatten(0, 1), count))
-        return columns if token_ids is None else token_ids[columns], logp
+        ids, logp = best_of_rows(scores.flatten(0, 1), count, token_ids)
+        return ids.unflatten(0, (-1, W)), logp.unflatten(0, (-1, W))
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.

@@ -300,6 +300,8 @@ def test_picks(M: int, V: int, count: int) -> None:
     wanted, law = best_of_rows_twin(x, count)
     assert torch.equal(columns, wanted)
     torch.testing.assert_close(logp, law)
+    names = torch.randperm(3 * V)[:V]
+    assert torch.equal(best_of_rows(x, count, names)[0], names[columns])
     tied = torch.randint(3, (M, V)).float()
     tied[:, 1::2] = -torch.inf
     columns, logp = best_of_rows(tied, min(count, 2))

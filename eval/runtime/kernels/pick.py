@@ -14,10 +14,11 @@ from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels,
 BLOCK = 4096
 
 
-def best_of_rows(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """logits (M, V) -> the `count` (R) best columns (M, R) int64, falling, and their log-softmax (M, R) float32."""
+def best_of_rows(logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits (M, V) -> the `count` (R) best columns (M, R) int64, falling, and their log-softmax (M, R) float32.
+    token_ids (V,) int64: what columns are called, their numbers if None."""
     if not runs_kernels(logits):
-        return best_of_rows_twin(logits, count)
+        return best_of_rows_twin(logits, count, token_ids)
     logits = logits.contiguous()
     M, V = logits.shape
     blocks = triton.cdiv(V, BLOCK)
@@ -27,17 +28,17 @@ def best_of_rows(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     columns, logp = logits.new_empty(M, count, dtype=torch.int64), logits.new_empty(M, count, dtype=torch.float32)
     _best_of_block[(M, blocks)](logits, tops[0], tops[1], values, ids, V, blocks, COUNT=count, BLOCK=BLOCK)
     _best_of_blocks[(M,)](
-        tops[0], tops[1], values, ids, columns, logp, V, blocks,
-        COUNT=count, PAD=next_power_of_2(blocks), ALL=next_power_of_2(blocks * count),
+        tops[0], tops[1], values, ids, ids if token_ids is None else token_ids, columns, logp, V, blocks,
+        COUNT=count, PAD=next_power_of_2(blocks), ALL=next_power_of_2(blocks * count), NAMED=token_ids is not None,
     )  # fmt: skip
     return columns, logp
 
 
-def best_of_rows_twin(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_of_rows_twin(logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same in torch operations; which of equal logits stands first is not said."""
     law = logits.float().log_softmax(-1)
     logp, columns = law.max(-1, keepdim=True) if count == 1 else law.topk(count, dim=-1)
-    return columns, logp
+    return columns if token_ids is None else token_ids[columns], logp
 
 
 @jit
@@ -62,7 +63,8 @@ def _best_of_block(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_of_blocks(  # type: ignore[no-untyped-def]
-    TOPS, MASSES, VALUES, IDS, COLUMNS, LOGP, V, blocks, COUNT: constexpr, PAD: constexpr, ALL: constexpr,
+    TOPS, MASSES, VALUES, IDS, NAMES, COLUMNS, LOGP, V, blocks,
+    COUNT: constexpr, PAD: constexpr, ALL: constexpr, NAMED: constexpr,
 ):  # fmt: skip
     """One row: the blocks' best against each other."""
     row, block, j = tl.program_id(0).to(tl.int64), tl.arange(0, PAD), tl.arange(0, ALL)
@@ -77,6 +79,6 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]
     for r in range(0, COUNT):
         best = tl.max(tl.where(left, values, -float("inf")), 0)
         first = tl.min(tl.where(left & (values == best), ids, V), 0)
-        tl.store(COLUMNS + row * COUNT + r, first)
+        tl.store(COLUMNS + row * COUNT + r, tl.load(NAMES + first, mask=first < V, other=0) if NAMED else first)
         tl.store(LOGP + row * COUNT + r, best - whole)
         left = left & (ids != first)
