@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eval.grown import Growth, ModelShape, grow_block, grow_llama, grow_norm, grow_output, place
 from heads.draft import Draft
@@ -23,8 +23,8 @@ from heads.errors import UserError
 from heads.layers import BlockConfig
 from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
-from heads.target import check_taps
-from heads.vocab import kept_ids
+from heads.taps import check_taps
+from heads.vocab import kept_ids, vocab_of
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -74,9 +74,8 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
         num_target_layers=new.num_hidden_layers,
         taps=check_taps(config.taps, new.num_hidden_layers),
         draft_vocab_size=count,
-        rope_theta=grown_theta(config, growth),
     )
-    grown = blank(Eagle3(grown_config, *tables(kept, new.vocab_size)), head.fc.weight.dtype)
+    grown = blank(Eagle3(grown_config, *vocab_of(kept, new.vocab_size)), head.fc.weight.dtype)
     L = len(config.taps)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
     ours, theirs = grown.midlayer, head.midlayer
@@ -107,10 +106,9 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
         **grown_widths(config, growth, size),
         vocab_size=new.vocab_size,
         num_target_layers=new.num_hidden_layers,
-        rope_theta=grown_theta(config, growth),
     )
     kept = kept_ids(head.d2t)
-    grown = blank(Mtp(grown_config, *tables(kept, new.vocab_size)), next(head.parameters()).dtype)
+    grown = blank(Mtp(grown_config, *vocab_of(kept, new.vocab_size)), next(head.parameters()).dtype)
     for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
         assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
         small, large = theirs.block, ours.block
@@ -159,13 +157,6 @@ def blank(head: Head, dtype: torch.dtype) -> Head:
     return head
 
 
-def tables(kept: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """d2t and t2d of the draft ids kept (Vd,)."""
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[kept] = True
-    return kept - torch.arange(len(kept)), t2d
-
-
 def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
     """The fields of `BlockConfig` of a grown block. UserError if the block is of another make, or would shrink."""
     if config.rms_norm_eps != growth.eps:
@@ -182,12 +173,8 @@ def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[st
         "num_key_value_heads": growth.new.num_key_value_heads,
         "head_dim": growth.new.head_dim,
         "rms_norm_eps": growth.new_eps,
+        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads turn as small ones
     }
-
-
-def grown_theta(config: Any, growth: Growth) -> float:
-    """The rotary base by which wider heads turn as the small ones do."""
-    return float(config.rope_theta ** (growth.new.head_dim / config.head_dim))
 
 
 def copy_norms(ours: Any, theirs: Any, growth: Growth, names: tuple[str, ...]) -> None:

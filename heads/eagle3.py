@@ -22,10 +22,11 @@ from heads.eagle3_format import eagle3_engine_config
 from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
-from heads.losses import LOSSES
+from heads.losses import check_loss_settings
 from heads.recurrent import Recurrent, Turn
 from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.target import FrozenTarget, check_taps, default_taps, tap_scales
+from heads.taps import check_taps, default_taps, tap_scales
+from heads.target import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids
 
 
@@ -41,8 +42,6 @@ class Eagle3Config(BlockConfig):
     """Residual streams read, by the layer they enter; ascending."""
     draft_vocab_size: int
     """Tokens the head can draft."""
-    rope_theta: float
-    """Base of the rotary positions."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     depth: int = 7
@@ -57,16 +56,9 @@ class Eagle3Config(BlockConfig):
     """EAGLE-3.1: recycle the state after the final norm instead of before it."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise UserError(f"head.depth: expected at least 1, got {self.depth}")
-        if not 0 < self.depth_decay <= 1:
-            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
-        if self.loss not in LOSSES:
-            raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
+        check_loss_settings(self)
         if not all(isinstance(tap, int) for tap in self.taps):
             raise UserError(f"head.taps: expected numbers of layers, got {self.taps}")
-        if not self.rope_theta > 0:
-            raise UserError(f"head.rope_theta: expected a number above 0, got {self.rope_theta}")
         self.check_block()
 
 
@@ -113,11 +105,7 @@ class Eagle3(Recurrent):
 
     @classmethod
     def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
-        if target.lm_head_weight.shape[1] != target.hidden_size:
-            raise UserError(
-                f"{target.name}: its embeddings are {target.lm_head_weight.shape[1]} wide and its hidden states "
-                f"{target.hidden_size}; eagle3 needs one width, use another target"
-            )
+        check_one_width(target, "eagle3")
         taps = (
             check_taps(settings["taps"], target.num_layers) if "taps" in settings else default_taps(target.num_layers)
         )

@@ -20,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The widths of one decoder block."""
+    """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,14 +28,14 @@ class BlockConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+    rope_theta: float
 
     def check_block(self) -> None:
         """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
         for field in fields(BlockConfig):
-            value = getattr(self, field.name)
-            right = isinstance(value, int | float if field.name == "rms_norm_eps" else int)
-            if not right or isinstance(value, bool) or not value > 0:
-                what = "number" if field.name == "rms_norm_eps" else "whole number"
+            value, whole = getattr(self, field.name), field.type is int
+            if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not value > 0:
+                what = "whole number" if whole else "number"
                 raise UserError(f"head.{field.name}: expected a {what} above 0, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(

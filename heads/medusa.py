@@ -23,12 +23,12 @@ from torch.nn.functional import silu
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
 from heads.labels import LABELS, certain_of_labels, chain_metrics, label_slots, supervised
-from heads.losses import LOSSES, draft_loss
+from heads.losses import check_loss_settings, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
 from heads.native.linear import Product
-from heads.target import FrozenTarget
+from heads.target import FrozenTarget, check_one_width
 from heads.tree import MOST_NODES, Proposal, TreeShape, grow
-from heads.vocab import build_vocab, kept_ids
+from heads.vocab import build_vocab, check_kept, kept_ids
 
 AHEAD = 2
 """Depth 0, the paper's head 1, predicts the token at t + AHEAD."""
@@ -57,13 +57,9 @@ class MedusaConfig:
     """That tree, each node but the root as the ranks on its path; None before anything is measured."""
 
     def __post_init__(self) -> None:
-        for name in ("depth", "num_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"head.{name}: expected at least 1, got {getattr(self, name)}")
-        if not 0 < self.depth_decay <= 1:
-            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
-        if self.loss not in (LABELS, *LOSSES):
-            raise UserError(f"head.loss: expected one of {', '.join((LABELS, *LOSSES))}, got {self.loss!r}")
+        check_loss_settings(self, also=LABELS)
+        if self.num_layers < 1:
+            raise UserError(f"head.num_layers: expected at least 1, got {self.num_layers}")
         if self.tree_nodes != 0 and not 2 <= self.tree_nodes <= MOST_NODES:
             raise UserError(f"head.tree_nodes: expected 2 to {MOST_NODES}, or 0 for no tree, got {self.tree_nodes}")
 
@@ -126,8 +122,7 @@ class Medusa(nn.Module):
             raise UserError(
                 f"token_map: expected ({config.draft_vocab_size},) int64, got {tuple(kept.shape)} {kept.dtype}"
             )
-        if not (kept.diff() > 0).all() or kept[0] < 0 or kept[-1] >= V:
-            raise UserError(f"token_map: expected ascending target ids below {V}, got {kept.tolist()[:8]}...")
+        check_kept("token_map", kept, V)
         self.config = config
         self.blocks = nn.ModuleList(ResidualBlocks(D, config.num_layers) for _ in range(config.depth))
         self.lm_heads = nn.ModuleList(nn.Linear(D, config.draft_vocab_size, bias=False) for _ in range(config.depth))
@@ -136,13 +131,9 @@ class Medusa(nn.Module):
 
     @classmethod
     def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Medusa":
-        D, width = target.hidden_size, target.lm_head_weight.shape[1]
-        if width != D:
-            raise UserError(
-                f"{target.name}: its embeddings are {width} wide and its hidden states {D}; medusa needs one width, "
-                "use another target"
-            )
-        defaults = {"hidden_size": D, "vocab_size": target.vocab_size, "draft_vocab_size": target.vocab_size}
+        check_one_width(target, "medusa")
+        D, V = target.hidden_size, target.vocab_size
+        defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
         config = MedusaConfig(**{**defaults, **settings})
         head = cls(config, kept_ids(build_vocab(token_counts, config.draft_vocab_size)[0]))
         head.initialise(target.lm_head_weight)

@@ -13,7 +13,7 @@ Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +23,15 @@ from heads.base import TargetEnds
 from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
-from heads.losses import LOSSES
+from heads.losses import check_loss_settings
 from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.recurrent import Recurrent, Turn
 from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.target import FrozenTarget, first_line
+from heads.target import FrozenTarget, check_one_width, first_line
 from heads.target_block import BlockMaker, block_record
 from heads.vocab import build_vocab, check_vocab, kept_ids
 
-OF_THE_BLOCK = {"intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"}
-OF_THE_CHECKPOINT = OF_THE_BLOCK | {"rope_theta", "num_modules", "layout"}
+OF_THE_CHECKPOINT = {field.name for field in fields(BlockConfig)} - {"hidden_size"} | {"num_modules", "layout"}
 """Settings that native modules bring with them."""
 
 
@@ -46,8 +45,6 @@ class MtpConfig(BlockConfig):
     """Decoder layers of the target; the families that number modules go on from there."""
     draft_vocab_size: int
     """Tokens the head can draft: rows of the target's output head that it uses."""
-    rope_theta: float
-    """Base of the rotary positions."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     native: bool = False
@@ -66,25 +63,18 @@ class MtpConfig(BlockConfig):
     """One of heads.losses.LOSSES."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise UserError(f"head.depth: expected at least 1, got {self.depth}")
+        check_loss_settings(self)
         if not 1 <= self.num_modules <= self.depth:
             raise UserError(
                 f"head.num_modules: expected 1 to head.depth ({self.depth}), each step trains one; "
                 f"got {self.num_modules}"
             )
-        if not 0 < self.depth_decay <= 1:
-            raise UserError(f"head.depth_decay: expected a number in (0, 1], got {self.depth_decay}")
-        if self.loss not in LOSSES:
-            raise UserError(f"head.loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.layout not in LAYOUTS:
             raise UserError(f"head.layout: expected one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if self.layout == "qwen" and self.num_modules > 1:
             raise UserError(f"head.num_modules: the layout qwen names one module, got {self.num_modules}")
         if self.native != (self.decoder is not None):
             raise UserError("native modules and the record of their decoder go together")
-        if not self.rope_theta > 0:
-            raise UserError(f"head.rope_theta: expected a number above 0, got {self.rope_theta}")
         self.check_block()
 
 
@@ -152,11 +142,7 @@ class Mtp(Recurrent):
 
     @classmethod
     def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Mtp":
-        if target.lm_head_weight.shape[1] != target.hidden_size:
-            raise UserError(
-                f"{target.name}: its embeddings are {target.lm_head_weight.shape[1]} wide and its hidden states "
-                f"{target.hidden_size}; mtp needs one width, use another target"
-            )
+        check_one_width(target, "mtp")
         native = None
         defaults = {
             "hidden_size": target.hidden_size,

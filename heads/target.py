@@ -229,48 +229,15 @@ def packed_visible(documents: Tensor) -> Tensor:
     return causal & (documents[:, :, None] == documents[:, None, :])
 
 
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section 3.1)."""
-    taps = (2, num_layers // 2, num_layers - 3)
-    if not 0 < taps[0] < taps[1] < taps[2]:
+def check_one_width(target: FrozenTarget, kind: str) -> None:
+    """Refuse a target whose output head reads another width than its layers have, for heads that begin with its
+    matrix."""
+    width = target.lm_head_weight.shape[1]
+    if width != target.hidden_size:
         raise UserError(
-            f"a target of {num_layers} layers is too shallow for the default taps {list(taps)}: name them, "
-            f"as in head.taps: {shallow_taps(num_layers)} (0 = embeddings, {num_layers} = last layer's output)"
+            f"{target.name}: its embeddings are {width} wide and its hidden states {target.hidden_size}; "
+            f"{kind} needs one width, use another target"
         )
-    return taps
-
-
-def shallow_taps(num_layers: int) -> list[int]:
-    """Three (or as many as there are) distinct taps for a shallow target, spread over its depth."""
-    return sorted({min(1, num_layers), (num_layers + 1) // 2, num_layers})
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The taps in ascending order, or a UserError that names the bad one."""
-    for k in taps:
-        if not 0 <= k <= num_layers:
-            raise UserError(
-                f"head.taps: {k} is not a residual stream of a target with {num_layers} layers; use 0 to {num_layers}"
-            )
-    if len(set(taps)) != len(taps) or not taps:
-        raise UserError(f"head.taps: {list(taps)} must name at least one tap, each once")
-    return tuple(sorted(taps))
-
-
-@torch.no_grad()
-def tap_scales(target: FrozenTarget, taps: tuple[int, ...], token_counts: Tensor) -> Tensor:
-    """(L,) the root mean square of each tapped stream, over tokens drawn as often as they are labels.
-
-    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest tap.
-    A head that starts at that size learns as if its rate were that much smaller.
-    """
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
-    tokens = tokens.to(target.device)
-    positions = torch.arange(64, device=target.device).expand(4, -1)
-    streams = target.packed_features(tokens, positions, torch.zeros_like(positions), taps).taps
-    by_tap: Tensor = streams.float().unflatten(-1, (len(taps), -1))  # (4, 64, L, D)
-    return by_tap.square().mean((0, 1, 3)).sqrt().cpu()
 
 
 @torch.no_grad()
@@ -307,9 +274,7 @@ def load_target(
         loaded: Any = auto_class(config).from_pretrained(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
-    except (
-        Exception
-    ) as error:  # transformers, safetensors and torch raise OSError, ValueError, RuntimeError and their own
+    except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
         raise UserError(
             f"{path}: no causal language model with safetensors weights can be loaded ({first_line(error)})"
         ) from error

@@ -14,10 +14,14 @@ def build_vocab(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
     V = len(counts)
     if not 0 < size <= V:
         raise UserError(f"head.draft_vocab_size: expected 1 to {V} (the target's vocabulary), got {size}")
-    kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
-    t2d = torch.zeros(V, dtype=torch.bool)
+    return vocab_of(counts.sort(descending=True, stable=True).indices[:size].sort().values, V)
+
+
+def vocab_of(kept: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The tables of the draft ids `kept` (Vd,), ascending target ids out of `size`: the inverse of `kept_ids`."""
+    t2d = torch.zeros(size, dtype=torch.bool)
     t2d[kept] = True
-    return kept - torch.arange(size), t2d
+    return kept - torch.arange(len(kept)), t2d
 
 
 def kept_ids(d2t: Tensor) -> Tensor:
@@ -31,7 +35,12 @@ def check_vocab(d2t: Tensor, t2d: Tensor, draft_size: int, size: int) -> None:
         if table.shape != shape or table.dtype != dtype:
             raise UserError(f"{name}: expected {shape} {dtype}, got {tuple(table.shape)} {table.dtype}")
     ids = kept_ids(d2t)
-    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= size:
-        raise UserError(f"d2t: expected ascending target ids below {size}, got {ids.tolist()[:8]}...")
+    check_kept("d2t", ids, size)
     if not torch.equal(t2d.nonzero()[:, 0], ids):
         raise UserError(f"t2d marks {int(t2d.sum())} ids and d2t names {draft_size}: they must be the same ids")
+
+
+def check_kept(name: str, ids: Tensor, size: int) -> None:
+    """Refuse ids (Vd,) of a draft vocabulary that are not ascending target ids out of `size`."""
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= size:
+        raise UserError(f"{name}: expected ascending target ids below {size}, got {ids.tolist()[:8]}...")

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMa
 
 from heads.errors import UserError
 from heads.families import attention_masks
-from heads.target import FrozenTarget, check_taps, default_taps, load_target, load_tokenizer, shallow_taps
+from heads.taps import check_taps, default_taps, shallow_taps
+from heads.target import FrozenTarget, load_target, load_tokenizer
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,
