@@ -66,6 +66,7 @@ class Backlog:
         places = (self.tokens, self.count, self.taps, self.hidden)
         sizes = (fresh.shape[2] * fresh.element_size() for fresh in (self.taps, self.hidden))
         self.struct = BacklogStruct(*(place.data_ptr() for place in places), B, S, *sizes)
+        self.reference = ctypes.byref(self.struct)
 
     def forget(self, rows: Tensor) -> None:
         """Drop what is kept of some rows (B,) bool."""
@@ -78,7 +79,7 @@ class Backlog:
         fresh = observation.tokens, observation.taps, observation.hidden, observation.count
         if self.library is not None:
             held = [tensor.contiguous() for tensor in fresh]
-            self.library.keep(ctypes.addressof(self.struct), *(tensor.data_ptr() for tensor in held))
+            self.library.keep(self.reference, *(tensor.data_ptr() for tensor in held))
             return
         tokens, taps, hidden, count = fresh
         # A row that is done gets junk in a place that is not counted, or in its last: it is reset before it is read.

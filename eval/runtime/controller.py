@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 
@@ -122,8 +123,7 @@ class Cost:
         return self.seconds / before if settled else 1.0
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Rounds between two looks of the host, all with one draft."""
 
     rounds: int
@@ -154,6 +154,7 @@ class Controller:
         self.costs = [Cost() for _ in self.shapes]
         self.rounds = [0] * len(self.shapes)
         self.last_tried = [0] * len(self.shapes)
+        self.spans: list[Span] = []  # not yet learnt from
         self.home = self.rung = 0
         self.interval = SHORTEST_INTERVAL
         self.stay = self.stay_tests = 0  # rounds with this rung since it was turned to, and tests of its first token
@@ -167,14 +168,25 @@ class Controller:
 
     def note(self, span: Span) -> None:
         """Take in what the current rung gave, and choose the next."""
-        rung, depth = self.rung, self.shapes[self.rung].depth
-        self.rounds[rung] += span.rounds
+        self.rounds[self.rung] += span.rounds
         self.stay += span.rounds
+        self.spans.append(span)
+        # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh, and
+        # what a plain step's caches have no room for had better wait.
+        if self.rung == self.home == self.none and self.stay < self.interval:
+            return
+        for past in self.spans:
+            self._learn(past)
+        self.spans.clear()
+        if self._tried():
+            self._choose()
+
+    def _learn(self, span: Span) -> None:
+        """What rounds with the current rung say of acceptance and of costs."""
+        rung, depth = self.rung, self.shapes[self.rung].depth
         if depth:
-            self.acceptance[rung].add(
-                [*span.tested, *[0] * (len(self.acceptance[rung].tested) - depth)],
-                [*span.kept, *[0] * (len(self.acceptance[rung].tested) - depth)],
-            )
+            untested = [0] * (len(self.acceptance[rung].tested) - depth)
+            self.acceptance[rung].add([*span.tested, *untested], [*span.kept, *untested])
             self.stay_tests += span.tested[0]
         if not self.fresh:
             self.measured = True
@@ -184,9 +196,6 @@ class Controller:
                 if other != rung and known is not None:
                     self.costs[other].seconds = known * factor
         self.fresh = False
-        # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh.
-        if self._tried() and not (rung == self.home == self.none and self.stay < self.interval):
-            self._choose()
 
     def _tried(self) -> bool:
         """Whether the current rung has been seen long enough to judge it."""

@@ -100,8 +100,8 @@ class Ladder:
     def end(self, rounds: int, seconds: float) -> str:
         """Tell the controller what these rounds gave; -> the name of their draft."""
         rung = self.rungs[self.controller.rung]
-        tested, kept = ([], []) if rung is self.idle else self._fates(rung, rounds)
-        self.controller.note(Span(rounds, seconds, tested, kept))
+        fates = () if rung is self.idle else self._fates(rung, rounds)
+        self.controller.note(Span(rounds, seconds, *fates))
         return str(rung.shape)
 
     def _fates(self, rung: Decoder, rounds: int) -> Sequence[list[int]]:

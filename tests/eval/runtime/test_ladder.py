@@ -33,7 +33,8 @@ class Restless(Controller):
     def note(self, span: Span) -> None:
         super().note(span)
         if self.chance.random() < 0.5:
-            self.rung = self.chance.randrange(len(self.shapes))
+            self.spans.clear()
+            self._turn(self.chance.randrange(len(self.shapes)))
 
 
 def make_restless(engine: Engine) -> Engine:
