@@ -277,6 +277,8 @@ class Mtp(Recurrent):
     def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         if not self.rotary:
             return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
-        like = torch.empty((), dtype=dtype, device=positions.device)
-        cos, sin = self.rotary[0].to(positions.device)(like, positions)  # (B, T, d)
+        like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
+        if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
+            positions = positions.expand(3, -1, -1)
+        cos, sin = maker(like, positions)  # (B, T, d)
         return cos[:, None], sin[:, None]

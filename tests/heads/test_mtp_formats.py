@@ -131,7 +131,8 @@ def test_qwens_states_are_those_of_a_layer_of_transformers(
     mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
         x = torch.cat(both, -1) @ own["fc.weight"].T
-        turn = decoder.rotary_emb(x, batch.positions[:, :T])
+        grid = (3, -1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else (-1, -1)
+        turn = decoder.rotary_emb(x, batch.positions[:, :T].expand(*grid))
         x = decoder.layers[0](x, position_embeddings=turn, attention_mask=mask)
         ours = head.unroll(batch, 1)[0][:, :T]
     torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
@@ -174,9 +175,14 @@ def test_deepseeks_states_are_those_of_transformers(
     with torch.no_grad():
         for k, ours in enumerate(head.unroll(batch, count), start=1):
             T = 18 - k
-            hidden = theirs.forward_layer(
-                k - 1, hidden[:, :T], batch.positions[:, :T], None, input_ids=batch.tokens[:, k:]
+            embedded, hidden, positions = (
+                theirs.embed_tokens(batch.tokens[:, k:]),
+                hidden[:, :T],
+                batch.positions[:, :T],
             )
+            mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
+            turn = theirs.rotary_emb(hidden, positions)
+            hidden = theirs.layers[k - 1](embedded, hidden, turn, mask, positions, past_key_values=None)
             torch.testing.assert_close(ours[:, :T], hidden, atol=1e-6, rtol=1e-5)  # their norms compute in float32
 
 
