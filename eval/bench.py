@@ -10,7 +10,6 @@ target's own (then no speedup is printed); 2 with one line for what the caller c
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from eval.command import Parser, add_head_options, draft_shapes, exit_status, op
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder
 from eval.measure import Entry
-from eval.prompts import Prompt, prompts_hash
+from eval.prompts import Prompt
 from eval.report import print_report, write_report
 from eval.results import (
     SCHEMA_VERSION,
@@ -39,6 +38,7 @@ from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.registry import untrained_kind
 from heads.target import FrozenTarget
+from heads.tree import TreeShape
 
 
 def run_bench(
@@ -56,23 +56,7 @@ def run_bench(
     parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
     named = settings.shapes(head)
     prompts = choose_prompts(target, tokenizer, settings, settings.most_nodes(named))
-    judged, searches = Judged(), []
-    with progress_bar() as bar:
-        for temperature in settings.temperatures:
-            search, shapes = None, named
-            if settings.is_auto:
-                search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
-                shapes = search.next_shapes()
-            while shapes:
-                entries = [Entry(head, shape, settings.rule, settings.adaptive) for shape in shapes]
-                fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
-                judged.add(fresh)
-                shapes = []
-                if search is not None:
-                    search.take(fresh.measurements)
-                    shapes = search.next_shapes()
-            if search is not None:
-                searches.append(search.record(temperature))
+    judged, searches = measure_settings(target, head, tokenizer, settings, prompts, named)
     measurements, suites = judged.measurements, judged.suites
     best = headline(measurements)
     exact = pooled_exactness(measurements, judged.unrepeatable)
@@ -83,7 +67,7 @@ def run_bench(
         "target": target_facts(target),
         "head": head_facts(head, head_path),
         **environment(target),
-        "settings": {**asdict(settings), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
+        "settings": settings.record(prompts),
         **measurements[best],
         "exact": exact,
         "suites": suites[best],
@@ -101,6 +85,36 @@ def run_bench(
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
+
+
+def measure_settings(
+    target: FrozenTarget,
+    head: Drafter,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: BenchSettings,
+    prompts: Sequence[Prompt],
+    named: Sequence[TreeShape],
+) -> tuple[Judged, list[Results]]:
+    """Measure the `named` shapes, or what a search comes upon beside them, at every temperature: the figures of all,
+    and a record of each search."""
+    judged, searches = Judged(), []
+    with progress_bar() as bar:
+        for temperature in settings.temperatures:
+            search, shapes = None, named
+            if settings.is_auto:
+                search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
+                shapes = search.next_shapes()
+            while shapes:
+                entries = [Entry(head, shape, settings.rule, settings.adaptive) for shape in shapes]
+                fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
+                judged.add(fresh)
+                shapes = []
+                if search is not None:
+                    search.take(fresh.measurements)
+                    shapes = search.next_shapes()
+            if search is not None:
+                searches.append(search.record(temperature))
+    return judged, searches
 
 
 def parts_of_headline(

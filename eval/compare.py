@@ -10,7 +10,7 @@ writes compare.json and compare.md into --out. Exit status as of eval/bench.py.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -33,7 +33,6 @@ from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progres
 from eval.files import check_folder, write_text
 from eval.measure import Entry
 from eval.pilot import can_draft
-from eval.prompts import prompts_hash
 from eval.report import print_audit, setting_line
 from eval.results import (
     SCHEMA_VERSION,
@@ -132,7 +131,7 @@ def compare(
         "target": target_facts(target),
         "heads": [{"name": c.name, **head_facts(c.head, c.path)} for c in contestants],
         **environment(target),
-        "settings": {**asdict(settings), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)},
+        "settings": settings.record(prompts),
         "exact": exact,
         "measurements": [{"head": contestants[n].name, **m} for n, m in zip(owners, judged.measurements, strict=True)],
         **({"auto": looked} if looked else {}),

@@ -57,21 +57,6 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
     laps = contender.laps_of(units)
     tau = metrics.tau(traces)
     phases = race.breakdowns[race.drafting.index(contender)]
-    speedup = None
-    if identical == len(indices):
-        rates = (made, seconds), (tokens, plain)
-        interval = metrics.rate_ratio_interval(*rates) if in_law else metrics.speedup_interval(plain, seconds)
-        speedup = {
-            "measured": metrics.rate_ratio(*rates) if in_law else metrics.speedup(plain, seconds),
-            "ci95": interval if len(units) > 1 else None,
-            "predicted": metrics.predicted_speedup(
-                tau,
-                plain_seconds=phases["plain"],
-                draft=phases["draft"],
-                verify=phases["verify"],
-                rest=phases["accept"] + phases["commit"],
-            ),
-        }
     return {
         "tree": str(contender.shape),
         "depth": depth,
@@ -96,10 +81,34 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
-        "speedup": speedup,
+        "speedup": speedup_record(race, contender, units, tau) if identical == len(indices) else None,
         **({} if contender.engine.ladder is None else {"adaptive": adaptive_record(contender, units)}),
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
+    }
+
+
+def speedup_record(race: Race, contender: Contender, units: Sequence[int], tau: float) -> Results:
+    """How much faster than plain decoding a contender was over some of the units, and ought to have been."""
+    plain = [race.plain.unit_seconds(unit) for unit in units]
+    seconds = [contender.unit_seconds(unit) for unit in units]
+    if contender.in_law(race):  # the texts are others than plain decoding's, so rates are compared
+        made, tokens = ([race.tokens(unit, who) for unit in units] for who in (contender, race.plain))
+        rates = (made, seconds), (tokens, plain)
+        measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
+    else:
+        measured, interval = metrics.speedup(plain, seconds), metrics.speedup_interval(plain, seconds)
+    phases = race.breakdowns[race.drafting.index(contender)]
+    return {
+        "measured": measured,
+        "ci95": interval if len(units) > 1 else None,
+        "predicted": metrics.predicted_speedup(
+            tau,
+            plain_seconds=phases["plain"],
+            draft=phases["draft"],
+            verify=phases["verify"],
+            rest=phases["accept"] + phases["commit"],
+        ),
     }
 
 

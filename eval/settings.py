@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from eval.auto import MOST_NODES
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash
 from eval.runtime.controller import check_adaptive
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
@@ -61,6 +62,10 @@ class BenchSettings:
     def most_nodes(self, named: Sequence[TreeShape]) -> int:
         """Of any draft that is to be measured, the named ones or others."""
         return max([shape.nodes for shape in named] + [MOST_NODES] * self.is_auto)
+
+    def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """What results.json says of them, and of the prompts that they gave."""
+        return {**asdict(self), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)}
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""
