@@ -63,9 +63,14 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "nodes": contender.shape.nodes,
         "temperature": race.requests[0].sampling.temperature,
         "rule": contender.engine.rule,
-        "exact": in_law_record(len(indices), len(indices), identical, wrong)
-        if in_law
-        else {"prompts": len(indices), "identical": identical, "divergences": wrong, **near_ties},
+        "exact": {
+            **(
+                in_law_record(len(indices), len(indices), identical, wrong)
+                if in_law
+                else {"prompts": len(indices), "identical": identical, "divergences": wrong}
+            ),
+            **near_ties,
+        },
         "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
         "alpha": metrics.acceptance_by_depth(traces, depth),
         "accepted_histogram": metrics.accepted_histogram(traces, depth),
@@ -157,10 +162,10 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dic
     divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
     compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
     identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
-    if any("kind" in m["exact"] for m in measurements):
-        return in_law_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
-    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
     record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
+    if any("kind" in m["exact"] for m in measurements):
+        record = in_law_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
+    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
     return {**record, "near_ties": near} if near else record
 
 

@@ -53,11 +53,19 @@ def audit_line(results: Results) -> str:
         return (
             f"exact in law under rule {results['rule']}: sampled text is a draw from the target's law, another than "
             "plain decoding's; at temperature 0 plain decoding's own tokens: "
-            f"{greedy['identical']} of {greedy['prompts']} prompts"
+            f"{greedy['identical']} of {greedy['prompts']} prompts{near_tie_text(exact)}"
         )
     pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
     of = " of the adapted target" if is_adapted(results) else ""
-    return f"output identical to plain decoding{of}: {exact['identical']} of {exact['prompts']} prompts{pooled}"
+    counted = f"{exact['identical']} of {exact['prompts']} prompts{pooled}{near_tie_text(exact)}"
+    return f"output identical to plain decoding{of}: {counted}"
+
+
+def near_tie_text(exact: Results) -> str:
+    """`, 3 of them but for near-ties`: texts of trees in narrow numbers, where the order of a sum turned a choice
+    between tokens within its rounding; nothing where there are none."""
+    near = len(exact.get("near_ties", ()))
+    return f", {near} of them but for near-ties" if near else ""
 
 
 def is_adapted(results: Results) -> bool:
@@ -73,7 +81,9 @@ def is_exact(results: Results) -> bool:
 def exact_cell(figures: Results) -> str:
     """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in law."""
     exact = figures["exact"]
-    return "in law" if exact["identical"] is None else f"{exact['identical']} of {exact['prompts']}"
+    if exact["identical"] is None:
+        return "in law"
+    return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 
 def speedup_text(figures: Results) -> str:

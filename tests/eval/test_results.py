@@ -11,7 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from eval.files import write_text
 from eval.results import headline, pieces, pooled_exactness, read_results, write_results
 from eval.runtime.engine import Output
-from eval.wording import count, number, percent, sampling_text, short_name, with_interval
+from eval.wording import (
+    audit_line,
+    count,
+    exact_cell,
+    is_exact,
+    number,
+    percent,
+    sampling_text,
+    short_name,
+    with_interval,
+)
 from heads.errors import UserError
 
 
@@ -53,6 +63,15 @@ def measurement(tree: str, temperature: float, speed: float | None) -> dict[str,
     speedup = None if speed is None else {"measured": speed}
     exact = {"prompts": 2, "identical": 2, "divergences": []}
     return {"tree": tree, "temperature": temperature, "speedup": speedup, "exact": exact}
+
+
+def test_near_ties_are_told_of_wherever_identity_is() -> None:
+    without, tied = measurement("chain:3", 0, 1.2), measurement("tree:3x2x6", 0, 1.3)
+    tied["exact"]["near_ties"] = [{"prompt": "1"}]
+    results = {"exact": pooled_exactness([without, tied], []), "measurements": [without, tied], "target": {}}
+    line = "output identical to plain decoding: 4 of 4 prompts (2 prompts x 2 settings), 1 of them but for near-ties"
+    assert audit_line(results) == line and is_exact(results)
+    assert [exact_cell(m) for m in (without, tied)] == ["2 of 2", "2 of 2, 1 of them but for near-ties"]
 
 
 def test_the_headline_is_the_fastest_at_the_first_temperature() -> None:
