@@ -19,11 +19,11 @@ from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
 from heads.encoder_decoder import give_template
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.own_tree import HEAD_TREE, shape_for
 from heads.quantization import SCHEMES
 from heads.registry import build_untrained, untrained_kind
-from heads.target import FrozenTarget, first_line, load_target, load_tokenizer
+from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import TreeShape
 
 AUTO = "auto"

@@ -15,8 +15,7 @@ from eval.results import Results, read_results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.checkpoint import CONFIG, WEIGHTS, find_head, load_head, read_config, seal
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 
 CARD, PLOT = "README.md", "plots/acceptance.png"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.files import is_file, read_given
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""

@@ -37,8 +37,8 @@ from eval.results import Results, environment, head_facts, pooled_exactness, tar
 from eval.runtime.sampling import Sampling
 from eval.wording import device_text, is_exact, number, short_name, speedup_text, target_text
 from heads.base import Drafter
-from heads.errors import UserError
-from heads.target import FrozenTarget, first_line
+from heads.errors import UserError, first_line
+from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 SCHEMA_VERSION = 1

@@ -18,8 +18,7 @@ import yaml
 
 from eval.files import read_given
 from eval.results import Results
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")

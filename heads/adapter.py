@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from heads.errors import UserError
-from heads.target import FrozenTarget, first_line
+from heads.errors import UserError, first_line
+from heads.target import FrozenTarget
 
 ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
-from heads.target import FrozenTarget, first_line
+from heads.target import FrozenTarget
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

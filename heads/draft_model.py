@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from heads.encoder_decoder import auto_class
-from heads.errors import UserError
-from heads.target import FrozenTarget, first_line, load_target, load_tokenizer
+from heads.errors import UserError, first_line
+from heads.target import FrozenTarget, load_target, load_tokenizer
 
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}

@@ -3,3 +3,9 @@
 
 class UserError(ValueError):
     """One clear line: what was expected, what came, what to do. Commands print it and exit with status 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without its trailing stop."""
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

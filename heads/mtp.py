@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import TargetEnds
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.families import block_settings, final_norm_scale
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.recurrent import Recurrent, Turn
 from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.target import FrozenTarget, check_one_width, first_line
+from heads.target import FrozenTarget, check_one_width
 from heads.target_block import BlockMaker, block_record
 from heads.vocab import build_vocab, check_vocab, kept_ids
 

@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.hub import repo_and_revision
-from heads.target import first_line
 
 INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")

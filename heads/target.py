@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from heads.base import TargetEnds
 from heads.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
 from heads.hub import repo_and_revision
 from heads.mimo import register_mimo
@@ -318,9 +318,3 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             f"{path}: no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json beside config.json"
         ) from error
     return tokenizer
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without its trailing stop."""
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

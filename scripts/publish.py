@@ -23,8 +23,7 @@ from eval.command import Parser, exit_status
 from eval.published import Publication, collect
 from eval.wording import is_hub_id
 from heads.checkpoint import CONFIG, WEIGHTS
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 
 
 def publish(options: argparse.Namespace) -> int:

@@ -20,8 +20,7 @@ from eval.command import Parser, count, exit_status
 from eval.files import read_given
 from eval.results import read_results
 from eval.sweep_file import figures_of, read_sweep
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 from train.tracker import quiet_settings
 
 

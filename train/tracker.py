@@ -11,8 +11,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from eval.files import write_text
-from heads.errors import UserError
-from heads.target import first_line
+from heads.errors import UserError, first_line
 from train.recipe import Recipe, plain_settings
 from train.run_folder import RunFolder
 

@@ -16,7 +16,7 @@ import torch
 
 from eval.runtime.memory import is_out_of_memory
 from eval.runtime.round import Decoder
-from heads.target import first_line
+from heads.errors import first_line
 
 SMALLEST_EXTENT = 256
 WARM_UPS = 2

@@ -10,7 +10,6 @@ head dimension, C latent width, P rotary width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from eval.runtime.notices import say_once
 from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
 from heads.kernels.attention import ancestor_words, tree_attention
-from heads.kernels.backend import runs_kernels, triton
+from heads.kernels.backend import runs_kernels, why_not
 from heads.kernels.experts import MOST_ROWS, expert_mm, weigh_visits
 from heads.kernels.layers import add_norm, rope_write, silu_mul
 from heads.kernels.per_head import per_head_mm
@@ -34,7 +33,7 @@ from heads.native.decoder import NativeDecoder
 from heads.native.feedforward import Experts, GatedMLP
 from heads.native.linear import Product
 from heads.native.slots import SlotCache
-from heads.target import Features, FrozenTarget, first_line
+from heads.target import Features, FrozenTarget
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
@@ -42,33 +41,16 @@ DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 def kernels_fit(target: FrozenTarget) -> bool:
     """Whether kernels can run where the target lives, on numbers of its kind; a GPU without them is told of."""
-    reason = None
-    if target.device.type == "cuda":
-        reason = why_no_kernels(target.dtype, torch.cuda.get_device_capability(target.device))
-        reason = reason or why_triton_fails(target.device)
+    reason = why_no_kernels(target.dtype, target.device) if target.device.type == "cuda" else None
     if reason is not None:
         say_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
     return reason is None and runs_kernels(target.head.weight) and target.dtype in DTYPES
 
 
-def why_no_kernels(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """What keeps a target on a GPU of that compute capability from the kernels, or None."""
-    if triton is None:
-        return "Triton is not installed"
-    if capability < (8, 0):
-        return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
-    return None if dtype in DTYPES else f"kernels take no {str(dtype).removeprefix('torch.')}"
-
-
-@cache
-def why_triton_fails(device: torch.device) -> str | None:
-    """What keeps Triton from compiling on a GPU, or None: it needs a C compiler too, and asks for it at the first
-    launch."""
-    try:
-        silu_mul(torch.zeros(1, 2, device=device))
-    except Exception as error:  # of whatever kind, kernels are not to be had
-        return f"Triton fails ({first_line(error)})"
-    return None
+def why_no_kernels(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps a target on a GPU from the kernels, or None."""
+    reason = f"kernels take no {str(dtype).removeprefix('torch.')}"
+    return why_not(device) or (None if dtype in DTYPES else reason)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,15 @@ Every kernel has a twin in torch operations, which is its specification and runs
 interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for tests.
 """
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from heads.errors import first_line
 
 triton: Any = import_module("triton") if find_spec("triton") else None  # CPU builds of torch come without
 tl: Any = import_module("triton.language") if find_spec("triton") else None
@@ -22,12 +26,37 @@ ON_CPU = False
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether kernels can take tensors that live where `x` does."""
-    return triton is not None and (x.is_cuda or ON_CPU)
+    return triton is not None and (ON_CPU or (x.is_cuda and why_not(x.device) is None))
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """What keeps kernels from a GPU, or None."""
+    if triton is None:
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"a GPU of compute capability {capability[0]}.{capability[1]} has no bfloat16; 8.0 has"
+    try:
+        launch_once(device)
+    except Exception as error:  # of whatever kind, kernels are not to be had
+        return f"Triton fails ({first_line(error)})"
+    return None
+
+
+def launch_once(device: torch.device) -> None:
+    """Triton needs a C compiler, too, and asks for it at the first launch."""
+    _nothing[(1,)](torch.empty(1, device=device))
 
 
 def jit(function: Any) -> Any:
     """`triton.jit`, or the plain function where there is no triton: it is never called there."""
     return triton.jit(function) if triton is not None else function
+
+
+@jit
+def _nothing(X):  # type: ignore[no-untyped-def]
+    tl.store(X, 0.0)
 
 
 def next_power_of_2(n: int) -> int:

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.hf import TargetStep
-from eval.runtime.kernel_step import kernels_fit, why_no_kernels, why_triton_fails
+from eval.runtime.kernel_step import kernels_fit, why_no_kernels
 from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
+from heads.kernels.backend import why_not
 from heads.kernels.gemm import TILES
 from heads.kernels.products import MAKERS, Products, rows_are_independent, shape_of
 from heads.native.architectures import native_decoder
@@ -223,11 +224,16 @@ def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Call
 
 
 def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_no_kernels(torch.bfloat16, (9, 0)) is None
-    assert "compute capability 7.5 has no bfloat16" in str(why_no_kernels(torch.bfloat16, (7, 5)))
-    assert why_no_kernels(torch.float64, (9, 0)) == "kernels take no float64"
-    monkeypatch.setattr("eval.runtime.kernel_step.triton", None)
-    assert why_no_kernels(torch.bfloat16, (9, 0)) == "Triton is not installed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("heads.kernels.backend.launch_once", lambda device: None)
+    why_not.cache_clear()
+    gpu = torch.device("cuda", 7)
+    assert why_no_kernels(torch.bfloat16, gpu) is None
+    assert why_no_kernels(torch.float64, gpu) == "kernels take no float64"
+    monkeypatch.setattr("heads.kernels.backend.triton", None)
+    why_not.cache_clear()
+    assert why_no_kernels(torch.bfloat16, gpu) == "Triton is not installed"
+    why_not.cache_clear()
 
 
 def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
@@ -238,14 +244,11 @@ def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
     class OnGpu:
         device, dtype, name = torch.device("cuda", 7), torch.bfloat16, "some target"
 
-    def refuse(fused: Tensor) -> Tensor:
+    def refuse(device: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-    monkeypatch.setattr("eval.runtime.kernel_step.silu_mul", refuse)
+    monkeypatch.setattr("heads.kernels.backend.launch_once", refuse)
     say_once.cache_clear()
-    why_triton_fails.cache_clear()
     target: Any = OnGpu
     for capability, reason in (
         ((7, 5), "a GPU of compute capability 7.5 has no bfloat16; 8.0 has"),
@@ -253,6 +256,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         caplog.clear()
+        why_not.cache_clear()
         assert not kernels_fit(target) and not kernels_fit(target)
         assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
-    why_triton_fails.cache_clear()
+    why_not.cache_clear()
