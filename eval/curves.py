@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from eval.wording import Results, number, with_interval
 
 WIDTH, HEIGHT = 400, 200
+MOST_STEPS = 5
+"""Of an axis."""
 SPREAD = 0.16
 """Between settings of equal depth, in units of depth."""
 
@@ -138,12 +140,12 @@ class Scale:
         }
 
 
-def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values, evenly spaced, that span low to high in about `most` steps."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Round values, evenly spaced, that span low to high in about MOST_STEPS."""
     high = max(high, low + 1e-3)
     span = high - low
-    size = 10.0 ** math.floor(math.log10(span / most))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= most)
+    size = 10.0 ** math.floor(math.log10(span / MOST_STEPS))
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= MOST_STEPS)
     first = math.floor(low / step + 1e-9)
     return [step * n for n in range(first, math.ceil(high / step - 1e-9) + 1)]
 

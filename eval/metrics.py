@@ -47,9 +47,9 @@ def tau(traces: Sequence[Trace]) -> float:
     return _ratio(sum(t.emitted for t in traces), sum(t.rounds for t in traces))
 
 
-def tau_interval(traces: Sequence[Trace], *, seed: int = 0) -> Interval:
+def tau_interval(traces: Sequence[Trace]) -> Interval:
     """The 95% interval of `tau` over prompts."""
-    return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces], seed=seed)
+    return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces])
 
 
 def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:
@@ -93,9 +93,9 @@ def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
     return _ratio(sum(plain), sum(speculative))
 
 
-def speedup_interval(plain: Sequence[float], speculative: Sequence[float], *, seed: int = 0) -> Interval:
+def speedup_interval(plain: Sequence[float], speculative: Sequence[float]) -> Interval:
     """The 95% interval of `speedup`, paired over units."""
-    return ratio_interval(plain, speculative, seed=seed)
+    return ratio_interval(plain, speculative)
 
 
 def rate_ratio(rate: Rate, reference: Rate) -> float:
@@ -103,14 +103,14 @@ def rate_ratio(rate: Rate, reference: Rate) -> float:
     return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
 
 
-def rate_ratio_interval(rate: Rate, reference: Rate, *, seed: int = 0) -> Interval:
+def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval:
     """The 95% interval of `rate_ratio`, paired over units."""
     sums = [np.asarray(part, dtype=np.float64) for part in (*rate, *reference)]
     size = sums[0].size
     assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
     if not size:
         return (float("nan"), float("nan"))
-    drawn = np.random.default_rng(seed).integers(size, size=(BOOTSTRAP_DRAWS, size))
+    drawn = drawn_units(size)
     gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
     return _quantiles((gains * other_costs)[costs * other_gains > 0] / (costs * other_gains)[costs * other_gains > 0])
 
@@ -138,14 +138,14 @@ def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
 
 
-def is_loop(tokens: Sequence[int], *, tail: int = LOOP_TAIL, period: int = LOOP_PERIOD) -> bool:
-    """Whether a generation ended in a loop: its last `tail` tokens repeat with some period of at most `period` tokens.
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD.
 
-    Loops are easy to draft and flatter every figure here, so their share is reported. A text shorter than `tail` ended
-    by itself and is none.
+    Loops are easy to draft and flatter every figure here, so their share is reported. A shorter text ended by itself
+    and is none.
     """
-    end = list(tokens[-tail:])
-    return len(end) == tail and any(end[p:] == end[:-p] for p in range(1, period + 1))
+    end = list(tokens[-LOOP_TAIL:])
+    return len(end) == LOOP_TAIL and any(end[p:] == end[:-p] for p in range(1, LOOP_PERIOD + 1))
 
 
 def loop_share(generations: Sequence[Sequence[int]]) -> float:
@@ -153,15 +153,20 @@ def loop_share(generations: Sequence[Sequence[int]]) -> float:
     return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0) -> Interval:
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
     if not top.size:
         return (float("nan"), float("nan"))
-    drawn = np.random.default_rng(seed).integers(top.size, size=(BOOTSTRAP_DRAWS, top.size))
+    drawn = drawn_units(top.size)
     sums = bottom[drawn].sum(axis=1)
     return _quantiles(top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0])
+
+
+def drawn_units(size: int) -> NDArray[np.int64]:
+    """(draws, size): which of `size` units each draw of a bootstrap has; always the same."""
+    return np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))
 
 
 def _quantiles(ratios: NDArray[np.float64]) -> Interval:

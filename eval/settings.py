@@ -72,7 +72,7 @@ class BenchSettings:
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
-def add_measure_options(parser: Parser, *, repeats: int = BenchSettings.repeats) -> None:
+def add_measure_options(parser: Parser) -> None:
     """One option for each setting, and `--out`."""
     known = BenchSettings()
     add = parser.add_argument
@@ -111,7 +111,7 @@ def add_measure_options(parser: Parser, *, repeats: int = BenchSettings.repeats)
     add("--min-p", type=float, default=known.min_p, help="0 keeps all")
     add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
     add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
-    add("--repeats", type=count, default=repeats, help="how often each setting decodes each prompt")
+    add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
     add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
     add("--out", type=Path, help="where the results go")
 

@@ -126,6 +126,6 @@ class RowCache(Cache):
         return stores[-1][0]
 
 
-def round_up(slots: int, page: int = PAGE) -> int:
+def round_up(slots: int) -> int:
     """The next multiple of a page."""
-    return -(-slots // page) * page
+    return -(-slots // PAGE) * PAGE
