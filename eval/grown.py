@@ -127,9 +127,8 @@ class Growth:
     def queries(self) -> Tensor:
         """Of all query heads, those of a key head together."""
         old, new = self.group(self.old), self.group(self.new)
-        places = [
-            kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)
-        ]  # the new number of each old query head
+        # The new number of each old query head.
+        places = [kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)]
         return torch.cat([self.head() + place * self.new.head_dim for place in places])
 
     def keys(self) -> Tensor:

@@ -57,12 +57,10 @@ class Observation:
     """M consecutive target positions that became known: after a prefill, or after a round was accepted.
 
     Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is junk of the
-    right shape, so that every shape stays static.
+    right shape, so that every shape stays static. The root is the newest token: decided, not yet in the target's cache.
     """
 
-    tokens: (
-        Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root: decided, not yet in the cache
-    )
+    tokens: Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root
     taps: Tensor  # (B, M, L * D)
     hidden: Tensor  # (B, M, D), after the final norm
     start: Tensor  # (B,) int64

@@ -14,8 +14,8 @@ from train.packing import Rows
 def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: torch.dtype) -> Batch:
     """Features of `rows` in the head's dtype, on the target's device.
 
-    Called under autocast, the target reads in bfloat16 as the head does: by its native decoder where
-    it has one. Its logits, the law that is learnt, never are.
+    Called under autocast, the target reads in bfloat16 as the head does: by its native decoder where it has one. Its
+    logits, the law that is learnt, are never narrowed.
     """
     tokens, positions, documents = (
         part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)

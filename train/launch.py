@@ -112,9 +112,8 @@ def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # a C++ build at the first collective, which fails without ninja
-    )
+    # It would be built in C++ at the first collective, which fails without ninja.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate drops DeepSpeed and says nothing
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
 

@@ -112,9 +112,8 @@ def _text_prompts(
         length = int(random.integers(max(1, most // 4), most + 1))
         # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
         start = 0 if random.random() < 0.25 else text.find("\n", int(random.integers(0, len(text) * 3 // 4 + 1))) + 1
-        window = text[
-            start : start + 16 * length
-        ]  # no tokenizer packs more than 16 characters of real text in a token, on average
+        # No tokenizer packs more than 16 characters of real text in a token, on average.
+        window = text[start : start + 16 * length]
         ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
         if ids[-1:] == [tokenizer.eos_token_id]:
             ids = ids[:-1]

@@ -1,8 +1,8 @@
 """Noise and choices on a CPU in C: what `eval.runtime.sampling` does with tensor operations, one pass over each row.
 
-In float64 operations noise for thousands of ids is a good part of a small target's round. All
-here return None where C does not serve, and then the tensor operations do; the two give the same to the bit, but for
-one value of the noise in some hundred millions.
+In float64 operations noise for thousands of ids is a good part of a small target's round. All here return None where C
+does not serve, and then the tensor operations do; the two give the same to the bit, but for one value of the noise in
+some hundred millions.
 
 Letters: B rows, W positions a row, V columns of the logits.
 """
