@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
-from eval.gpu.trees import trees_grow_as_on_a_cpu
+from eval.gpu.trees import picks_are_those_of_tensor_operations, trees_grow_as_on_a_cpu
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.runtime.kernels import accept, choose, pick
+from eval.runtime.kernels import accept, choose
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
@@ -124,11 +124,6 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
         close(layers.silu_mul(gate), layers.silu_mul_twin(gate))
         stream = random(M, K)
         close(layers.add_norm(stream.clone(), x, weight[0], 1e-5), layers.add_norm_twin(stream, x, weight[0], 1e-5))
-        for count in (1, 8):
-            columns, logp = pick.best_of_rows(gate, count)
-            wanted, law = pick.best_of_rows_twin(gate, count)
-            assert torch.equal(columns, wanted), "other columns are picked"
-            close(logp, law)
         ids = torch.stack([torch.randperm(6, generator=draw)[:2] for _ in range(M)]).to(device)
         bank = random(6, 130, K)
         close(experts.expert_mm(x, ids, bank), experts.expert_mm_twin(x, ids, bank), 1e-3)
@@ -295,6 +290,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         states_equal_their_twins,
         paths_equal_their_twins,
         trees_grow_as_on_a_cpu,
+        picks_are_those_of_tensor_operations,
         heads_draft_alike_with_and_without_kernels,
         rows_of_the_kernels_are_independent,
         a_chain_is_bit_identical_in_attention,

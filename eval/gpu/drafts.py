@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.grown import ModelShape
 from eval.roofline import Part
-from eval.runtime.kernels.pick import best_of_rows
+from eval.runtime.kernels.pick import best_columns, best_columns_twin, serves
 from heads.base import Observation, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.kernels.drafting import TritonMemory
@@ -68,8 +68,8 @@ def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float3
 
 def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A `heads.base.Pick`."""
-    ids, logp = best_of_rows(logits.flatten(0, 1), count, token_ids)
-    return ids.unflatten(0, logits.shape[:2]), logp.unflatten(0, logits.shape[:2])
+    best = best_columns if serves(logits, count) else best_columns_twin
+    return best(logits, count, token_ids)
 
 
 def rounds(

@@ -1,8 +1,9 @@
-"""Draft trees on a GPU: that they grow as on a CPU, and one to time."""
+"""Draft trees on a GPU: that they are drawn and grow as on a CPU, and one to time."""
 
 import torch
 from torch import Tensor
 
+from eval.runtime.sampling import RowSampling, Sampling
 from heads.tree import Proposal, TreeShape, grow, parse_shape
 
 CUDA = torch.device("cuda")
@@ -24,6 +25,25 @@ def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
             for name, found in ours.items():
                 same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())
                 assert same, f"{name} of {text} of {kind} laws"
+
+
+def picks_are_those_of_tensor_operations(device: torch.device = CUDA) -> None:
+    """Greedy rows beside sampled ones, over a vocabulary and a part of one, from levels of several widths."""
+    draw = torch.Generator().manual_seed(0)
+    rows = RowSampling(3, device)
+    for row, sampling in enumerate((Sampling(), Sampling(0.7, seed=-5), Sampling(1.2, seed=2**60))):
+        rows.set_row(row, sampling)
+    for W, V, count in ((1, 32000, 1), (8, 5000, 8), (10, 32000, 10), (20, 700, 3)):
+        logits = 3 * torch.randn(3, W, V, generator=draw).to(device)
+        logits[:, :, V // 2 + 9 : V // 2 + 1200] = -torch.inf
+        ids = torch.randperm(2 * V, generator=draw)[:V].sort().values.to(device)
+        at = torch.randint(2**40, (3, W), generator=draw).to(device)
+        for positions in (at, at[:, :1].expand(-1, W)):
+            for names in (None, ids):
+                tokens, logp = rows.pick_by_kernels(logits, positions, count, names)
+                expected, law = rows.pick_in_tensors(logits, positions, count, names)
+                assert torch.equal(tokens, expected), (W, V, count)
+                torch.testing.assert_close(logp, law, atol=2e-5, rtol=2e-5)
 
 
 def grown(shape: TreeShape, laws: Tensor) -> Proposal:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime import draws
-from eval.runtime.kernels.pick import best_of_rows
+from eval.runtime.kernels.pick import Noise, best_columns, best_columns_twin, serves
 from heads.errors import UserError
 from heads.tree import Pick
 
@@ -72,7 +72,7 @@ class RowSampling:
         self.random = self.filtered = False
         library = draws.library_for(self.seed)
         picker = None if library is None else draws.Picker(library, self.temperature, self.seed)
-        self.pick: Pick = self.pick_in_tensors if picker is None else picker
+        self.pick: Pick = self.pick_by_kernels if picker is None else picker
         """Children for the rule `match`: the likeliest to be chosen, noise and all."""
 
     def set_row(self, row: int, sampling: Sampling) -> None:
@@ -110,17 +110,25 @@ class RowSampling:
         scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
         return noise.add_(scores).argmax(dim=-1)
 
+    def pick_by_kernels(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`pick` on a GPU; by tensor operations where there are no kernels."""
+        W = logits.shape[1]
+        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
+            ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
+            return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
+        if not serves(logits, count):
+            return self.pick_in_tensors(logits, positions, count, token_ids)
+        noise = Noise(positions, self.temperature, self.seed) if self.random else None
+        return best_columns(logits, count, token_ids, noise)
+
     def pick_in_tensors(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`pick` by tensor operations, on any device."""
-        W = logits.shape[1]
-        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
-            ids, logp = self.pick_in_tensors(logits[:, :1], positions[:, :1], count, token_ids)
-            return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         scores = self.perturb(logits, positions, token_ids) if self.random else logits
-        ids, logp = best_of_rows(scores.flatten(0, 1), count, token_ids)
-        return ids.unflatten(0, (-1, W)), logp.unflatten(0, (-1, W))
+        return best_columns_twin(scores, count, token_ids)
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.

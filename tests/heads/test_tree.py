@@ -85,6 +85,7 @@ class Law:
     def pick(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        assert positions.shape == logits.shape[:2] and (positions == len(self.calls) + 1).all()  # the root stands at 0
         best = logits.log_softmax(-1).topk(count, dim=-1)
         return best.indices, best.values
 

@@ -93,7 +93,9 @@ def step(empty: Empty, N: int) -> None:
         choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
     choose.logits(x, weight)
     for count in (1, 8):
-        pick.best_of_rows(empty(N, 32000), count)
+        noise = pick.Noise(ids[:, :1].expand(-1, N), torch.zeros(1), ids[0, :1])
+        for sampled, named in ((None, None), (noise, torch.zeros(32000, dtype=torch.int64))):
+            pick.best_columns(empty(1, N, 32000), count, named, sampled)
     length = torch.zeros(1, dtype=torch.int64)
     accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
     path = torch.zeros(1, 7, dtype=torch.int64)
@@ -138,7 +140,7 @@ def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
 
 def draft(dtype: torch.dtype) -> None:
     """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
-    from eval.runtime.kernels.pick import best_of_rows
+    from eval.runtime.kernels.pick import best_columns
     from heads.base import Observation, TargetEnds
     from heads.eagle3 import Eagle3, Eagle3Config
     from heads.kernels.drafting import TritonMemory
@@ -154,8 +156,7 @@ def draft(dtype: torch.dtype) -> None:
     vocab = build_vocab(torch.ones(128256), 32000)
 
     def choose(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        columns, logp = (x.unflatten(0, logits.shape[:2]) for x in best_of_rows(logits.flatten(0, 1), count))
-        return columns, logp
+        return best_columns(logits, count, token_ids)
 
     with torch.device("meta"):
         table = torch.nn.Embedding(128256, 4096, dtype=dtype)

@@ -290,26 +290,6 @@ def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> No
     torch.testing.assert_close(found[M - 1, A - 1], weight[ids[M - 1, A - 1]] @ row, atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("M", "V", "count"), [(3, 70, 4), (2, 4096, 1), (1, 9001, 8), (2, 5, 5)])
-def test_picks(M: int, V: int, count: int) -> None:
-    """Also among few distinct values, where the lowest column stands first, and beside columns that cannot be."""
-    from eval.runtime.kernels.pick import best_of_rows, best_of_rows_twin
-
-    x = torch.randn(M, V)
-    columns, logp = best_of_rows(x, count)
-    wanted, law = best_of_rows_twin(x, count)
-    assert torch.equal(columns, wanted)
-    torch.testing.assert_close(logp, law)
-    names = torch.randperm(3 * V)[:V]
-    assert torch.equal(best_of_rows(x, count, names)[0], names[columns])
-    tied = torch.randint(3, (M, V)).float()
-    tied[:, 1::2] = -torch.inf
-    columns, logp = best_of_rows(tied, min(count, 2))
-    order = (-tied).argsort(dim=1, stable=True)[:, : min(count, 2)]
-    assert torch.equal(columns, order)
-    torch.testing.assert_close(logp, tied.log_softmax(-1).gather(1, order))
-
-
 @pytest.mark.parametrize(("M", "A", "N"), [(1, 1, 5), (7, 3, 1100)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_weigh_visits(M: int, A: int, N: int, adds: bool) -> None:

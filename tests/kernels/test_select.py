@@ -31,6 +31,8 @@ def laws(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple
         logits[..., 10:] -= 3e5
         logits[..., :10] += torch.arange(10) * 1e4
     logp, picked = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    if kind == "sure":  # of all it draws: then depth decides
+        logp = -1e-5 * torch.rand(logp.shape, generator=generator).sort(dim=-1).values
     if kind == "few":
         logp[..., 2:] = -torch.inf
     if kind == "broken":
@@ -38,7 +40,7 @@ def laws(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple
     return picked[..., :K].expand(B, W, K), logp[..., :K].expand(B, W, K)
 
 
-KINDS = ["random", "flat", "certain", "far", "few", "broken", "shared"]
+KINDS = ["random", "flat", "certain", "sure", "far", "few", "broken", "shared"]
 
 
 def equal(ours: select.Nodes | select.Beam | None, theirs: select.Nodes | select.Beam | None) -> bool:
@@ -106,7 +108,7 @@ def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
 
 def test_a_root_outranks_what_is_no_number() -> None:
     nodes = select.new_nodes(torch.tensor([7]), torch.tensor([0, 1, 1, 1]))
-    draws = torch.arange(3).expand(1, 1, 3), torch.tensor([[[torch.nan, torch.inf, -torch.inf]]])
+    draws = torch.arange(3).expand(1, 1, 3), torch.tensor([[[torch.nan, torch.inf, torch.inf]]])
     for widen, prune in ((select.widen, select.prune), (select.widen_twin, select.prune_twin)):
         assert widen(nodes, torch.tensor([7]), None, *draws, 1, last=True) is None
         assert prune(nodes, torch.zeros(4), 2).tokens.tolist() == [[7, 1]]

@@ -12,6 +12,7 @@ Letters: B rows of the batch, M hidden states, as many of each, D width, V vocab
 import torch
 from torch import Tensor
 
+from eval.runtime.kernels.noise import key_of, noise_of
 from eval.runtime.sampling import gumbel
 from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
@@ -82,29 +83,6 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 @jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """splitmix64's finaliser on unsigned integers."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@jit
-def _noise(seed, position, token):  # type: ignore[no-untyped-def]
-    """Gumbel noise of `eval.runtime.sampling.gumbel`, whose 52 bits and formula it shares.
-
-    log(1 - w) loses what small w say; w / (1 - (1 - w)) times it gives that back (Kahan's log1p).
-    """
-    golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
-    key = _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * golden)
-    bits = _mix(key[:, None] + token.to(tl.uint64)[None] * golden)
-    w = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-    u = 1.0 - w
-    log1p = tl.where(u == 1.0, -w, tl.log(u) * (w / (1.0 - u)))
-    return (-tl.log(-log1p)).to(tl.float32)
-
-
-@jit
 def _best_of_tile(  # type: ignore[no-untyped-def]
     HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, each, h_m, w_v,
     D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
@@ -129,7 +107,7 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
         temperature = tl.load(TEMPERATURE + m // each, mask=live, other=0.0)
         seed, position = tl.load(SEEDS + m // each, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
         hot = temperature > 0
-        warm = logits / tl.where(hot, temperature, 1.0)[:, None] + _noise(seed, position, v)
+        warm = logits / tl.where(hot, temperature, 1.0)[:, None] + noise_of(key_of(seed, position)[:, None], v[None])
         logits = tl.where(hot[:, None], warm, logits)
     logits = tl.where(real[None], logits, -float("inf"))
     best = tl.max(logits, 1)

@@ -1,0 +1,37 @@
+"""With their nodes picked and chosen by kernels, in Triton's interpreter, rounds draft what they draft without."""
+
+import pytest
+import torch
+
+from eval.gpu.checks import SHAPE, make_head, make_target
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.tree import parse_shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+
+@pytest.mark.parametrize("shape", ["tree:3x3x8", "tree:2x4x21", "static:3.2", "chain:3"])
+def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled rows side by side; few tokens, so that an untrained head is right now and then."""
+    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 19)):
+        monkeypatch.setitem(SHAPE, size, value)
+    monkeypatch.setattr("eval.runtime.draws.load", lambda: None)
+    target = make_target("llama", torch.float32, torch.device("cpu"))
+    requests = [
+        Request([5, 6, 7], 14, ignore_eos=True),
+        Request([9, 8], 12, Sampling(temperature=0.9, seed=3), ignore_eos=True),
+        Request([11] * 4, 13, Sampling(temperature=1.4, top_k=9, seed=5), ignore_eos=True),
+    ]
+    plain = Engine(target, batch_size=3, max_length=64).generate(requests)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            for module in ("heads.kernels.select", "eval.runtime.kernels.pick"):
+                monkeypatch.setattr(f"{module}.runs_kernels", lambda x: True)
+        engine = Engine(target, make_head(target), shape=parse_shape(shape), batch_size=3, max_length=64)
+        outputs = engine.generate(requests)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+        found.append([o.accepted for o in outputs])
+    assert found[0] == found[1] and sum(map(sum, found[0])) > 0
