@@ -15,14 +15,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from heads.base import Observation
-from heads.kernels.attention import pack_bits, tree_attention
+from heads.kernels.attention import pack_bits
 from heads.kernels.backend import runs_kernels
+from heads.kernels.decoder import DTYPES, Tree, gated, grouped
 from heads.kernels.gemm import MOST_ROWS
 from heads.kernels.inputs import enter, take_newest
-from heads.kernels.layers import add_norm, rope_write, silu_mul
+from heads.kernels.layers import add_norm
 from heads.kernels.products import choose_products
 from heads.native.attention import GroupedAttention
 from heads.native.feedforward import GatedMLP
@@ -31,7 +31,6 @@ from heads.places import Drafted, Observed
 from heads.recurrent_parts import HeadParts
 from heads.tree import TreeShape, level_widths, scratch_slots
 
-DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 SPLIT = 128
 """Slots of one split of attention: a step's one layer has only so many heads and tokens to give a GPU work by."""
 
@@ -85,19 +84,14 @@ class TritonMemory:
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
         self.lines: dict[tuple[int, int], Tensor] = {}
         """By batch and tokens: what each of some tokens in a row sees, (B, W, words)."""
-        weights = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
-        shapes = [product.weight for product in weights if product is not None] + [readout]
-        sizes = {batch_size * width for width in (1, *level_widths(shape))}
-        self.products = {rows: choose_products(shapes, rows) for rows in sizes if rows <= MOST_ROWS}
-
-    def multiply(self, x: Tensor, product: Product) -> Tensor:
-        """(R, K) -> (R, O)."""
-        chosen = self.products.get(len(x))
-        return linear(x, product.weight, product.bias) if chosen is None else chosen(x, product.weight, product.bias)
+        products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
+        weights = [product.weight for product in products if product is not None] + [readout]
+        rows = {batch_size * width for width in (1, *level_widths(shape))}
+        self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
 
     def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
-        fuse = None if self.fuse is None else partial(self.multiply, product=self.fuse)
+        fuse = None if self.fuse is None else partial(self.products, weight=self.fuse.weight, bias=self.fuse.bias)
         return self.parts.start(taps.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
@@ -109,9 +103,7 @@ class TritonMemory:
 
     def logits(self, normed: Tensor) -> Tensor:
         """(B, W, D) -> (B, W, Vd)."""
-        chosen, x = self.products.get(normed.shape[0] * normed.shape[1]), normed.flatten(0, 1)
-        made = linear(x, self.readout) if chosen is None else chosen(x, self.readout, None)
-        return made.view(*normed.shape[:2], -1)
+        return self.products(normed.flatten(0, 1), self.readout).view(*normed.shape[:2], -1)
 
     def step(
         self,
@@ -131,26 +123,17 @@ class TritonMemory:
         )  # fmt: skip
         x, stream = entry.x, entry.stream
         if self.project is not None and self.input_norm is not None:
-            stream = self.multiply(x, self.project)
+            stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
-        H, Hkv, d = self.attention.num_heads, self.attention.num_key_heads, self.attention.d
-        keys, values = self.store.view(-1, 2, Hkv, d).unbind(1)
-        q = rope_write(
-            self.multiply(x, self.attention.qkv), self.cos, self.sin, entry.slots, keys, values,
-            num_heads=H, positions=entry.positions,
-        )  # fmt: skip
         if isinstance(places, Drafted):
-            words, length, behind = entry.words, places.length, self.behind
+            seen = places.length, self.behind, entry.words
         else:
-            words, length, behind = self.line(B, W), places.start, W
-        keys, values = self.store.unbind(2)  # (B, S, Hkv, d)
-        mixed = tree_attention(
-            q.view(B, W, H, d), keys, values, words, length, None,
-            behind=behind, scale=self.attention.scale, split=SPLIT,
-        )  # fmt: skip
-        added = self.multiply(mixed.view(B * W, H * d), self.attention.out)
+            seen = places.start, W, self.line(B, W)
+        turn = self.cos, self.sin
+        tree = Tree(*seen, depths=None, paths=None, slots=entry.slots, turn=turn, positions=entry.positions)
+        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products, split=SPLIT)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)
-        added = self.multiply(silu_mul(self.multiply(x, self.mlp.gate_up)), self.mlp.down)
+        added = gated(self.mlp, x, self.products)
         last = self.read_norm or self.leave_norm
         assert last is not None
         read = add_norm(stream, added, last.weight, last.eps)

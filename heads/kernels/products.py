@@ -9,7 +9,7 @@ Letters: M rows, K inputs, N outputs of a product.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -41,15 +41,15 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Products:
-    """The products of steps of M rows; other steps (prompts) take the library's."""
+    """The products of steps of some numbers of rows; other steps (prompts) take the library's."""
 
-    def __init__(self, rows: int, makers: dict[Shape, str]) -> None:
-        """`makers`: for each shape of weight one of MAKERS, where it is not the library."""
-        self.rows, self.makers = rows, makers
+    def __init__(self, makers: dict[int, dict[Shape, str]]) -> None:
+        """`makers`: by M, for each shape of weight one of MAKERS, where it is not the library."""
+        self.makers = makers
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
-        maker = self.makers.get(shape_of(weight), "library") if len(x) == self.rows else "library"
+        maker = self.makers.get(len(x), {}).get(shape_of(weight), "library")
         if maker == "library":
             return linear(x, weight, bias)
         y = MAKERS[maker](x, weight)
@@ -61,21 +61,23 @@ def shape_of(weight: Tensor) -> Shape:
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
-def choose_products(weights: Sequence[Tensor], rows: int) -> Products:
-    """Measure, on the device, every shape among the weights (N, K) for steps of `rows` rows.
+def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Products:
+    """Measure, on the device, every shape among the weights (N, K) for steps of so many `rows`, each of those.
 
     A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
     """
     by_shape: dict[Shape, list[Tensor]] = {}
     for weight in weights:
         by_shape.setdefault(shape_of(weight), []).append(weight)
-    makers = {}
-    for shape, own in by_shape.items():
-        known = rows, shape, own[0].device
-        if known not in _chosen:
-            _chosen[known] = choose_maker(own, rows)
-        makers[shape] = _chosen[known]
-    return Products(rows, {shape: maker for shape, maker in makers.items() if maker != "library"})
+    makers: dict[int, dict[Shape, str]] = {M: {} for M in rows}
+    for M in rows:
+        for shape, own in by_shape.items():
+            known = M, shape, own[0].device
+            if known not in _chosen:
+                _chosen[known] = choose_maker(own, M)
+            if _chosen[known] != "library":
+                makers[M][shape] = _chosen[known]
+    return Products(makers)
 
 
 def choose_maker(weights: Sequence[Tensor], rows: int) -> str:

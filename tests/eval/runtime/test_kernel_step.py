@@ -107,7 +107,7 @@ def test_a_tree_gets_the_same_features_and_choices(
         assert (step.kernels is not None) == on
         if step.kernels is not None:  # every product by the kernel
             weights = step.kernels.weights()
-            step.kernels.products = Products(12, {shape_of(w): str(TILES[0]) for w in weights})
+            step.kernels.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
             assert len(weights) >= 4 + ("experts" in str(target.model))
         for row, n in enumerate(length.tolist()):
             step.prefill(row, torch.arange(3, 3 + n)[None], 0)
@@ -180,7 +180,7 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
         )
         assert step.kernels is not None
         weights = step.kernels.weights()
-        step.kernels.products = Products(4, {shape_of(w): str(TILES[0]) for w in weights})
+        step.kernels.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
         step.prefill(0, torch.arange(3, 20)[None], 0)
         chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
         if name == "chain":
