@@ -75,7 +75,7 @@ class Growth:
         for field in fields(ModelShape):
             small, large = getattr(old, field.name), getattr(new, field.name)
             if large < small:
-                raise UserError(f"{field.name}: a model of {small} cannot be grown to {large}")
+                raise UserError(f"{field.name}: a model of {small} cannot be grown to {large}; ask for as much or more")
         if new.num_attention_heads % new.num_key_value_heads or new.head_dim % 2:
             raise UserError(
                 f"{new.num_attention_heads} heads of {new.head_dim} must be whole groups of {new.num_key_value_heads} "
@@ -87,7 +87,7 @@ class Growth:
                 f"{new.num_attention_heads} / {new.num_key_value_heads} leaves room for {self.group(new)}"
             )
         if new.hidden_size == old.hidden_size and new.vocab_size > old.vocab_size:
-            raise UserError("vocab_size: more ids need a wider model, by one channel at least")
+            raise UserError("vocab_size: more ids need a wider model, by one channel at least; raise hidden_size")
 
     @staticmethod
     def group(shape: ModelShape) -> int:

@@ -160,7 +160,9 @@ def blank(head: Head, dtype: torch.dtype) -> Head:
 def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
     """The fields of `BlockConfig` of a grown block. UserError if the block is of another make, or would shrink."""
     if config.rms_norm_eps != growth.eps:
-        raise UserError(f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}")
+        raise UserError(
+            f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}; train it with that"
+        )
     intermediate = size.intermediate_size or growth.new.intermediate_size
     if intermediate < config.intermediate_size:
         raise UserError(

@@ -66,7 +66,10 @@ def apply_template(
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # a template is a program: it fails in any of a program's ways
         what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
-        raise UserError(f"{place}: the chat template refuses {what} ({str(error) or type(error).__name__})") from None
+        said = str(error) or type(error).__name__
+        raise UserError(
+            f"{place}: the chat template refuses {what} ({said}); mend the record or the template"
+        ) from None
 
 
 def shown(value: Any) -> str:

@@ -183,7 +183,7 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) ->
     messages = [*system, {"role": "user", "content": turns[0]}]
     text, ids = render(messages, tokenizer)
     if not ids:
-        raise UserError(f"{where}: {key}: the prompt has no tokens")
+        raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
     name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
     category = str(fields.get("category") or suite)
     return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]))

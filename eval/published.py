@@ -188,9 +188,9 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not a JSON object ({first_line(error)})") from None
+        raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from None
     if not isinstance(found, dict):
-        raise UserError(f"{file}: not a JSON object")
+        raise UserError(f"{file}: not a JSON object; fetch or train the head again")
     return found
 
 

@@ -66,7 +66,7 @@ def _read_json_lines(file: Path) -> Iterator[Record]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror}); expected a file that this user may read") from None
     if not found:
         raise UserError(f"{file}: the file is empty; expected one JSON record a line")
 
@@ -99,7 +99,7 @@ def _is_encodable(record: Any) -> bool:
 def _read_text(file: Path) -> str:
     text = read_given(file, "text")
     if not text.strip():
-        raise UserError(f"{file}: the file is empty")
+        raise UserError(f"{file}: the file is empty; expected text")
     return text
 
 
@@ -112,9 +112,9 @@ def _read_parquet(file: Path) -> Iterator[Record]:
     try:
         table = Dataset.from_parquet(str(file))
     except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
-        raise UserError(f"{file}: not a readable Parquet file ({first_line(error)})") from None
+        raise UserError(f"{file}: not a readable Parquet file ({first_line(error)}); fetch it again") from None
     finally:
         logging.set_verbosity(level)
     if len(table) == 0:
-        raise UserError(f"{file}: the file holds no rows")
+        raise UserError(f"{file}: the file holds no rows; expected one record a row")
     return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))

@@ -48,7 +48,7 @@ def run_sweep(options: argparse.Namespace) -> int:
     if not is_file(sweep.program):
         raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
     if options.wandb != "off" and TRACKED not in sweep.command:
-        raise UserError(f"{sweep.path}: command: wandb hears of nothing without {TRACKED} before ${{program}}")
+        raise UserError(f"{sweep.path}: command: expected {TRACKED} before ${{program}}, else wandb hears of nothing")
     if options.wandb == "online":
         limit = [f"--count={options.count}"] if options.count else []
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]

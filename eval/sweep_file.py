@@ -74,7 +74,10 @@ class Sweep:
     def _grid(self) -> Iterator[Setting]:
         for name, parameter in self.parameters.items():
             if "values" not in parameter and "value" not in parameter:
-                raise UserError(f"{self.path}: parameters.{name}: a grid needs value or values")
+                raise UserError(
+                    f"{self.path}: parameters.{name}: a grid needs value or values; "
+                    "write them out, or use method random"
+                )
         choices = [parameter.get("values", [parameter.get("value")]) for parameter in self.parameters.values()]
         for chosen in itertools.product(*choices):
             yield dict(zip(self.parameters, chosen, strict=True))
@@ -98,7 +101,7 @@ def read_sweep(path: Path) -> Sweep:
     try:
         raw = yaml.safe_load(read_given(path, "a sweep file"))
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML ({first_line(error)})") from None
+        raise UserError(f"{path}: not YAML ({first_line(error)}); expected a sweep file") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected a sweep file: method, program, parameters")
     for key in raw:
@@ -108,7 +111,7 @@ def read_sweep(path: Path) -> Sweep:
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
     for key in ("method", "program", "parameters"):
         if key not in raw:
-            raise UserError(f"{path}: lacks {key}")
+            raise UserError(f"{path}: lacks {key}; add it")
     if raw["method"] not in (*METHODS, "bayes"):
         raise UserError(f"{path}: method: expected {', '.join(METHODS)} or bayes, got {raw['method']!r}")
     program = raw["program"]

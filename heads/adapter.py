@@ -44,15 +44,20 @@ def merge_adapter(target: FrozenTarget, folder: Path, facts: dict[str, Any]) -> 
         down, up = (weights.pop(f"{PREFIX}{name}{part}", None) for part in PARTS)
         matrix: Any = getattr(modules.get(name), "weight", None)
         if down is None or up is None or matrix is None:
-            raise UserError(f"{folder}: {name}: not a layer of {target.name} with both halves of an adapter")
+            raise UserError(
+                f"{folder}: {name}: not a layer of {target.name} with both halves of an adapter; name its own target"
+            )
         change = scale * (up.float() @ down.float()).to(matrix.device)  # (out, in)
         if not isinstance(modules[name], nn.Linear):  # GPT-2's, which keep (in, out)
             change = change.T
         if change.shape != matrix.shape:
-            raise UserError(f"{folder}: {name}: adapts a matrix of {tuple(change.shape)}, not {tuple(matrix.shape)}")
+            raise UserError(
+                f"{folder}: {name}: adapts a matrix of {tuple(change.shape)}, {target.name} has {tuple(matrix.shape)}; "
+                "name its own target"
+            )
         matrix.copy_((matrix.float() + change).to(matrix.dtype))
     if weights:
-        raise UserError(f"{folder}: {min(weights)}: not a tensor of a LoRA adapter")
+        raise UserError(f"{folder}: {min(weights)}: not a tensor of a LoRA adapter; only such are read")
     target.adapter = facts
 
 

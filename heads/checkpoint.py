@@ -170,7 +170,9 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError) as error:
-        raise UserError(f"{folder / CONFIG}: damaged: describes no head ({first_line(error)})") from error
+        raise UserError(
+            f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
+        ) from error
 
 
 def find_head(path: str | Path) -> Path:
@@ -191,7 +193,10 @@ def find_head(path: str | Path) -> Path:
     try:
         config, _ = (cached_file(repo, name, revision=revision) for name in (CONFIG, WEIGHTS))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: neither a folder here nor a head on the hub ({first_line(error)})") from error
+        raise UserError(
+            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
+            "check the name, and the network"
+        ) from error
     folder = Path(str(config)).parent
     if read_config(folder)["target"].get("adapter"):
         with suppress(OSError, ValueError):  # said by who reads them
@@ -206,11 +211,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         record: Any = json.loads(file.read_text()).get("draftsmith")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
-        raise UserError(f"{file}: not a JSON object ({first_line(error)})") from error
+        raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
     if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
-        raise UserError(f"{file}: format {record.get('format')}, this version reads {FORMAT}")
+        raise UserError(
+            f"{file}: format {record.get('format')}, this version reads {FORMAT}; use the one that wrote it"
+        )
     target_keys = {"name", "fingerprint", "hidden_size", "vocab_size", "num_layers"}
     for section, keys in (("config", HEADS[record["kind"]].FROM_TARGET), ("target", target_keys)):
         held = record[section].keys() if isinstance(record.get(section), dict) else set()

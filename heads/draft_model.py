@@ -123,7 +123,8 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
     ends: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
     if getattr(ends[1], "bias", None) is not None:
         raise UserError(
-            f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have"
+            f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have; "
+            "use another"
         )
     rows: int = ends[1].weight.shape[0]
     if rows != vocab_size:

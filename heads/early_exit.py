@@ -39,7 +39,10 @@ class FirstLayers(nn.Module):
         self.decoder = copy.copy(target.base)
         place = next((name for name, module in target.base.named_children() if module is target.layers), None)
         if place is None:
-            raise UserError(f"early_exit: {type(target.base).__name__} does not hold its layers where they can be cut")
+            raise UserError(
+                f"early_exit: {type(target.base).__name__} does not hold its layers where they can be cut; "
+                "draft by lookup:3 or a head"
+            )
         self.decoder._modules = {**target.base._modules, place: target.layers[:count]}
         self.head = target.head
 

@@ -47,7 +47,8 @@ class EncoderDecoder(nn.Module):
         config: Any = model.config
         if config.model_type not in FAMILIES:
             raise UserError(
-                f"{name}: encoder-decoder targets here are {' or '.join(FAMILIES)}, got {config.model_type}"
+                f"{name}: encoder-decoder targets here are {' or '.join(FAMILIES)}, got {config.model_type}; "
+                "use one of these, or a causal language model"
             )
         start = getattr(config, "decoder_start_token_id", None)
         if start is None and model.generation_config is not None:

@@ -276,7 +276,8 @@ def load_target(
         )
     except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
         raise UserError(
-            f"{path}: no causal language model with safetensors weights can be loaded ({first_line(error)})"
+            f"{path}: no causal language model with safetensors weights can be loaded ({first_line(error)}); "
+            "name a folder or hub id of one"
         ) from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])

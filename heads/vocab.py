@@ -37,7 +37,10 @@ def check_vocab(d2t: Tensor, t2d: Tensor, draft_size: int, size: int) -> None:
     ids = kept_ids(d2t)
     check_kept("d2t", ids, size)
     if not torch.equal(t2d.nonzero()[:, 0], ids):
-        raise UserError(f"t2d marks {int(t2d.sum())} ids and d2t names {draft_size}: they must be the same ids")
+        raise UserError(
+            f"t2d marks {int(t2d.sum())} ids and d2t names {draft_size}: they must be the same ids; "
+            "fetch or train it again"
+        )
 
 
 def check_kept(name: str, ids: Tensor, size: int) -> None:

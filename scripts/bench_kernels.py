@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--length", type=count, default=2048, help="tokens in the cache")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise UserError("no GPU is at hand: the kernels run on one")
+        raise UserError("no GPU is at hand: the kernels run on one; take a machine that has one")
     device = torch.device("cuda")
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name(device)}: copy bandwidth {bandwidth / 1e9:.0f} GB/s")

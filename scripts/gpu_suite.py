@@ -115,7 +115,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     if not torch.cuda.is_available():
-        raise UserError("no GPU is at hand: the suite measures one")
+        raise UserError("no GPU is at hand: the suite measures one; take a machine that has one")
     return run_group(options) if options.group else run_suite(options)
 
 

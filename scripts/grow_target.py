@@ -74,7 +74,9 @@ def open_head(folder: Path, target: FrozenTarget) -> Any:
     """A head of the small target. UserError if it is another's."""
     check_fits(folder, target)
     if read_config(folder)["target"].get("adapter"):
-        raise UserError(f"{folder}: was trained with an adapter on its target, which cannot be grown")
+        raise UserError(
+            f"{folder}: was trained with an adapter on its target, which cannot be grown; name another head"
+        )
     return load_head(folder, dtype=target.dtype)
 
 

@@ -145,7 +145,9 @@ def check_supervision(head: DraftHead, mixture: Mixture) -> None:
             rows = pool.row(index)
             if head.counts(rows.loss_mask, rows.documents)[0] > 0:
                 return
-    raise UserError("data.sources: no token to train on: every document is too short for the head's first depth")
+    raise UserError(
+        "data.sources: no token to train on: every document is too short for the head's first depth; give longer ones"
+    )
 
 
 def _head_settings(recipe: Recipe) -> tuple[str, dict[str, Any]]:

@@ -60,7 +60,9 @@ def check_request(request: Request, name: str, *, target: FrozenTarget, slots: i
     if prompt == 0:
         raise UserError(f"{name}: the prompt is empty; expected at least one token")
     if not 0 <= min(request.prompt) <= max(request.prompt) < target.vocab_size:
-        raise UserError(f"{name}: the prompt has token ids outside 0 .. {target.vocab_size - 1}")
+        raise UserError(
+            f"{name}: the prompt has token ids outside 0 .. {target.vocab_size - 1}; use the target's tokenizer"
+        )
     start = target.start_token
     if start is not None and start not in request.prompt[1:]:
         raise UserError(
