@@ -1,6 +1,7 @@
 """What the commands share: arguments that are refused in one line, opening a head and its target, the exit status."""
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -30,11 +31,22 @@ AUTO = "auto"
 """In the place of a tree: look for the best."""
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Defaults are told where they say something, as they would be typed."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default is None or default is False or default in ([], argparse.SUPPRESS) or not action.help:
+            return action.help
+        text = ",".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+        return f"{action.help} (default: {text.replace('%', '%%')})"
+
+
 class Parser(argparse.ArgumentParser):
     """A command line that is refused in one line, as a recipe is; `--help` has the rest."""
 
     def __init__(self, description: str):
-        super().__init__(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(description=description, formatter_class=_Formatter)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see --help")
@@ -222,15 +234,29 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
     return room
 
 
+def asks_usage(usage: str, arguments: Sequence[str]) -> bool:
+    """Whether a command that takes a recipe is asked how it is called; tells it. UserError if it is given nothing."""
+    if not arguments:
+        raise UserError(usage)
+    if arguments[0] in ("-h", "--help"):
+        print(usage)
+        return True
+    return False
+
+
 def exit_status(act: Callable[[], int]) -> int:
     """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
     transformers_logging.disable_progress_bar()
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # in a locale that lacks a table's lines, figures are told without them
+        sys.stdout.reconfigure(errors="replace")
     try:
         return act()
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell("interrupted")
         return 130
     except Exception as error:
         if is_full_disk(error):
@@ -241,7 +267,12 @@ def exit_status(act: Callable[[], int]) -> int:
         return 1
 
 
+def tell(text: str) -> None:
+    """Say something on standard error that every process of a launch has to say: one does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
 def _refuse(text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":  # every process of a launch has it; one says it
-        print("\n".join(f"error: {line}" for line in text.splitlines()), file=sys.stderr)
+    tell("\n".join(f"error: {line}" for line in text.splitlines()))
     return 2

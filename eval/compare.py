@@ -47,13 +47,14 @@ from eval.settings import BenchSettings, add_measure_options, to_settings
 from eval.wording import (
     MISSING,
     audit_line,
-    busy_warning,
     count,
     depth_warning,
+    doubts,
     exact_cell,
     is_exact,
     number,
     percent,
+    plural,
     sampling_text,
     short_name,
     speedup_text,
@@ -68,6 +69,8 @@ from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 WIDE = 160
+DEFAULT_TREES = ("chain:5", "chain:3", HEAD_TREE)
+"""Something for heads that reach no depth of 5, too."""
 COLUMNS = (
     "head",
     "kind",
@@ -146,7 +149,7 @@ def compare(
 def named_shapes(contestant: Contestant, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """The trees that the settings name and this head drafts. UserError if there are none."""
     head = contestant.head
-    own = isinstance(head, TreeHead) and head.tree
+    own = settings.rule == "match" and isinstance(head, TreeHead) and head.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = replace(settings, trees=texts).shapes(head)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
@@ -193,13 +196,12 @@ def plain_line(results: Results) -> str:
 
 
 def warnings(results: Results) -> list[str]:
-    """A line for each head that was run deeper than it was trained, and one if the machine was busy."""
+    """A line for each head that was run deeper than it was trained, and what makes all figures less than they seem."""
     found = [
         (head["name"], depth_warning(head, [m for m in results["measurements"] if m["head"] == head["name"]]))
         for head in results["heads"]
     ]
-    busy = busy_warning(results["measurements"])
-    return [f"{name}: {line}" for name, line in found if line] + ([busy] if busy else [])
+    return [f"{name}: {line}" for name, line in found if line] + doubts(results)
 
 
 def show(results: Results, console: Console) -> None:
@@ -242,7 +244,7 @@ def markdown(results: Results) -> str:
 
 def title(results: Results) -> str:
     """What was compared."""
-    return f"{len(results['heads'])} heads on {target_text(results['target'])}"
+    return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"
 
 
 def compare_command(options: argparse.Namespace) -> int:
@@ -275,7 +277,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--target", help="the target's path; by default the one the first head was trained for")
     add_target_options(parser)
     add_measure_options(parser)
-    parser.set_defaults(out=Path("compare"))
+    parser.set_defaults(out=Path("compare"), trees=",".join(DEFAULT_TREES))
     return parser.parse_args(arguments)
 
 

@@ -11,12 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from eval.audit import audit, find_divergences
 from eval.auto import Search, start_search
 from eval.command import prompt_room
-from eval.measure import Entry, Race, race
+from eval.measure import Entry, Race, check_decoded, race
 from eval.prompts import Prompt, follow_up, load_prompts
 from eval.results import Results, by_suite, figures, samples
 from eval.runtime.engine import Engine, Request
 from eval.settings import BenchSettings
 from heads.base import Drafter
+from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
@@ -29,9 +30,11 @@ def choose_prompts(
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
-    for suite in settings.prompts.split(","):
+    for suite in map(str.strip, settings.prompts.split(",")):
+        if not suite:
+            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
         prompts += load_prompts(
-            suite.strip(),
+            suite,
             tokenizer,
             num_prompts=settings.num_prompts,
             max_prompt_tokens=limit,
@@ -115,7 +118,9 @@ class Judged:
 
 
 def judge(result: Race, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """Every contender's figures, audited."""
+    """Every contender's figures, audited. UserError where no output is longer than what the prefill gives."""
+    suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
+    check_decoded(result.plain.outputs[0].values(), suites)
     judged = Judged(unrepeatable=find_divergences(result, result.plain, target, tokenizer))
     for contender, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
         judged.measurements.append(figures(result, contender, divergences, range(len(result.units))))

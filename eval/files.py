@@ -11,7 +11,7 @@ from heads.errors import UserError
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, making its folder. UserError if it cannot be written."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="backslashreplace"))  # the name of a file need not be Unicode
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,7 +6,7 @@ is timed apart.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -16,6 +16,7 @@ from eval.prompts import Prompt
 from eval.runtime.engine import PHASES, Engine, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
+from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
@@ -162,8 +163,9 @@ def line_up(
         Contender(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, **size)) for e in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
+    warm = min(max_new_tokens, WARM_UP_TOKENS)
     for contender in (plain, *drafting):
-        contender.engine.generate([replace(requests[i], max_new_tokens=_warm(max_new_tokens)) for i in result.units[0]])
+        contender.engine.generate([replace(requests[i], max_new_tokens=warm, ignore_eos=True) for i in result.units[0]])
     return result
 
 
@@ -177,9 +179,9 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(race: Race, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """For each drafting contender: seconds of one round by phase, over the first prompts decoded once more.
+    """For each drafting contender: seconds of one round by phase, over the first prompts that have any.
 
-    Each unit is also decoded plainly, for the seconds of a plain step in the same minute.
+    They are decoded once more, and plainly too, for the seconds of a plain step in the same minute.
     """
     contenders = [race.plain, *race.drafting]
     seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in contenders]
@@ -188,13 +190,13 @@ def profile(race: Race, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, f
     for indices in race.units:
         for n, contender in enumerate(contenders):
             contender.engine.profile = n > 0
-            contender.engine.generate([race.requests[i] for i in indices])
+            outputs = contender.engine.generate([race.requests[i] for i in indices])
             contender.engine.profile = False
             timings = contender.engine.timings
             rounds[n] += timings.rounds
             for phase, spent in (*timings.breakdown.items(), ("whole", timings.decode_seconds)):
                 seconds[n][phase] += spent
-        profiled += len(indices)
+        profiled += sum(output.rounds > 0 for output in outputs)
         if profiled >= num_prompts:
             break
     plain = seconds[0]["whole"] / max(rounds[0], 1)
@@ -209,5 +211,10 @@ def trace(output: Output) -> Trace:
     return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached))
 
 
-def _warm(max_new_tokens: int) -> int:
-    return min(max_new_tokens, WARM_UP_TOKENS)
+def check_decoded(outputs: Iterable[Output], suite: str) -> None:
+    """UserError where no output is longer than the one token that the prefill gives."""
+    if all(output.rounds == 0 for output in outputs):
+        raise UserError(
+            f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
+            "use other prompts, or allow more new tokens"
+        )

@@ -6,7 +6,8 @@ token, which the target's own pass gives; only a round that the end of the text 
 
 Confidence intervals are percentile bootstraps over units (a prompt, or the prompts that were timed together): units are
 drawn with replacement, and a ratio is formed anew of the drawn units' sums. Where two measurements are compared, both
-are taken of the same drawn units (paired), so that easy and hard prompts do not pass for noise.
+are taken of the same drawn units (paired), so that easy and hard prompts do not pass for noise. Where fewer than
+two units gave anything there is no interval: one has no spread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,7 @@ def tau(traces: Sequence[Trace]) -> float:
     return _ratio(sum(t.emitted for t in traces), sum(t.rounds for t in traces))
 
 
-def tau_interval(traces: Sequence[Trace]) -> Interval:
+def tau_interval(traces: Sequence[Trace]) -> Interval | None:
     """The 95% interval of `tau` over prompts."""
     return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces])
 
@@ -93,7 +94,7 @@ def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
     return _ratio(sum(plain), sum(speculative))
 
 
-def speedup_interval(plain: Sequence[float], speculative: Sequence[float]) -> Interval:
+def speedup_interval(plain: Sequence[float], speculative: Sequence[float]) -> Interval | None:
     """The 95% interval of `speedup`, paired over units."""
     return ratio_interval(plain, speculative)
 
@@ -103,13 +104,13 @@ def rate_ratio(rate: Rate, reference: Rate) -> float:
     return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
 
 
-def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval:
+def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
     """The 95% interval of `rate_ratio`, paired over units."""
     sums = [np.asarray(part, dtype=np.float64) for part in (*rate, *reference)]
     size = sums[0].size
     assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
-    if not size:
-        return (float("nan"), float("nan"))
+    if np.count_nonzero(sums[1]) < 2:
+        return None
     drawn = drawn_units(size)
     gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
     return _quantiles((gains * other_costs)[costs * other_gains > 0] / (costs * other_gains)[costs * other_gains > 0])
@@ -153,12 +154,12 @@ def loop_share(generations: Sequence[Sequence[int]]) -> float:
     return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
     """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
     top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
-    if not top.size:
-        return (float("nan"), float("nan"))
+    if np.count_nonzero(bottom) < 2:
+        return None
     drawn = drawn_units(top.size)
     sums = bottom[drawn].sum(axis=1)
     return _quantiles(top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0])
@@ -169,9 +170,9 @@ def drawn_units(size: int) -> NDArray[np.int64]:
     return np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))
 
 
-def _quantiles(ratios: NDArray[np.float64]) -> Interval:
+def _quantiles(ratios: NDArray[np.float64]) -> Interval | None:
     if not ratios.size:
-        return (float("nan"), float("nan"))
+        return None
     outside = (1 - CONFIDENCE) / 2
     low, high = np.quantile(ratios, [outside, 1 - outside])
     return (float(low), float(high))

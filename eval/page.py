@@ -19,6 +19,7 @@ from eval.wording import (
     is_exact,
     number,
     percent,
+    reached,
     sampling_text,
     search_line,
     short_name,
@@ -67,7 +68,7 @@ def render_page(results: Results) -> str:
 def acceptance_bars(results: Results) -> list[Results]:
     """alpha_k, and beside it the share of rounds that came so far."""
     bars, reach = [], 1.0
-    for depth, alpha in enumerate(results["alpha"], start=1):
+    for depth, alpha in enumerate(reached(results["alpha"]), start=1):
         reach *= alpha or 0.0
         bars.append(
             {
@@ -140,7 +141,7 @@ def setting_rows(results: Results) -> list[Results]:
                 "plain": number(m["baseline"]["tokens_per_second"], 1),
                 "fast": number(m["speculative"]["tokens_per_second"], 1) if speed else "withheld",
                 "speedup": speedup_text(m),
-                "predicted": f"{speed['predicted']:.2f}x" if speed else "",
+                "predicted": f"{number(speed['predicted'])}x" if speed else "",
                 "identical": exact_cell(m),
                 "dot": dict(zip(("at", "low", "high"), map(place, speed_span(speed)), strict=True)) if speed else None,
                 "one": place(1.0),

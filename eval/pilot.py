@@ -70,6 +70,12 @@ def run_pilot(
     race = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
     for head in watched:
         head.fates.clear()  # of the warm-up
+    phases_of = profile(race, len(prompts))
+    if not all(head.fates for head in watched):
+        raise UserError(
+            f"--tree auto: every output of the {len(prompts)} prompts tried ended with its first token, which the "
+            "prefill gives; name a tree, use other prompts, or allow more new tokens"
+        )
     return [
         Probe(
             shape,
@@ -79,7 +85,7 @@ def run_pilot(
             phases["plain"],
             torch.cat([ranks(fate, shape.depth) for fate in head.fates]),
         )
-        for shape, phases, head in zip(shapes, profile(race, len(prompts)), watched, strict=True)
+        for shape, phases, head in zip(shapes, phases_of, watched, strict=True)
     ]
 
 

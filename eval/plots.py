@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from eval.curves import Curves, Dot, depth_curves, kinds
 from eval.files import write_bytes
-from eval.wording import Results, sampling_text
+from eval.wording import Results, reached, sampling_text
 
 BLUE, ORANGE, GREEN, GREY, LIGHT = "#0a6ebd", "#c4570c", "#2e7d5b", "#6b7280", "#d5d9e0"
 PHASE_COLOURS = {"draft": BLUE, "verify": ORANGE, "accept": GREEN, "commit": GREY}
@@ -56,10 +56,10 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
 
 def draw_acceptance(axes: Axes, results: Results) -> None:
     """alpha_k as bars."""
-    alpha = [value or 0.0 for value in results["alpha"]]
+    alpha = reached(results["alpha"])
     depths = range(1, len(alpha) + 1)
-    bars = axes.bar(depths, alpha, color=BLUE, width=0.66)
-    known = ["" if value is None else f"{100 * value:.0f}%" for value in results["alpha"]]
+    bars = axes.bar(depths, [value or 0.0 for value in alpha], color=BLUE, width=0.66)
+    known = ["" if value is None else f"{100 * value:.0f}%" for value in alpha]
     axes.bar_label(bars, known, padding=2, color="#374151")
     axes.set(xticks=list(depths), ylim=(0, 1.08), yticks=[0, 0.5, 1], yticklabels=["0", "50%", "100%"])
     axes.set_xlabel("depth of the draft")
@@ -68,7 +68,7 @@ def draw_acceptance(axes: Axes, results: Results) -> None:
 
 def draw_histogram(axes: Axes, results: Results) -> None:
     """The share of rounds by the tokens they emitted."""
-    counts = results["accepted_histogram"]
+    counts = results["accepted_histogram"][: len(reached(results["alpha"])) + 1]
     total = max(sum(counts), 1)
     tokens = range(1, len(counts) + 1)
     bars = axes.bar(tokens, [n / total for n in counts], color=ORANGE, width=0.66)

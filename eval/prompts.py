@@ -8,6 +8,7 @@ the tokenizer's chat template where it has one. A prompt is token ids from here 
 
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ def load_prompts(
     else:
         suite = suite_name(suite_or_path)
         prompts = []
-        for record in spread(list(suite_records(suite_or_path)), num_prompts):
+        records = spread(list(suite_records(suite_or_path)), num_prompts)
+        for record in records:
             prompt = to_prompt(record, suite, tokenizer)
             if len(prompt.ids) <= max_prompt_tokens:
                 prompts.append(prompt)
@@ -89,6 +91,10 @@ def load_prompts(
                     f"{record[0]}: the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit; "
                     "leave long prompts out (--skip-long), or ask for fewer new tokens"
                 )
+        if len(prompts) < len(records):
+            longer = len(records) - len(prompts)
+            said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
+            print(f"{suite_or_path}: {said}", file=sys.stderr)
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts

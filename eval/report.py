@@ -31,6 +31,8 @@ from eval.wording import (
     is_hub_id,
     number,
     percent,
+    plural,
+    reached,
     rule_text,
     sampling_text,
     search_line,
@@ -84,7 +86,7 @@ def headline_table(results: Results) -> Table:
     table.add_row(
         "tau, tokens per target pass", with_interval(results["tau"]["mean"], results["tau"]["ci95"]), style="bold"
     )
-    for depth, alpha in enumerate(results["alpha"], start=1):
+    for depth, alpha in enumerate(reached(results["alpha"]), start=1):
         table.add_row(f"accepted at depth {depth}", percent(alpha, 1))
     table.add_row("plain tokens/s", number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
@@ -114,7 +116,7 @@ def setting_line(results: Results) -> str:
     settings = results["settings"]
     names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
     return (
-        f"{settings['num_prompts']} prompts of {names}, {settings['max_new_tokens']} new tokens, "
+        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
         f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
     )
 
@@ -170,7 +172,7 @@ def card_section(results: Results) -> str:
         f"{number(m['baseline']['tokens_per_second'], 1)} | {spec_cell(m)} | {speedup_text(m)} |"
         for m in results["measurements"]
     ]
-    alpha = ", ".join(percent(value) for value in results["alpha"])
+    alpha = ", ".join(percent(value) for value in reached(results["alpha"]))
     lines = [
         "## Measured",
         "",

@@ -90,6 +90,7 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         **({} if contender.engine.ladder is None else {"adaptive": adaptive_record(contender, units)}),
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
+        "undecoded": sum(len(output.tokens) == 1 for output in outputs),
     }
 
 
@@ -106,7 +107,7 @@ def speedup_record(race: Race, contender: Contender, units: Sequence[int], tau: 
     phases = race.breakdowns[race.drafting.index(contender)]
     return {
         "measured": measured,
-        "ci95": interval if len(units) > 1 else None,
+        "ci95": interval,
         "predicted": metrics.predicted_speedup(
             tau,
             plain_seconds=phases["plain"],

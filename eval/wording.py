@@ -1,5 +1,6 @@
 """How figures are put into words, the same in the terminal, on the page and in the model card."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,28 +14,42 @@ MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
 BUSY = 1.5
 """Mean over median of plain steps above which they were disturbed; runs on quiet machines have 1.0 to 1.2."""
+FEW = 8
+"""Prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
 """What a target is called in public that lies in a folder and not on the Hub."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
     """A figure, or a dash where there is none."""
-    return MISSING if value is None else f"{value:,.{digits}f}"
+    return MISSING if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def with_interval(
     value: float | None, interval: Sequence[float | None] | None, *, digits: int = 2, unit: str = ""
 ) -> str:
     """`2.46 [2.31, 2.60]`."""
-    text = number(value, digits) + (unit if value is not None else "")
-    if value is None or interval is None or None in interval:
-        return text
-    return f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+    text = number(value, digits)
+    if text == MISSING or interval is None or None in interval:
+        return text + unit * (text != MISSING)
+    return f"{text}{unit} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 prompt`, `3 prompts`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
     """`64%`."""
     return MISSING if share is None else f"{100 * share:.{digits}f}%"
+
+
+def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
+    """The acceptance of the depths down to one below the deepest that any round came to: a long draft's other depths
+    have none."""
+    deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
+    return alpha[: deepest + 1]
 
 
 def count(value: float) -> str:
@@ -177,10 +192,29 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
     )
 
 
+def few_warning(measurements: Sequence[Results]) -> str | None:
+    """That the figures rest on few prompts, as those whose output ends with its first token count for nothing."""
+    least = max(measurements, key=lambda m: m.get("undecoded", 0))
+    prompts, undecoded = least["exact"]["prompts"], least.get("undecoded", 0)
+    decoded = prompts - undecoded
+    parts = []
+    if undecoded:
+        which = f"{undecoded} of {plural(prompts, 'output')} ({sampling_text(least['temperature'])})"
+        parts.append(f"{which} ended with the first token and are in no figure")
+    if decoded < FEW:
+        few = plural(decoded, "prompt")
+        parts.append(f"figures of {few} say little of other prompts, and intervals over so few are too narrow")
+    return "; ".join(parts) or None
+
+
 def warnings(results: Results) -> list[str]:
     """What a reader of one head's figures must know of them."""
-    measurements = results["measurements"]
-    found = (depth_warning(results["head"], measurements), busy_warning(measurements))
+    return [*([depth] if (depth := depth_warning(results["head"], results["measurements"])) else []), *doubts(results)]
+
+
+def doubts(results: Results) -> list[str]:
+    """What makes the figures less than they seem, whichever head they are of."""
+    found = (few_warning(results["measurements"]), busy_warning(results["measurements"]))
     return [warning for warning in found if warning]
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from eval.command import Parser, add_head_options, count, draft_shapes, exit_status, open_head, trees
 from eval.files import check_file
-from eval.measure import trace
+from eval.measure import check_decoded, trace
 from eval.metrics import (
-    Interval,
     Trace,
     acceptance_by_depth,
     rate_ratio,
@@ -117,8 +116,10 @@ def bench_rules(options: argparse.Namespace) -> int:
         )
 
     runs = [Run(rule, shape) for shape in shapes for rule in RULES if can_judge(rule, shape)]
+    whole = [request for by_seed in requests for request in by_seed]
     for run in runs:
-        outputs = iter(engine_of(run.rule, run.shape).generate([r for by_seed in requests for r in by_seed]))
+        check_decoded(done := engine_of(run.rule, run.shape).generate(whole), options.prompts)
+        outputs = iter(done)
         run.traces = [[trace(next(outputs)) for _ in by_seed] for by_seed in requests]
         print(f"{run.rule} on {run.shape}: tau {run.record()['tau']['mean']:.3f}", file=sys.stderr, flush=True)
     compared = [compare(one, other) for one, other in combinations(runs, 2) if one.shape == other.shape]
@@ -176,12 +177,12 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
             plain[prompt] += sum(float(ratio_[row]) for ratio_, _ in rule.expected[: output.rounds])
             whole[prompt] += sum(float(block_[row]) for _, block_ in rule.expected[: output.rounds])
     ones = [1.0] * len(requests)
-    interval: Interval = rate_ratio_interval((whole, ones), (plain, ones))
+    interval = rate_ratio_interval((whole, ones), (plain, ones))
     return {
         "tree": str(engine.shape),
         "block_over_ratio": sum(whole) / sum(plain),
         "ci95": interval,
-        "least_prompt": min(w / p for w, p in zip(whole, plain, strict=True)),
+        "least_prompt": min(w / p for w, p in zip(whole, plain, strict=True) if p),
     }
 
 

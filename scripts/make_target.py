@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eval.command import exit_status
+from eval.command import asks_usage, exit_status
 from eval.files import check_folder, write_text
 from eval.target_card import Making, measure_target, target_card
 from heads.attention import causal_attention
@@ -38,6 +38,7 @@ from train.target_text import CHAT_TEMPLATE, END, DataSettings, TokenizerSetting
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 
+USAGE = "usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
 SHOWN_EVERY = 50
 """Steps between two lines of progress."""
 
@@ -83,8 +84,8 @@ class TargetRecipe(Settings):
 
 def make_target(arguments: list[str]) -> int:
     """Text, training, and the model folder with what was measured; 0."""
-    if not arguments:
-        raise UserError("usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]")
+    if asks_usage(USAGE, arguments):
+        return 0
     source = read_settings(Path(arguments[0]), arguments[1:])
     recipe, errors = check(source, TargetRecipe)
     if errors:

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from eval.command import exit_status
+from eval.command import asks_usage, exit_status
 from eval.files import write_text
 from heads.errors import UserError
 from train.answers import make_answers
@@ -23,8 +23,8 @@ from train.tracker import Tracker
 
 def regenerate(arguments: list[str]) -> int:
     """Answer, and write the records."""
-    if not arguments:
-        raise UserError("usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]")
+    if asks_usage("usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]", arguments):
+        return 0
     recipe = load_recipe(arguments[0], arguments[1:])
     settings = recipe.data.regenerate
     if settings is None:

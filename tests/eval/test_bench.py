@@ -18,12 +18,14 @@ from eval.bench import run_bench
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.page import render_page
+from eval.prompts import load_prompts
 from eval.report import model_card, print_report
 from eval.results import Results, read_results
+from eval.runtime.engine import Engine, Request
 from eval.runtime.rejection import Verdict
 from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
-from eval.wording import percent, warnings
+from eval.wording import MISSING, percent, warnings
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -211,6 +213,59 @@ def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path])
     console = Console(record=True, width=200)
     print_report(results, console)
     assert found[0] in console.export_text() and found[0][1:] in render_page(results)
+
+
+def test_few_prompts_and_outputs_without_a_round_are_told_of(measured: tuple[Results, str, Path]) -> None:
+    results = copy.deepcopy(measured[0])
+    for m in results["measurements"]:
+        m["exact"]["prompts"] = 20
+    assert not any("output" in line or "prompt" in line for line in warnings(results))
+    results["measurements"][-1]["undecoded"] = 3
+    assert [line for line in warnings(results) if "output" in line] == [
+        "3 of 20 outputs (T = 1) ended with the first token and are in no figure"
+    ]
+    results["measurements"][0]["undecoded"] = 14
+    (line,) = (line for line in warnings(results) if "output" in line)
+    assert line.startswith("14 of 20 outputs (greedy) ended with the first token") and "figures of 6 prompts" in line
+
+
+def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = []
+    for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
+        (prompt,) = load_prompts(str(tmp_path / f"{name}.jsonl"), tiny_tokenizer, max_prompt_tokens=40)
+        requests.append(Request(prompt.ids, 12))
+    going, ending = (output.tokens for output in Engine(tiny_target, batch_size=2, max_length=64).generate(requests))
+    assert ending[0] not in going, "this token is to end one of the two outputs"
+    monkeypatch.setattr(tiny_target, "eos_token_ids", (ending[0],))
+    files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, Path(files), tmp_path / "out", trees=("chain:2",))
+    assert results["undecoded"] == 1 and "1 of 2 outputs (greedy) ended with the first token" in text
+    assert results["tau"]["mean"] == results["suites"]["goes-on"]["tau"]["mean"] and results["tau"]["ci95"] is None
+    assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
+    again = read_results(tmp_path / "out/results.json")
+    assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
+    assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again)
+
+
+def test_a_long_draft_shows_the_depths_that_rounds_came_to(measured: tuple[Results, str, Path]) -> None:
+    results = copy.deepcopy(measured[0])
+    results |= {"alpha": [0.5, 0.25, *[None] * 98], "accepted_histogram": [4, 2, *[0] * 99]}
+    console = Console(record=True, width=200)
+    print_report(results, console)
+    shown = [line for line in console.export_text().splitlines() if line.startswith("accepted at depth")]
+    assert [line.split() for line in shown] == [
+        ["accepted", "at", "depth", "1", "50.0%"],
+        ["accepted", "at", "depth", "2", "25.0%"],
+        ["accepted", "at", "depth", "3", MISSING],
+    ]
+    assert "depth 3:" in render_page(results) and "depth 4:" not in render_page(results)
 
 
 def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import compare as module
 from eval.command import exit_status
-from eval.compare import Contestant, compare, head_names
+from eval.compare import Contestant, compare, head_names, named_shapes
 from eval.results import Results
-from eval.settings import BenchSettings
+from eval.settings import BenchSettings, to_settings
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -135,6 +136,23 @@ def test_the_command_compares_trained_heads_with_others(
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
     assert [row[1:4:2] for row in rows] == [["medusa", "chain:2"], ["lookup", "chain:2"], ["lookup", "chain:3"]]
     assert json.loads((out / "compare.json").read_text())["exact"]["identical"] == 9
+
+
+def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pair_head: Any) -> None:
+    """A head of three depths and one that cannot branch, as the README compares them."""
+    short = build_head("medusa", {"depth": 3}, tiny_target, torch.ones(128, dtype=torch.int64))
+    short.config = replace(short.config, tree=((0,), (1,), (0, 0)))
+    heads = {"short": short, "pairs": pair_head, "lookup": build_untrained("lookup:2", tiny_target)}
+    shapes = {}
+    for rule in ("match", "block"):
+        chosen = to_settings(module.parse_arguments(["x", "--temperature", "1", "--rule", rule]))
+        for name, head in heads.items():
+            shapes[rule, name] = [
+                str(shape) for shape in named_shapes(Contestant(name, head, name), tiny_target, chosen)
+            ]
+    assert shapes["match", "short"] == ["chain:3", "head"] and shapes["block", "short"] == ["chain:3"]
+    assert shapes["match", "pairs"] == shapes["block", "pairs"] == ["chain:5", "chain:3"]
+    assert shapes["match", "lookup"] == ["chain:5", "chain:3"]
 
 
 def test_heads_are_told_apart_by_name() -> None:

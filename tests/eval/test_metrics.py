@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eval.metrics import (
+    Interval,
     Trace,
     acceptance_by_depth,
     accepted_histogram,
@@ -66,11 +67,16 @@ def test_speed_is_total_over_total() -> None:
     assert predicted_speedup(3.0, plain_seconds=4e-3, draft=2e-3, verify=5e-3, rest=1e-3) == pytest.approx(1.5)
 
 
+def there(interval: Interval | None) -> Interval:
+    assert interval is not None
+    return interval
+
+
 def test_intervals_hold_the_estimate_and_shrink_with_more_prompts() -> None:
     rng = np.random.default_rng(1)
     rounds = rng.integers(20, 60, size=400)
     emitted = [int(r * x) for r, x in zip(rounds, rng.uniform(1.5, 3.5, size=400), strict=True)]
-    few, many = (ratio_interval(emitted[:n], [float(r) for r in rounds[:n]]) for n in (20, 400))
+    few, many = (there(ratio_interval(emitted[:n], [float(r) for r in rounds[:n]])) for n in (20, 400))
     assert many[0] < sum(emitted) / rounds.sum() < many[1]
     assert many[1] - many[0] < few[1] - few[0]
 
@@ -79,7 +85,7 @@ def test_a_bootstrap_interval_covers_a_known_mean_about_as_often_as_it_says() ->
     rng = np.random.default_rng(2)
     hits = 0
     for _ in range(100):
-        low, high = ratio_interval(list(rng.normal(2.0, 1.0, size=60)), [1.0] * 60)
+        low, high = there(ratio_interval(list(rng.normal(2.0, 1.0, size=60)), [1.0] * 60))
         hits += low <= 2.0 <= high
     assert 88 <= hits <= 100
 
@@ -87,7 +93,7 @@ def test_a_bootstrap_interval_covers_a_known_mean_about_as_often_as_it_says() ->
 def test_pairing_removes_what_prompts_have_in_common() -> None:
     rng = np.random.default_rng(3)
     plain = [float(x) for x in rng.uniform(1, 50, size=40)]  # prompts differ fiftyfold in length
-    low, high = speedup_interval(plain, [p / 2 for p in plain])
+    low, high = there(speedup_interval(plain, [p / 2 for p in plain]))
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
 
 
@@ -96,18 +102,27 @@ def test_rates_are_compared_each_by_its_own_gains_and_costs() -> None:
     rng = np.random.default_rng(4)
     lengths = [float(x) for x in rng.uniform(1, 50, size=40)]  # what is common to both drops out
     shorter = [length / 3 for length in lengths]
-    low, high = rate_ratio_interval((lengths, shorter), (lengths, lengths))
+    low, high = there(rate_ratio_interval((lengths, shorter), (lengths, lengths)))
     assert low == pytest.approx(3.0) and high == pytest.approx(3.0)
     noisy = [float(x) for x in rng.uniform(0.5, 1.5, size=40)]
-    low, high = rate_ratio_interval((noisy, [1.0] * 40), ([1.0] * 40, [1.0] * 40))
+    low, high = there(rate_ratio_interval((noisy, [1.0] * 40), ([1.0] * 40, [1.0] * 40)))
     assert low < sum(noisy) / 40 < high
-    assert all(map(math.isnan, rate_ratio_interval(([], []), ([], []))))
+    assert rate_ratio_interval(([], []), ([], [])) is None
 
 
 def test_the_same_figures_give_the_same_interval() -> None:
     traces = [WHOLE, CUT, Trace(4, (0, 0, 1), (1, 1, 2))]
     assert tau_interval(traces) == tau_interval(traces)
-    assert all(map(math.isnan, tau_interval([])))
+    assert tau_interval([]) is None
+
+
+def test_one_unit_that_gave_something_has_no_interval() -> None:
+    nothing = Trace(0, (), ())
+    assert tau_interval([WHOLE]) is None
+    assert tau_interval([nothing, WHOLE, nothing]) is None
+    assert tau_interval([nothing, WHOLE, CUT]) is not None
+    assert speedup_interval([0.0, 2.0], [0.0, 1.0]) is None
+    assert rate_ratio_interval(([0, 4], [0.0, 2.0]), ([0, 4], [0.0, 1.0])) is None
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 16])
