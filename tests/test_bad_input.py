@@ -17,6 +17,8 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
 from eval.command import exit_status
+from eval.results import read_results
+from heads.checkpoint import read_config
 from train import checkpointing
 from train.entry import attempt
 
@@ -272,6 +274,9 @@ def test_a_damaged_record_of_a_head(text: str, here: Path, refused: Any) -> None
         (["--max-prompt-tokens", "2"], "prompts.jsonl:1: the prompt has"),
         (["--prompts", "no.jsonl"], "no.jsonl: no such file, and no suite of that name"),
         (["--out", "prompts.jsonl/x"], "--out prompts.jsonl/x: expected a folder"),
+        (["--prompts", "prompts.jsonl,"], "--prompts 'prompts.jsonl,': expected suites or files, commas between"),
+        (["--max-new-tokens", "1"], "prompts: every output ended with its first token"),
+        (["--max-new-tokens", "1", "--tree", "auto"], "--tree auto: every output of the 2 prompts tried ended with"),
     ],
 )
 def test_options_of_the_bench(options: list[str], fault: str, refused: Any) -> None:
@@ -322,6 +327,29 @@ def test_no_space_for_a_checkpoint(
     forget_accelerator()
     assert train() == 0
     assert "resumed from" in capsys.readouterr().err
+
+
+def test_nothing_to_draft_is_told_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tau that is no number would stay the best one."""
+    assert train("eval.max_new_tokens=1", "train.eval_every=1") == 2
+    assert "prompts.jsonl: every output ended with its first token" in capsys.readouterr().err.splitlines()[-1]
+    assert not (here / "a/b/new/head").exists()
+
+
+def test_results_are_of_the_head_that_lies_there_and_of_the_settings_asked_for(here: Path) -> None:
+    def measured() -> dict[str, Any]:
+        return {key: read_results(here / "run/results.json")[key] for key in ("head", "settings")}
+
+    first = measured()
+    assert train("output_dir=run", "train.log_every=2") == 0
+    assert measured() == first
+    assert train("output_dir=run", "eval.report.temperatures=[0, 1]") == 0
+    assert measured()["settings"]["temperatures"] == [0.0, 1.0]
+    shutil.rmtree(here / "run/checkpoints")  # begun anew
+    forget_accelerator()
+    assert train("output_dir=run", "eval.report.temperatures=[0, 1]", "train.lr=0.02") == 0
+    again = read_config(here / "run/head")["sha256"]
+    assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 
 
 def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) -> None:

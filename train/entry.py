@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 
 from eval.bench import run_bench
-from eval.command import exit_status
+from eval.command import asks_usage, exit_status, tell
 from eval.report import write_report
-from eval.results import read_results
+from eval.results import read_results, weights_hash
 from eval.settings import BenchSettings
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
@@ -15,6 +15,7 @@ from train.launch import leave, on_main
 from train.loop import Outcome, fit
 from train.preparing import load_ground
 from train.recipe import Eval, Recipe, load_recipe
+from train.run_folder import RunFolder
 
 USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
 KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
@@ -30,10 +31,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
     """The exit status of one run."""
 
     def run() -> int:
-        if not arguments:
-            raise UserError(USAGE.format(name=name))
-        if arguments[0] in ("-h", "--help"):
-            print(USAGE.format(name=name))
+        if asks_usage(USAGE.format(name=name), arguments):
             return 0
         recipe = load_recipe(arguments[0], arguments[1:])
         kind = recipe.head["kind"]
@@ -47,18 +45,19 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
             outcome = fit(recipe)
             with Interrupts():
                 return finish(recipe, outcome)
-        except Interrupted:
+        except Interrupted as interrupted:
+            tell(f"interrupted{interrupted}; the same command goes on from there")
             return 130
 
     return exit_status(run)
 
 
 def finish(recipe: Recipe, outcome: Outcome) -> int:
-    """Measure the kept head, unless an earlier run of the same command did. 1 if an output was not the target's own."""
+    """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
 
     def act() -> int:
         folder, ground = outcome.folder, outcome.ground
-        if folder.results.is_file():
+        if is_measured(folder, recipe):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 write_report(read_results(folder.results), folder.path)
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
@@ -75,11 +74,21 @@ def finish(recipe: Recipe, outcome: Outcome) -> int:
             head_path=str(folder.head),
             out=folder.path,
         )
+        folder.write_recipe(recipe)
         return 1 if results["exact"]["divergences"] else 0
 
     code = on_main(outcome.accelerator, act)
     outcome.folder.unlock()
     return code
+
+
+def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
+    """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
+    if not folder.results.is_file():
+        return False
+    measured = read_results(folder.results)["head"]["sha256"]
+    was = load_recipe(folder.recipe)
+    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
 
 
 def report_settings(settings: Eval) -> BenchSettings:

@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupted(BaseException):
-    """The run was asked to stop. No Exception, so that nothing but the loop and the entry catches it."""
+    """The run was asked to stop; says at which step. No Exception, so that only the loop and the entry catch it."""
 
 
 class Interrupts:

@@ -136,8 +136,7 @@ class Training:
                     self._between_steps()
             except Interrupted:
                 self._checkpoint()
-                self.tracker.say(f"interrupted at step {self.state.step}; the same command goes on from there")
-                raise
+                raise Interrupted(f" at step {self.state.step}") from None
         self.tracker.finish()
         state = self.state
         best = f"best head: tau {state.best_tau:.3f} at step {state.best_step}, in {self.folder.head}"

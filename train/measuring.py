@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.auto import MOST_NODES
 from eval.command import AUTO
-from eval.measure import trace
+from eval.measure import check_decoded, trace
 from eval.metrics import acceptance_by_depth, tau
 from eval.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
@@ -85,6 +85,7 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
         rule=settings.rule,
     )
     outputs = engine.generate(requests)
+    check_decoded(outputs, f"eval.prompts {settings.prompts}")
     traces = [trace(output) for output in outputs]
     estimate = None
     if settings.temperature == 0 and is_chain(shape):

@@ -26,6 +26,9 @@ FREE_SETTINGS = (
 )
 """What may change between the parts of one run without changing what it computes."""
 
+REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
+"""Absent where nothing is sampled; where only `eval.report.temperatures` made that so, they are the report's own."""
+
 
 class RunFolder:
     """Paths of one run, held by at most one process at a time."""
@@ -89,6 +92,7 @@ class RunFolder:
             f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}"
             for key, was, now in differences(old, new)
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
+            and not (key in REPORT_SAMPLING and None in (was, now))
         ]
         if changed and any(self.checkpoints.glob("step-*")):
             raise UserError(

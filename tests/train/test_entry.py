@@ -100,7 +100,7 @@ def test_our_own_fault_is_status_1_with_a_trace(
 
 
 def test_an_interrupt_is_status_130_with_a_checkpoint(
-    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -109,6 +109,20 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
     monkeypatch.setattr("train.step.make_batch", make)
     assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
+    assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["train.preparing.read_documents", "train.entry.run_bench"])
+def test_an_interrupt_outside_the_steps_is_told_too(
+    where: str,
+    small: Settings,
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(where, lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    assert attempt("eagle", [str(write_recipe(small))]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; the same command goes on from there"
 
 
 def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
