@@ -93,40 +93,38 @@ class ChatSource(RecordSource):
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
-class Regenerate(Settings):
-    """Train on the target's own answers to prompts from the sources, which is what a draft head must foresee."""
+class Answers(Settings):
+    """Prompts from the sources, and how the runtime has them answered."""
 
     prompts: Count
-    """How many prompts are answered."""
+    """How many there are."""
     prompt_tokens: Count = 512
     """Prompts from text are this long at most; longer conversations are left out."""
     new_tokens: Count = 256
-    temperature: Temperature = 0.0
     batch_size: Count = 8
     seed: Seed = 0
-    share: Share = 1.0
-    """The share of training rows that are answers; the rest are the sources as they are."""
     train_on_prompts: bool = False
     """Whether prompt tokens are labels too."""
 
 
-class OnPolicy(Settings):
+class Regenerate(Answers):
+    """Train on the target's own answers to prompts from the sources, which is what a draft head must foresee."""
+
+    temperature: Temperature = 0.0
+    share: Share = 1.0
+    """The share of training rows that are answers; the rest are the sources as they are."""
+
+
+class OnPolicy(Answers):
     """Train on what the draft itself writes, as it stands (arXiv 2310.08461, section 4); head.kind draft only."""
 
     every: Count
     """Steps between two renewals; the first samples are written after so many."""
-    prompts: Count
-    """How many prompts there are, to be answered in turn."""
     samples: Count
-    """How many of them are answered at each renewal."""
-    prompt_tokens: Count = 512
-    new_tokens: Count = 256
+    """How many of the prompts, in turn, are answered at each renewal."""
     temperature: Temperature = 1.0
-    batch_size: Count = 8
-    seed: Seed = 0
     share: Share = 0.5
     """The share of training rows that are samples; the rest are the other data."""
-    train_on_prompts: bool = False
 
 
 class Data(Settings):

@@ -14,7 +14,7 @@ from eval.records import read_records
 from heads.errors import UserError
 from train.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.packing import Document, shares
-from train.recipe import AnySource, ChatSource, OnPolicy, PythonSource, Recipe, Regenerate
+from train.recipe import Answers, AnySource, ChatSource, PythonSource, Recipe
 
 Say = Callable[[str], None]
 MIN_PROMPT_CHARACTERS = 40
@@ -58,9 +58,7 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
     return read_given(Path(source.chat_template), "a Jinja chat template")
 
 
-def read_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Regenerate | OnPolicy, name: str
-) -> list[list[int]]:
+def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str) -> list[list[int]]:
     """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
     sources = recipe.data.sources
     if settings.prompts < len(sources):
