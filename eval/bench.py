@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from eval.command import Parser, add_head_options, draft_shapes, exit_status, open_head
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder
-from eval.measure import Entry
 from eval.prompts import Prompt
 from eval.report import print_report, write_report
 from eval.results import (
@@ -54,6 +53,7 @@ def run_bench(
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
     parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
+    settings.check_target(target)
     named = settings.shapes(head)
     prompts = choose_prompts(target, tokenizer, settings, settings.most_nodes(named))
     judged, searches = measure_settings(target, head, tokenizer, settings, prompts, named)
@@ -105,7 +105,7 @@ def measure_settings(
                 search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
                 shapes = search.next_shapes()
             while shapes:
-                entries = [Entry(head, shape, settings.rule, settings.adaptive) for shape in shapes]
+                entries = [settings.entry(head, shape) for shape in shapes]
                 fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
                 judged.add(fresh)
                 shapes = []

@@ -31,7 +31,6 @@ from eval.command import (
 )
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder, write_text
-from eval.measure import Entry
 from eval.pilot import can_draft
 from eval.report import print_audit, setting_line
 from eval.results import (
@@ -103,6 +102,7 @@ def compare(
     console: Console | None = None,
 ) -> Results:
     """Measure the heads in one race a temperature, print the table, and return what compare.json holds."""
+    settings.check_target(target)
     named = [named_shapes(contestant, target, settings) for contestant in contestants]
     most = settings.most_nodes([shape for shapes in named for shape in shapes])
     prompts = choose_prompts(target, tokenizer, settings, most)
@@ -119,7 +119,7 @@ def compare(
                 ]
             trees = [search.next_shapes() for search in searches] or named
             pairs = [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]
-            entries = [Entry(contestants[n].head, shape, settings.rule, settings.adaptive) for n, shape in pairs]
+            entries = [settings.entry(contestants[n].head, shape) for n, shape in pairs]
             fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
             judged.add(fresh)
             owners += [n for n, _ in pairs]

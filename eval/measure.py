@@ -37,6 +37,8 @@ class Entry:
     """Of `eval.runtime.rules.RULES`."""
     adaptive: bool = False
     """Whether drafts are shortened, or left out, while that is faster."""
+    strict: bool = False
+    """Whether trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def line_up(
     size: dict[str, Any] = {"batch_size": batch_size, "max_length": room}
     plain = Contender(Engine(target, **size))
     drafting = [
-        Contender(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, **size)) for e in entries
+        Contender(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, strict=e.strict, **size))
+        for e in entries
     ]
     result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
     warm = min(max_new_tokens, WARM_UP_TOKENS)

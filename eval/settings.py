@@ -8,13 +8,16 @@ from typing import Any
 
 from eval.auto import MOST_NODES
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
+from eval.measure import Entry
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash
 from eval.runtime.controller import check_adaptive
+from eval.runtime.identity import is_narrow
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
-from heads.base import TreeHead
+from heads.base import Drafter, TreeHead
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
+from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 
@@ -35,6 +38,8 @@ class BenchSettings:
     """By which drafts are accepted: one of `eval.runtime.rules.RULES`."""
     adaptive: bool = False
     """Whether drafts are shortened, or left out, while that is faster."""
+    strict: bool = False
+    """Whether trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU; else near-ties are counted."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -58,6 +63,18 @@ class BenchSettings:
         for shape in shapes:
             check_rule(self.rule, shape)
         return shapes
+
+    def entry(self, head: Drafter, shape: TreeShape) -> Entry:
+        """A head with one of the drafts."""
+        return Entry(head, shape, self.rule, self.adaptive, self.strict)
+
+    def check_target(self, target: FrozenTarget) -> None:
+        """UserError for what has no effect on this target."""
+        if self.strict and not is_narrow(target):
+            raise UserError(
+                "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
+                "decoding's bit for bit anyway; leave it out"
+            )
 
     def most_nodes(self, named: Sequence[TreeShape]) -> int:
         """Of any draft that is to be measured, the named ones or others."""
@@ -106,6 +123,7 @@ def add_measure_options(parser: Parser) -> None:
         help="by which drafts are accepted; under all but match sampled text is the target's in law",
     )
     add("--adaptive", action="store_true", help="shorten drafts, or leave them out, while that is faster")
+    add("--strict", action="store_true", help="in bfloat16 on a GPU: no near-ties of trees either, by slower attention")
     add("--top-k", type=int, default=known.top_k, help="0 keeps all")
     add("--top-p", type=float, default=known.top_p, help="1 keeps all")
     add("--min-p", type=float, default=known.min_p, help="0 keeps all")

@@ -331,6 +331,29 @@ def test_an_adaptive_run_says_what_was_drafted(
     assert read_results(tmp_path / "out" / "results.json")["settings"]["adaptive"] is True
 
 
+def test_strict_trees_are_held_against_strict_plain_decoding(
+    tiny_target: FrozenTarget,
+    pair_head: Any,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    prompt_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place in ("eval.settings.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+        monkeypatch.setattr(place, lambda target: True)
+    made: list[tuple[int, bool]] = []
+
+    class Noted(Engine):
+        def __init__(self, *rest: Any, **options: Any) -> None:
+            super().__init__(*rest, **options)
+            made.append((self.nodes, self.strict))
+
+    for place in ("eval.measure.Engine", "eval.runtime.identity.Engine"):
+        monkeypatch.setattr(place, Noted)
+    results, _ = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("tree:2x2x4",), strict=True)
+    assert results["exact"]["identical"] == results["exact"]["prompts"] and results["settings"]["strict"] is True
+    assert made == [(1, False), (4, True), (4, True)]  # plain decoding, the tree, and what the tree is held against
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -340,6 +363,7 @@ def test_an_adaptive_run_says_what_was_drafted(
         ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
         ({"prompts": "nowhere.jsonl"}, "no such file"),
         ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the law of what survives"),
+        ({"strict": True}, "--strict: has no effect but in bfloat16 or float16 on a GPU"),
     ],
 )
 def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
