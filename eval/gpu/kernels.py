@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.gpu.trees import grown
+from eval.gpu.trees import works
 from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
@@ -18,7 +18,7 @@ from eval.runtime.state import RoundState, Settlement
 from heads.kernels import attention, layers
 from heads.kernels.products import MAKERS
 from heads.kernels.timing import device_seconds
-from heads.tree import Proposal, parse_shape
+from heads.tree import Proposal
 
 COLD = 1 << 28
 """Bytes of weights taken in turn, at least: several times what a card caches."""
@@ -80,9 +80,8 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
     if rows > 2 * ACCEPTED:
         end_of_round(add, shape, rows, capacity, device)
     if rows > 8:
-        tree = parse_shape(f"tree:6x8x{rows}")
-        laws = torch.randn(tree.depth, 1, tree.nodes, tree.top_k, device=device).log_softmax(-1)
-        add(f"choosing the nodes of {tree}", 40 * (1 + 8 + 5 * 64) + 40 * rows, partial(grown, tree, laws))
+        for timed in works(f"tree:6x8x{rows}", device):
+            add(*timed)
     return parts
 
 

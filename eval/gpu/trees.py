@@ -1,12 +1,19 @@
 """Draft trees on a GPU: that they are drawn and grow as on a CPU, and one to time."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from eval.runtime.kernels.pick import Noise, best_columns
 from eval.runtime.sampling import RowSampling, Sampling
 from heads.tree import Proposal, TreeShape, grow, parse_shape
 
 CUDA = torch.device("cuda")
+COLUMNS = 32000
+"""Of the draft vocabulary that is timed."""
 
 
 def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
@@ -44,6 +51,22 @@ def picks_are_those_of_tensor_operations(device: torch.device = CUDA) -> None:
                 expected, law = rows.pick_in_tensors(logits, positions, count, names)
                 assert torch.equal(tokens, expected), (W, V, count)
                 torch.testing.assert_close(logp, law, atol=2e-5, rtol=2e-5)
+
+
+def works(text: str, device: torch.device) -> list[tuple[str, int, Callable[[], Any]]]:
+    """What a tree takes beside its head's passes, to be timed: names, the bytes it must read and write, work."""
+    shape = parse_shape(text)
+    K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
+    laws = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
+    logits = torch.randn(1, K, COLUMNS, device=device).bfloat16()
+    ids, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
+    noise = Noise(ids[:, None].expand(-1, K), one, ids)
+    picks = f"{K} of {COLUMNS} picked for each of {K}"
+    return [
+        (f"nodes of {text} chosen", 36 * (drawn + shape.nodes), partial(grown, shape, laws)),
+        (picks, 2 * logits.numel(), partial(best_columns, logits, K)),
+        (f"{picks} with noise", 2 * logits.numel(), partial(best_columns, logits, K, None, noise)),
+    ]
 
 
 def grown(shape: TreeShape, laws: Tensor) -> Proposal:

@@ -26,7 +26,7 @@ MOST_CHILDREN = 1024
 MOST_NODES = 4096
 """Draws of a tree that a program ranks; likewise."""
 COMPARED = 4096
-"""Comparisons held at once."""
+"""Comparisons, or places of paths, that a program holds at once."""
 PLACED = 256
 """Nodes of a static tree's level that a program takes."""
 
@@ -71,13 +71,13 @@ def widen(
     ids, paths = root.new_empty(3, B, K), root.new_empty(B, K, level)
     after = Beam(ids[0], logp.new_empty(B, K), ids[1], ids[2], paths)
     above = after if beam is None else beam
-    pad = next_power_of_2(W * K)
+    pad, levels = next_power_of_2(W * K), next_power_of_2(level)
     _widen[(B,)](
         root, above.scores, above.nodes, above.paths, picked, logp, *picked.stride(), *logp.stride(),
         nodes.tokens, nodes.parents, nodes.scores, nodes.places,
         after.tokens, after.scores, after.nodes, after.rows, after.paths,
-        T, first_node(K, level), level, K, W * K, FIRST=beam is None, LAST=last, LEVELS=next_power_of_2(level),
-        PAD=pad, TILE=min(pad, COMPARED // pad),
+        T, first_node(K, level), level, K, W * K, FIRST=beam is None, LAST=last,
+        PAD=pad, TILE=min(pad, COMPARED // pad), LEVELS=levels, CHUNK=min(levels, COMPARED // pad),
     )  # fmt: skip
     return None if last else after
 
@@ -124,7 +124,7 @@ def _widen(  # type: ignore[no-untyped-def]
     ROOT, BEAM_SCORES, BEAM_NODES, BEAM_PATHS, PICKED, LOGP, p_b, p_w, p_k, l_b, l_w, l_k,
     TOKENS, PARENTS, SCORES, PLACES, NEXT_TOKENS, NEXT_SCORES, NEXT_NODES, NEXT_ROWS, NEXT_PATHS,
     T, first, level, K, C,
-    FIRST: constexpr, LAST: constexpr, LEVELS: constexpr, PAD: constexpr, TILE: constexpr,
+    FIRST: constexpr, LAST: constexpr, PAD: constexpr, TILE: constexpr, LEVELS: constexpr, CHUNK: constexpr,
 ):  # fmt: skip
     """One row: its C draws to their places; those with fewer than K better ones to the next beam."""
     b, c = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
@@ -161,10 +161,11 @@ def _widen(  # type: ignore[no-untyped-def]
     tl.store(NEXT_SCORES + to, total, mask=kept)
     tl.store(NEXT_NODES + to, first + c, mask=kept)
     tl.store(NEXT_ROWS + to, row, mask=kept)
-    for i in range(0, LEVELS):
-        above = kept & (i < level - 1)
-        node = tl.load(BEAM_PATHS + (b * K + row) * (level - 1) + i, mask=above, other=0)
-        tl.store(NEXT_PATHS + to * level + i, node, mask=above)
+    for start in range(0, LEVELS, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        above = kept[:, None] & (i < level - 1)[None]
+        node = tl.load(BEAM_PATHS + ((b * K + row) * (level - 1))[:, None] + i[None], mask=above, other=0)
+        tl.store(NEXT_PATHS + (to * level)[:, None] + i[None], node, mask=above)
     tl.store(NEXT_PATHS + to * level + level - 1, place, mask=kept)
 
 
@@ -188,7 +189,7 @@ def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
     _prune[(B,)](
         nodes.tokens, nodes.parents, nodes.scores, nodes.places, nodes.depths, penalties,
         kept.tokens, kept.parents, kept.scores, kept.places, kept.depths, T, count,
-        PAD=pad, num_warps=4 if pad <= 512 else 8,
+        BITS=4 if pad <= 1024 else 2, PAD=pad, num_warps=4 if pad <= 512 else 8,
     )  # fmt: skip
     return kept
 
@@ -212,9 +213,10 @@ def prune_twin(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
 @jit
 def _prune(  # type: ignore[no-untyped-def]
     TOKENS, PARENTS, SCORES, PLACES, DEPTHS, PENALTIES,
-    KEPT_TOKENS, KEPT_PARENTS, KEPT_SCORES, KEPT_PLACES, KEPT_DEPTHS, T, N, PAD: constexpr,
+    KEPT_TOKENS, KEPT_PARENTS, KEPT_SCORES, KEPT_PLACES, KEPT_DEPTHS, T, N,
+    BITS: constexpr, PAD: constexpr,
 ):  # fmt: skip
-    """One row: the N-th best key, bit by bit from the highest, then whoever is better or among the first as good."""
+    """One row: the N-th best key, BITS by BITS from the highest; then whoever is better, and the first as good."""
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     real = i < T
     score = tl.load(SCORES + b * T + i, mask=real, other=0.0)
@@ -222,10 +224,11 @@ def _prune(  # type: ignore[no-untyped-def]
     bits = tl.where(rank == 0, 0.0, rank).to(tl.uint32, bitcast=True)  # of the two zeros, the positive
     key = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # whole numbers in the order of the floats
     key = tl.where(real, key, 0)
-    least = tl.zeros([], tl.uint32)
-    for step in range(0, 32):
-        trial = least | (tl.full([], 0x80000000, tl.uint32) >> step)
-        least = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= N, trial, least)
+    least, digit = tl.zeros([], tl.uint32), tl.arange(0, 1 << BITS).to(tl.uint32)
+    for step in range(0, 32, BITS):
+        trial = least | (digit << (32 - BITS - step))
+        reached = tl.sum((key[:, None] >= trial[None]).to(tl.int32), 0) >= N  # by the lowest digits, if by any
+        least = tl.max(tl.where(reached, trial, 0), 0)
     better, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
     kept = (better == 1) | ((equal == 1) & (tl.cumsum(equal, 0) <= N - tl.sum(better, 0)))
     place = tl.cumsum(kept.to(tl.int32), 0) - 1

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.gpu import trees
 from eval.runtime import draws
 from eval.runtime.kernels.noise import key_of, noise_of
 from eval.runtime.kernels.pick import Noise, best_columns
 from eval.runtime.sampling import RowSampling, Sampling, gumbel
 from heads.kernels.backend import constexpr, jit, tl
+from heads.tree import Proposal
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -121,3 +123,12 @@ def test_more_than_a_program_compares_is_picked_by_tensor_operations(monkeypatch
     monkeypatch.setattr("eval.runtime.sampling.best_columns", None)
     rows, logits, at = rows_of(Sampling()), torch.randn(1, 2, 30), torch.zeros(1, 2, dtype=torch.int64)
     assert torch.equal(rows.pick(logits, at, 4)[0], logits.topk(4).indices)
+
+
+def test_what_is_timed_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "COLUMNS", 90)
+    timed = trees.works("tree:3x3x9", torch.device("cpu"))
+    assert len(timed) == 3
+    for _, size, work in timed:
+        made = work()
+        assert size > 0 and (made.tokens if isinstance(made, Proposal) else made[0]).shape[-1] in (9, 3)
