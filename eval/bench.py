@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -124,7 +125,8 @@ def parts_of_headline(
     (shape,) = draft_shapes([results["tree"]], head)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
-    engine = Engine(target, head, shape=shape, batch_size=settings.batch_size, max_length=room, rule=settings.rule)
+    size: dict[str, Any] = {"batch_size": settings.batch_size, "max_length": room}
+    engine = Engine(target, head, shape=shape, rule=settings.rule, strict=settings.strict, **size)
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
 

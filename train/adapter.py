@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from heads.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.base import Batch, DraftHead, HeadLoss
@@ -27,6 +26,7 @@ from heads.families import OutputHead
 from heads.labels import supervised
 from heads.losses import draft_loss
 from heads.target import FrozenTarget, decode, packed_visible
+from train.lora import linear_layers
 from train.recipe import Adapter
 
 
@@ -164,17 +164,8 @@ def check_adapter(target: FrozenTarget, settings: Adapter, head: DraftHead) -> N
         )
     if target.quantize:
         raise UserError(f"target.adapter: needs whole weights; leave target.quantize={target.quantize} out")
-    linear = {path: module for path, module in target.model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    names = sorted({path.split(".")[-1] for path, module in linear.items() if module is not target.head})
-    for name in settings.modules or [""]:
-        matched = [path for path in linear if path == name or path.endswith(f".{name}" if name else "")]
-        if any(linear[path] is target.head for path in matched) and name:
-            raise UserError(f"target.adapter.modules: {name}: the output head stays as it is; leave it out")
-        if not matched:
-            raise UserError(
-                f"target.adapter.modules: {name or 'null'} matches no linear layer of {target.name}; it has "
-                f"{', '.join(names) or 'none'}"
-            )
+    if not linear_layers(target.model, target.head, settings.modules, "target.adapter.modules", target.name):
+        raise UserError(f"target.adapter: {target.name} has no linear layer to adapt; leave it out")
 
 
 def make_adapter(target: FrozenTarget, settings: Adapter, seed: int) -> TargetAdapter:

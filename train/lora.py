@@ -4,6 +4,7 @@ Merged, W + alpha / rank * B A, the weights have the names and shapes that they 
 measured and saved knows nothing of them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,25 +38,33 @@ def adapted_layers(head: Draft, settings: LoraSettings) -> list[str]:
     """The full names of the layers that get an adapter. UserError for a name that fits none."""
     untyped: Any = head.model
     output = untyped.get_output_embeddings()
+    return linear_layers(head.model, output, settings.modules, "head.lora.modules", "the draft")
+
+
+def linear_layers(
+    model: nn.Module, output: nn.Module, wanted: Sequence[str] | None, setting: str, whose: str
+) -> list[str]:
+    """The full names of the linear layers whose names end in one of `wanted`, all of them if None; never the output
+    head. UserError, in the name of the setting and of whose layers they are, where one fits none."""
     linear = [
         name
-        for name, module in head.model.named_modules()
+        for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not output
     ]
-    if settings.modules is None:
+    if wanted is None:
         return linear
-    for wanted in settings.modules:
-        if not any(_fits(name, wanted) for name in linear):
-            known = sorted({name.split(".")[-1] for name in linear})
+    for name in wanted:
+        if not any(_fits(layer, name) for layer in linear):
+            known = ", ".join(sorted({layer.split(".")[-1] for layer in linear}))
             raise UserError(
-                f"head.lora.modules: {wanted!r} fits no linear layer of the draft but its output head, which stays as "
-                f"it is; it has {', '.join(known)}"
+                f"{setting}: {name!r} fits no linear layer of {whose} but its output head, which stays as it is; "
+                f"it has {known or 'none'}"
             )
-    return [name for name in linear if any(_fits(name, wanted) for wanted in settings.modules)]
+    return [layer for layer in linear if any(_fits(layer, name) for name in wanted)]
 
 
-def _fits(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
+def _fits(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
 
 
 def merged_weights(head: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:

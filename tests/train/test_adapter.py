@@ -233,9 +233,9 @@ def test_a_head_for_an_adapted_target_is_refused_elsewhere(
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"modules": ["no_proj"]}, "target.adapter.modules: no_proj matches no linear layer of"),
-        ({"modules": ["lm_head"]}, "the output head stays as it is"),
-        ({"modules": ["q_proj", "embed_tokens"]}, "embed_tokens matches no linear layer"),
+        ({"modules": ["no_proj"]}, "target.adapter.modules: 'no_proj' fits no linear layer of"),
+        ({"modules": ["lm_head"]}, "but its output head, which stays as it is"),
+        ({"modules": ["q_proj", "embed_tokens"]}, "'embed_tokens' fits no linear layer"),
         ({"first_step": 6}, "target.adapter.first_step: expected less than train.max_steps (6)"),
         ({"ranks": 2}, "target.adapter.ranks: unknown key; did you mean 'rank'?"),
     ],
