@@ -14,7 +14,7 @@ from eval.files import write_text
 from heads.errors import UserError
 from train.answers import make_answers
 from train.launch import make_accelerator
-from train.preparing import answering, load_ground
+from train.preparing import answering, load_recipe_target
 from train.recipe import load_recipe
 from train.run_folder import RunFolder
 from train.sources import read_prompts
@@ -33,11 +33,11 @@ def regenerate(arguments: list[str]) -> int:
     tracker = Tracker(recipe, folder, main=True)
     folder.lock()
     try:
-        ground = load_ground(make_accelerator(recipe.train), recipe)
-        prompts = read_prompts(recipe, ground.tokenizer, settings, "data.regenerate")
-        answers = make_answers(ground.target, prompts, settings, folder.path, progress=answering(tracker))
+        loaded = load_recipe_target(make_accelerator(recipe.train), recipe)
+        prompts = read_prompts(recipe, loaded.tokenizer, settings, "data.regenerate")
+        answers = make_answers(loaded.target, prompts, settings, folder.path, progress=answering(tracker))
         records = [
-            {"text": ground.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
+            {"text": loaded.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         write_text(folder.path / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))

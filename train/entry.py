@@ -13,7 +13,7 @@ from heads.errors import UserError
 from train.interrupts import Interrupted, Interrupts
 from train.launch import leave, on_main
 from train.loop import Outcome, fit
-from train.preparing import load_ground
+from train.preparing import load_recipe_target
 from train.recipe import Eval, Recipe, load_recipe
 from train.run_folder import RunFolder
 
@@ -56,20 +56,20 @@ def finish(recipe: Recipe, outcome: Outcome) -> int:
     """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
 
     def act() -> int:
-        folder, ground = outcome.folder, outcome.ground
+        folder, loaded = outcome.folder, outcome.loaded
         if is_measured(folder, recipe):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 write_report(read_results(folder.results), folder.path)
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
         if recipe.target.adapter is not None:  # the best head's, and not the last step's
-            ground = load_ground(outcome.accelerator, recipe)
-            adapt_target(folder.head, ground.target)
-        head = load_head(folder.head, dtype=ground.target.dtype, device=ground.target.device)
+            loaded = load_recipe_target(outcome.accelerator, recipe)
+            adapt_target(folder.head, loaded.target)
+        head = load_head(folder.head, dtype=loaded.target.dtype, device=loaded.target.device)
         results = run_bench(
-            ground.target,
+            loaded.target,
             head,
-            ground.tokenizer,
+            loaded.tokenizer,
             report_settings(recipe.eval),
             head_path=str(folder.head),
             out=folder.path,

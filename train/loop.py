@@ -31,7 +31,15 @@ from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.lora import add_adapters, merged_weights
 from train.measuring import Measured, load_requests, measure, nodes_needed
 from train.optim import lr_factor
-from train.preparing import Ground, check_head, check_supervision, load_data, load_ground, load_samples, make_head
+from train.preparing import (
+    LoadedTarget,
+    check_head,
+    check_supervision,
+    load_data,
+    load_recipe_target,
+    load_samples,
+    make_head,
+)
 from train.provenance import make_provenance
 from train.recipe import Recipe
 from train.run_folder import RunFolder
@@ -46,7 +54,7 @@ class Outcome:
     """What `fit` leaves to its caller: the run folder, and the target still in memory."""
 
     folder: RunFolder
-    ground: Ground
+    loaded: LoadedTarget
     accelerator: Accelerator
     tracker: Tracker
 
@@ -63,7 +71,7 @@ def fit(recipe: Recipe) -> Outcome:
         tracker = Tracker(recipe, folder, main=accelerator.is_main_process)
         try:
             found = on_main(accelerator, lambda: _take_folder(folder, recipe, tracker))
-            outcome = Outcome(folder, load_ground(accelerator, recipe), accelerator, tracker)
+            outcome = Outcome(folder, load_recipe_target(accelerator, recipe), accelerator, tracker)
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
@@ -90,22 +98,22 @@ class Training:
     def __init__(self, recipe: Recipe, run: Outcome, interrupts: Interrupts):
         self.recipe, self.interrupts = recipe, interrupts
         self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
-        self.target = run.ground.target
-        drafts = check_head(recipe, run.ground)
+        self.target = run.loaded.target
+        drafts = check_head(recipe, self.target)
         nodes = nodes_needed(recipe.eval, drafts)
         self.requests: Sequence[Request] = load_requests(
-            recipe.eval, run.ground.tokenizer, self.target.context_length, nodes
+            recipe.eval, run.loaded.tokenizer, self.target.context_length, nodes
         )
         if recipe.target.adapter is not None:
             if run.accelerator.distributed_type in SHARDED:
                 raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
             check_adapter(self.target, recipe.target.adapter, drafts)
-        mixture = load_data(run.accelerator, recipe, run.ground, run.folder, run.tracker)
-        head = make_head(recipe, run.ground, mixture)
+        mixture = load_data(run.accelerator, recipe, run.loaded, run.folder, run.tracker)
+        head = make_head(recipe, self.target, mixture)
         # What is measured and saved is one thing: the weights in the target's dtype.
         self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
         add_adapters(head)
-        self.samples = load_samples(recipe, run.ground, mixture, run.folder)
+        self.samples = load_samples(recipe, run.loaded, mixture, run.folder)
         self.head, self.adapter, trained = head, None, head
         if recipe.target.adapter is not None:
             self.adapter = make_adapter(self.target, recipe.target.adapter, recipe.train.seed)

@@ -25,14 +25,14 @@ from train.tracker import Tracker
 
 
 @dataclass(frozen=True)
-class Ground:
+class LoadedTarget:
     """The frozen target and its tokenizer."""
 
     target: FrozenTarget
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
+def load_recipe_target(accelerator: Accelerator, recipe: Recipe) -> LoadedTarget:
     """The target on this process's device, and its tokenizer."""
     settings = recipe.target
     with unpartitioned(accelerator):
@@ -48,21 +48,21 @@ def load_ground(accelerator: Accelerator, recipe: Recipe) -> Ground:
             f"data.context_length: expected at most {target.context_length}, the context of {settings.path}, "
             f"got {recipe.data.context_length}"
         )
-    return Ground(target, tokenizer)
+    return LoadedTarget(target, tokenizer)
 
 
-def check_head(recipe: Recipe, ground: Ground) -> DraftHead:
+def check_head(recipe: Recipe, target: FrozenTarget) -> DraftHead:
     """Refuse settings of the head that the target cannot bear, before time is spent on data; else such a head."""
-    head: DraftHead = build_head(
-        *_head_settings(recipe), ground.target, torch.zeros(ground.target.vocab_size, dtype=torch.int64)
-    )
+    head: DraftHead = build_head(*_head_settings(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
     return head
 
 
-def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: RunFolder, tracker: Tracker) -> Mixture:
+def load_data(
+    accelerator: Accelerator, recipe: Recipe, loaded: LoadedTarget, folder: RunFolder, tracker: Tracker
+) -> Mixture:
     """The packed training rows: the sources, the target's answers to prompts from them, or both."""
-    regenerate, tokenizer = recipe.data.regenerate, ground.tokenizer
-    if ground.target.start_token is not None:
+    regenerate, tokenizer = recipe.data.regenerate, loaded.tokenizer
+    if loaded.target.start_token is not None:
         check_answers(recipe)
     pools: list[Pool] = []
     weights: list[float] = []
@@ -84,7 +84,7 @@ def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: 
     if regenerate is not None:
         prompts = read_prompts(recipe, tokenizer, regenerate, "data.regenerate")
         answers = make_answers(
-            ground.target,
+            loaded.target,
             prompts,
             regenerate,
             folder.path,
@@ -98,12 +98,12 @@ def load_data(accelerator: Accelerator, recipe: Recipe, ground: Ground, folder: 
     return Mixture(pools, weights, recipe.train.seed)
 
 
-def load_samples(recipe: Recipe, ground: Ground, mixture: Mixture, folder: RunFolder) -> Samples | None:
+def load_samples(recipe: Recipe, loaded: LoadedTarget, mixture: Mixture, folder: RunFolder) -> Samples | None:
     """Where the draft's own text comes from, if the recipe wants any beside `mixture`."""
     settings = recipe.data.on_policy
     if settings is None:
         return None
-    prompts = read_prompts(recipe, ground.tokenizer, settings, "data.on_policy")
+    prompts = read_prompts(recipe, loaded.tokenizer, settings, "data.on_policy")
     return Samples(mixture, prompts, settings, folder.path / "on_policy")
 
 
@@ -130,12 +130,12 @@ def answering(tracker: Tracker) -> Callable[[int, int, int], None]:
     return show
 
 
-def make_head(recipe: Recipe, ground: Ground, mixture: Mixture) -> nn.Module:
+def make_head(recipe: Recipe, target: FrozenTarget, mixture: Mixture) -> nn.Module:
     """A new head in float32, the same on every process."""
-    counts = mixture.label_counts(ground.target.vocab_size)
+    counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(recipe.train.seed)
-    head: nn.Module = build_head(*_head_settings(recipe), ground.target, counts)
-    return head.to(ground.target.device, torch.float32)
+    head: nn.Module = build_head(*_head_settings(recipe), target, counts)
+    return head.to(target.device, torch.float32)
 
 
 def check_supervision(head: DraftHead, mixture: Mixture) -> None:
