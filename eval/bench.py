@@ -20,7 +20,7 @@ from eval.command import Parser, add_head_options, draft_shapes, exit_status, op
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder
 from eval.prompts import Prompt
-from eval.report import print_report, write_report
+from eval.report import check_card, print_report, write_report
 from eval.results import (
     SCHEMA_VERSION,
     Results,
@@ -137,6 +137,7 @@ def bench_command(options: argparse.Namespace) -> int:
     untrained = untrained_kind(options.head)
     out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
     check_folder(out, "--out")
+    check_card(out, "--out")
     opened = open_head(options)
     results = run_bench(
         opened.target,

@@ -247,6 +247,8 @@ def asks_usage(usage: str, arguments: Sequence[str]) -> bool:
 def exit_status(act: Callable[[], int]) -> int:
     """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
     transformers_logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where a library imports it, else looks for a GPU
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # in a locale that lacks a table's lines, figures are told without them

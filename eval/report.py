@@ -41,9 +41,13 @@ from eval.wording import (
     warnings,
     with_interval,
 )
+from heads.errors import UserError
 from heads.hub import repo_and_revision
 
 SHOWN_DIVERGENCES = 5
+CARD = "README.md"
+LIBRARY = "library_name: draftsmith"
+"""A line of every model card."""
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -121,11 +125,21 @@ def setting_line(results: Results) -> str:
     )
 
 
+def check_card(folder: Path, name: str) -> None:
+    """Refuse a folder whose README.md no report wrote: the model card would take its place."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
+        return
+    if LIBRARY not in text:
+        raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
+
+
 def write_report(results: Results, folder: Path) -> None:
     """plots/*.png, report.html and README.md."""
     write_plots(results, folder / "plots")
     write_text(folder / "report.html", render_page(results))
-    write_model_card(results, folder / "README.md")
+    write_model_card(results, folder / CARD)
 
 
 def write_model_card(results: Results, path: Path) -> None:
@@ -156,7 +170,7 @@ def front_matter(kind: str, target: str, license: str | None = None) -> str:
     repo, _ = repo_and_revision(target)
     base = [f"base_model: {repo}"] if is_hub_id(target) else []
     rights = [f"license: {license}"] if license else []
-    lines = ["library_name: draftsmith", *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
+    lines = [LIBRARY, *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
     return "\n".join(["---", *lines, "---"])
 
 
@@ -204,6 +218,7 @@ def report_command(path: Path) -> int:
     """Render the report of a run directory's results.json, or of a results.json, anew."""
     path = path / "results.json" if path.is_dir() else path
     results = read_results(path)
+    check_card(path.parent, "the folder")
     write_report(results, path.parent)
     print_report(results, Console())
     return 0

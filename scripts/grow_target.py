@@ -32,6 +32,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def grow(options: argparse.Namespace) -> int:
     """Grow, check, save; 0."""
     check_folder(options.out.parent, "OUT")
+    if options.out.is_file() or (options.out.is_dir() and any(options.out.iterdir())):
+        raise UserError(f"OUT {options.out}: is there already; name another, or delete it first")
     target, tokenizer = load_pair(
         options.target,
         dtype=options.dtype,
@@ -50,6 +52,8 @@ def grow(options: argparse.Namespace) -> int:
         raise UserError("--heads: each is saved under its own name, and two have the same; rename one")
     heads = {name: open_head(folder, target) for name, folder in folders.items()}
     growth = Growth(small, shape, target.config.rms_norm_eps)
+    size = HeadSize(options.head_intermediate_size, options.draft_vocab_size)
+    grown_heads = {name: grow_head(head, growth, size) for name, head in heads.items()}  # refused now, or not at all
     model = grow_llama(target.model, shape)
     model.config.grown_from = target.name
     grown = FrozenTarget(model, str(options.out))
@@ -61,10 +65,9 @@ def grow(options: argparse.Namespace) -> int:
     with whole_folder(options.out) as path:
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    size = HeadSize(options.head_intermediate_size, options.draft_vocab_size)
     record, facts = target_record(grown), {"grown_from": target.name}
-    for name, head in heads.items():
-        save_head(grow_head(head, growth, size), options.out / name / "head", target=record, provenance=facts)
+    for name, head in grown_heads.items():
+        save_head(head, options.out / name / "head", target=record, provenance=facts)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.out}: {parameters / 1e9:.2f}B parameters, heads: {', '.join(heads) or 'none'}")
     return 0

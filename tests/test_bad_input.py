@@ -283,6 +283,14 @@ def test_options_of_the_bench(options: list[str], fault: str, refused: Any) -> N
     assert fault in refused(lambda: measure("run", *options))
 
 
+def test_the_readme_of_something_else_is_not_replaced(here: Path, refused: Any) -> None:
+    (here / "README.md").write_text("# My project")
+    assert "--out .: holds a README.md of something else" in refused(lambda: measure("run", "--out", "."))
+    assert "output_dir .: holds a README.md of something else" in refused(lambda: train("output_dir=."))
+    shutil.copy(here / "run/results.json", here)
+    assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report.report_command(here)))
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 1}'])
 def test_a_results_file_that_is_none(text: str, here: Path, refused: Any) -> None:
     (here / "results.json").write_text(text)

@@ -12,6 +12,7 @@ import yaml
 
 from eval.files import check_folder, sync_folder
 from eval.files import write_text as write_text
+from eval.report import check_card
 from heads.errors import UserError
 from train.recipe import Recipe, dump_recipe, plain_settings
 
@@ -48,6 +49,7 @@ class RunFolder:
     def lock(self) -> None:
         """Take the folder, making it if need be. UserError if a live process holds it, or if it cannot be written."""
         check_folder(self.path, "output_dir")
+        check_card(self.path, "output_dir")
         self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)

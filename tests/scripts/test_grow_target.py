@@ -48,3 +48,12 @@ def test_a_smaller_shape_is_refused_in_one_line(tiny_target_dir: Path, tmp_path:
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]  # beside libraries' own
     assert done.returncode == 2 and len(said) == 1 and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "grown").exists()
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(tiny_target_dir: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "runs/mine/head/model.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"weeks of work")
+    done = run(str(tiny_target_dir), str(tmp_path / "runs"), "--num-hidden-layers", "11")
+    assert done.returncode == 2 and f"OUT {tmp_path / 'runs'}: is there already" in done.stderr, done.stderr
+    assert kept.read_bytes() == b"weeks of work" and [kept] == [path for path in tmp_path.rglob("*") if path.is_file()]
