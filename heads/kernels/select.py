@@ -91,19 +91,19 @@ def widen_twin(
     nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
 ) -> Beam | None:
     """The same in torch operations."""
-    B, _, K = picked.shape
-    start, children = first_node(K, level), picked.flatten(1)
+    B, W, K = picked.shape
+    start, end, children = first_node(K, level), first_node(K, level + 1), picked.flatten(1)
+    totals = nodes.scores[:, start:end]
     if beam is None:
         nodes.parents.zero_(), nodes.places.fill_(-1)
         nodes.tokens[:, 0] = root
         nodes.scores[:, 0].zero_()  # to assign a number would be a copy from the host
-        totals = logp[:, 0].clone()
+        totals.copy_(logp[:, 0])
     else:
-        nodes.parents[:, start : start + K * K].view(B, K, K).copy_(beam.nodes[..., None])
-        totals = (beam.scores[..., None] + logp).flatten(1)
+        nodes.parents[:, start:end].view(B, W, K).copy_(beam.nodes[..., None])
+        torch.add(beam.scores[..., None], logp, out=totals.view(B, W, K))
     totals.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    end = start + totals.shape[1]
-    nodes.tokens[:, start:end], nodes.scores[:, start:end] = children, totals
+    nodes.tokens[:, start:end] = children
     if last:
         return None
     if beam is None:  # all are expanded, in the order they were drawn in
