@@ -190,19 +190,12 @@ def layer_parts(step: TargetStep, rows: int) -> list[Part]:
     to the rest."""
     if step.decoder is None:
         return []
-    by_kind: dict[str, list[Product]] = {}
-    for layer in step.decoder.layers:
-        blocks: list[Any] = [layer.attention, layer.feedforward, getattr(layer.feedforward, "shared", None)]
-        for block in blocks:
-            for name, product in vars(block).items() if block is not None else ():
-                if isinstance(product, Product):
-                    by_kind.setdefault(name, []).append(product)
     device = step.target.device
     multiply: Callable[[Tensor, Product], Tensor] = (
         step.kernels.multiply if step.kernels is not None else lambda x, product: product(x)
     )
     parts = []
-    for kind, products in by_kind.items():
+    for kind, products in step.decoder.products().items():
         x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
         size = sum(product.weight.numel() * product.weight.element_size() for product in products)
         work = partial(multiply_all, multiply, x, products)

@@ -47,6 +47,17 @@ class NativeDecoder:
     stack: KernelStack | None
     """The layers once more, for the CPU kernels, where they know how."""
 
+    def products(self) -> dict[str, list[Product]]:
+        """The large products by kind (`qkv`, `gate_up`, ...), those of one kind layer by layer; a mixture's experts and
+        its router are none of them, the experts that every token visits are."""
+        found: dict[str, list[Product]] = {}
+        for layer in self.layers:
+            for block in (layer.attention, layer.feedforward, getattr(layer.feedforward, "shared", None)):
+                for name, part in vars(block).items() if block is not None else ():
+                    if isinstance(part, Product):
+                        found.setdefault(name, []).append(part)
+        return found
+
     def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache | PackedCache:
         """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         if self.stack is not None:
