@@ -27,10 +27,11 @@ from eval.runtime.request import Request
 from eval.runtime.round import Decoder
 from eval.runtime.sampling import Sampling
 from heads.cache import round_up
+from heads.draft import Draft
 from heads.eagle3 import Eagle3
+from heads.encoder_decoder import decoder_of
 from heads.errors import UserError
 from heads.kernels.timing import device_seconds
-from heads.medusa import Medusa
 from heads.native.drafting import KernelMemory
 from heads.native.linear import Product
 from heads.recurrent import Recurrent
@@ -226,8 +227,7 @@ def draft_bytes(decoder: Decoder) -> tuple[int, int]:
     module: Any = getattr(decoder.head, "draft", decoder.head)
     if not isinstance(module, torch.nn.Module):
         return 0, 0
-    width = bytes_a_weight(decoder)
-    K, weights = decoder.shape.depth, width * sum(parameter.numel() for parameter in module.parameters())
+    K, width = decoder.shape.depth, bytes_a_weight(decoder)
     if isinstance(module, Recurrent):  # the output head is read at every level, the modules after the first of them
         readout = module.readout(decoder.step.target.ends)
         output = width * readout.numel()
@@ -235,17 +235,31 @@ def draft_bytes(decoder: Decoder) -> tuple[int, int]:
         fuse = width * module.fc.weight.numel() if isinstance(module, Eagle3) else 0
         used = sum(module.num_modules - min(level, module.num_modules - 1) for level in range(1, K))
         return K * output + used * (own - fuse) // module.num_modules, own
-    return (weights, 0) if isinstance(module, Medusa) else (K * weights, 0)
+    if isinstance(module, Draft):
+        return K * width * numbers_read(module), 0
+    return width * sum(parameter.numel() for parameter in module.parameters()), 0
+
+
+def numbers_read(draft: Draft) -> int:
+    """Weights that a step of a draft model reads: of its embeddings some rows, unless they are its output head too; of
+    an encoder none."""
+    stack: Any = decoder_of(draft.base)
+    table = stack.get_input_embeddings().weight
+    weights = {p.data_ptr(): p.numel() for p in stack.parameters() if p.data_ptr() != table.data_ptr()}
+    output = draft.output.head.weight
+    return sum((weights | {output.data_ptr(): output.numel()}).values())
 
 
 def bytes_a_weight(decoder: Decoder) -> int:
-    """Of what drafts: the CPU kernels hold a head in bfloat16, whatever it is loaded in."""
-    state = decoder.head_state
-    on_kernels = isinstance(getattr(state, "memory", None), KernelMemory) or any(
-        level.out.packed is not None for level in getattr(state, "levels", ())
-    )
-    module: Any = getattr(decoder.head, "draft", decoder.head)
-    return 2 if on_kernels else next(module.parameters()).element_size()
+    """Of what drafts: the CPU kernels hold a draft's weights in bfloat16, whatever they are loaded in."""
+    state, module = decoder.head_state, getattr(decoder.head, "draft", decoder.head)
+    products = [level.out for level in getattr(state, "levels", ())]
+    if isinstance(module, Draft) and state.reader.decoder is not None:
+        products = [product for own in state.reader.decoder.products().values() for product in own]
+    on_kernels = isinstance(getattr(state, "memory", None), KernelMemory)
+    on_kernels = on_kernels or any(product.packed is not None for product in products)
+    untyped: Any = module
+    return 2 if on_kernels else next(untyped.parameters()).element_size()
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:

@@ -9,7 +9,7 @@ from eval.roofline import Part, copy_bandwidth, lines, roofline
 from eval.runtime.engine import Engine, Request
 from heads.errors import UserError
 from heads.native import kernels
-from heads.registry import build_head
+from heads.registry import build_head, build_untrained
 from heads.target import FrozenTarget
 from heads.tree import parse_shape
 
@@ -49,6 +49,24 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     # What was timed has left the engine fit for use.
     requests = [Request([5, 6, 7], 12)]
     assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["medusa", "layers", "early_exit"])
+def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
+    """Medusa's heads once a round; a draft model once a token, but for the embeddings that are no output head."""
+    counts, shape = torch.ones(128, dtype=torch.int64), parse_shape("chain:3")
+    if kind == "medusa":
+        head = build_head("medusa", {"depth": 3}, tiny_target, counts)
+        read = sum(p.numel() for p in head.parameters())
+    else:
+        layers = tiny_target.layers[:2]
+        made = {"layers": lambda: build_head("draft", {"layers": [0, 1]}, tiny_target, counts)}
+        head = made.get(kind, lambda: build_untrained("early_exit:2", tiny_target))()
+        read = 3 * (sum(p.numel() for p in layers.parameters()) + 32 + tiny_target.lm_head_weight.numel())
+    engine = Engine(tiny_target, head, shape=shape, max_length=128)
+    record = roofline(engine, Engine(tiny_target, max_length=128), length=40, tau=2.0, bandwidth=1e9)
+    draft = next(part for part in record["round"] if part["part"] == "draft")
+    assert draft["bytes"] == read * (4 if kernels.load() is None else 2)
 
 
 def test_a_part_beside_its_floor() -> None:
