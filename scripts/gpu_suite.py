@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,34 +70,34 @@ def run_suite(options: argparse.Namespace) -> int:
 
 
 def failed(found: Any) -> bool:
-    """Whether a part broke, or one of its checks."""
-    return isinstance(found, dict) and bool(found.get("error") or found.get("failed"))
+    """Whether a part broke, or one of its checks, or had no time for all of it."""
+    return isinstance(found, dict) and any(found.get(sign) for sign in ("error", "failed", "left_out"))
 
 
 def run_group(options: argparse.Namespace) -> int:
-    """Run one group's parts, writing what there is after each."""
+    """Run one group's parts, writing what there is as it is found."""
     bench = Bench(torch.device("cuda"), options.shape, options.head, time.monotonic() + SECONDS[options.group])
     record: dict[str, Any] = {}
+    bench.note = partial(write_json, options.out, record)
     for part in GROUPS[options.group]:
         started = time.monotonic()
+        found = record.setdefault(part.__name__, {})
         if bench.out_of_time:
-            record[part.__name__] = {"error": "left out: no time was left"}
+            found["error"] = "left out: no time was left"
         else:
-            record[part.__name__] = run_part(part, bench)
+            run_part(part, bench, found)
         print(f"{part.__name__}: {time.monotonic() - started:.0f} s", flush=True)
-        write_json(options.out, record)
+        bench.note()
     return 0
 
 
-def run_part(part: Any, bench: Bench) -> dict[str, Any]:
-    """What a part found, and what broke it."""
-    found: dict[str, Any] = {}
+def run_part(part: Any, bench: Bench, found: dict[str, Any]) -> None:
+    """Have a part write down what it finds, and what broke it."""
     try:
         part(bench, found)
     except Exception as error:  # whatever breaks, the record is to say so and the others are to run
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"[:800]
-    return found
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
+from eval.gpu.rows import a_chain_is_bit_identical_in_attention, rows_of_the_kernels_are_independent
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.gpu.trees import picks_are_those_of_tensor_operations, trees_grow_as_on_a_cpu
 from eval.runtime.engine import Engine, Output, Request
@@ -20,7 +21,6 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.kernels import attention, experts, gemm, layers, per_head
-from heads.kernels.products import MAKERS, rows_are_independent
 from heads.registry import build_head
 from heads.target import FrozenTarget
 from heads.tree import Proposal, parse_shape
@@ -139,50 +139,6 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
-def rows_of_the_kernels_are_independent(device: torch.device = CUDA) -> None:
-    """Of the products that replace the library's where rows are not, or everywhere; in bfloat16."""
-    bank = torch.randn(8, 768, 2048, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-
-    def by_head(x: Tensor, weight: Tensor) -> Tensor:
-        own = weight[:, : weight.shape[1] // 16].unflatten(0, (16, -1))
-        return per_head.per_head_mm(x.view(len(x), 16, -1), own.mT).flatten(1)
-
-    def visited(x: Tensor, weight: Tensor) -> Tensor:
-        ids = torch.stack([x[:, 0] > 0, x[:, 1] > 0], dim=1) + 2 * torch.arange(2, device=device)  # the token's own
-        parts = zip(x.split(64), ids.split(64), strict=True)
-        visits = torch.cat([experts.expert_mm(*part, bank, min(64, len(x))) for part in parts])
-        return experts.weigh_visits(visits, x[:, 2:4].float(), None)
-
-    for M in (1, 6, 33, 64, 70):
-        for multiply, N, K in ((by_head, 16 * 512, 16 * 128), (by_head, 16 * 128, 16 * 512), (visited, 1, 2048)):
-            weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-            assert rows_are_independent(multiply, weight, M), (multiply.__name__, M, N, K)
-    for M in (1, 6, 16, 33, 64):
-        for N, K in ((768, 4096), (4096, 4096), (1024, 14336)):
-            weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-            for tile in gemm.TILES:
-                assert rows_are_independent(MAKERS[str(tile)], weight, M), (M, N, K, tile)
-
-
-def a_chain_is_bit_identical_in_attention(device: torch.device = CUDA) -> None:
-    """Each node of a chain of 8 against the same query alone among padding, in bfloat16."""
-    N, S = 8, 600
-    draw = torch.Generator().manual_seed(0)
-    q, keys, values = (torch.randn(1, n, h, 128, generator=draw) for n, h in ((N, 32), (S, 8), (S, 8)))
-    q, keys, values = (x.to(device, torch.bfloat16) for x in (q, keys, values))
-    depths = torch.arange(N, device=device)[None]
-    for strict in (False, True):
-        words, paths = attention.ancestor_words((depths - 1).clamp_min(0), depths, N - 1)
-        own = paths if strict else None
-        for start in (0, 251, 400):
-            length = torch.tensor([start], device=device)
-            chain = attention.tree_attention(q, keys, values, words, length, depths, paths=own)
-            for j in range(N):
-                padded = q[:, [j] * N].contiguous()
-                alone = attention.tree_attention(padded, keys, values, words, length + j, depths, paths=own)
-                assert torch.equal(alone[:, 0], chain[:, j]), (strict, start, j)
-
-
 def targets_decode_alike_with_and_without_kernels(device: torch.device = CUDA) -> None:
     """Every family in float32: kernels and graphs against the Hugging Face model's plain rounds."""
     for family in FAMILIES:
@@ -251,6 +207,7 @@ def graphs_are_small(device: torch.device = CUDA) -> None:
 def count_nodes(work: Callable[[], None], device: torch.device) -> int:
     """Kernels that a capture of `work` launches, by the profiler of one replay."""
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()
     stream.synchronize()

@@ -29,7 +29,10 @@ Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
 """What it finds it writes down at once, so that a part that breaks leaves what it had."""
 TREES = ("chain:5", "tree:6x8x32")
-PROMPT, NEW = 96, 160
+PROMPT, NEW, LONG = 96, 160, 256
+"""Tokens of a prompt, of a text that is timed, of one that is held against its reference."""
+LENGTH = 2048
+"""Of the text behind which kernels are timed."""
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
 
 
@@ -45,6 +48,8 @@ class Bench:
     """`time.monotonic` after which no long part goes on."""
     prompts: int = 200
     timed_prompts: int = 6
+    note: Callable[[], None] = lambda: None
+    """Has what was found so far written down: a part that is stopped leaves it."""
 
     @cached_property
     def bandwidth(self) -> float:
@@ -62,6 +67,12 @@ class Bench:
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
+    def leaves_out(self, what: str, found: Found) -> bool:
+        """Whether there is no time for it, which is then found."""
+        if self.out_of_time:
+            found.setdefault("left_out", []).append(what)
+        return self.out_of_time
+
     def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
         """An engine for a tree, or for plain decoding where it is `none`."""
         head = None if tree == "none" else models.head
@@ -71,36 +82,49 @@ class Bench:
 
 def checks(bench: Bench, found: Found) -> None:
     """`eval.gpu.checks`, each by itself."""
+    found["failed"] = 0
     for name, check in CHECKS.items():
+        if bench.leaves_out(name, found):
+            continue
+        started = time.monotonic()
         try:
             check()
             found[name] = "passed"
         except Exception as error:  # whatever breaks, the others are to be seen
             found[name] = f"{type(error).__name__}: {error}"[:800]
-    found["failed"] = sum(result != "passed" for result in found.values())
+            found["failed"] += 1
+        print(f"  {name}: {found[name]}, {time.monotonic() - started:.0f} s", flush=True)
+        bench.note()
 
 
 def kernels(bench: Bench, found: Found) -> None:
     """Every kernel at the big shape beside its floor."""
     found["copy_bandwidth"] = bench.bandwidth
     for rows in ROWS:
-        if bench.out_of_time:
-            break
-        parts = kernel_parts(SHAPES[bench.shape], rows, 2048, bench.device)
+        if bench.leaves_out(f"{rows} rows", found):
+            continue
+        parts = kernel_parts(SHAPES[bench.shape], rows, LENGTH, bench.device)
         found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
-    found["drafts"] = [p.record(bench.bandwidth) for p in draft_parts(SHAPES[bench.shape], 2048, bench.device)]
+        bench.note()
+
+
+def draft_steps(bench: Bench, found: Found) -> None:
+    """A head's steps at the big shape beside their floor."""
+    parts = draft_parts(SHAPES[bench.shape], LENGTH, bench.device)
+    found["parts"] = [part.record(bench.bandwidth) for part in parts]
 
 
 def identity(bench: Bench, found: Found) -> None:
     """Texts of the small target in bfloat16 against pinned plain decoding."""
     for tree, strict in ((TREES[0], False), (TREES[1], False), (TREES[1], True)):
         for temperature in (0.0, 1.0):
-            if bench.out_of_time:
-                return
-            requests = code_requests(bench.prompts, PROMPT, 256, temperature)
-            engine = bench.engine(bench.small, tree, 8, PROMPT + 256 + 64, strict=strict)
             name = f"{tree}{' strict' if strict else ''}, temperature {temperature:g}"
+            if bench.leaves_out(name, found):
+                continue
+            requests = code_requests(bench.prompts, PROMPT, LONG, temperature)
+            engine = bench.engine(bench.small, tree, 8, PROMPT + LONG + 64, strict=strict)
             found[name] = compare(engine, requests)
+            bench.note()
 
 
 def compare(engine: Engine, requests: list[Request]) -> Found:
@@ -135,6 +159,7 @@ def plain(bench: Bench, found: Found) -> None:
     found["tokens_per_second"] = 1e6 / record["plain_us"]
     found["graphs"] = bool(engine.rounds_of(engine.decoder).graphs)
     found["verify_over_one"] = {}
+    bench.note()
     for nodes in (8, 16, 32, 64):
         pinned = bench.engine(bench.grown, "none", max_length=2048, pinned=nodes)
         seat(pinned, 1024)
@@ -147,6 +172,7 @@ def idle(bench: Bench, found: Found) -> None:
         engine = bench.engine(bench.grown, tree)
         seat(engine, PROMPT)
         found[tree] = measure_idle(engine, PROMPT)
+        bench.note()
 
 
 def drafting(bench: Bench, found: Found) -> None:
@@ -171,6 +197,7 @@ def drafting(bench: Bench, found: Found) -> None:
             "glue_us": record["glue_us"],
             "roofline": record,
         }
+        bench.note()
 
 
 @torch.no_grad()
@@ -228,8 +255,8 @@ def scaling(bench: Bench, found: Found) -> None:
     found |= {"batch": {}, "context": {}}
     cases = [("batch", b, 512) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
     for kind, batch_size, length in cases:
-        if bench.out_of_time:
-            break
+        if bench.leaves_out(f"{kind} {batch_size if kind == 'batch' else length}", found):
+            continue
         us = {}
         for tree in ("none", TREES[0]):
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
@@ -240,13 +267,14 @@ def scaling(bench: Bench, found: Found) -> None:
             del engine
         torch.cuda.empty_cache()
         found[kind][batch_size if kind == "batch" else length] = {**us, "plain_over_round": us["none"] / us[TREES[0]]}
+        bench.note()
 
 
 GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
     "grown": (plain, drafting, idle, useless_head, scaling),
     "identity": (identity,),
-    "kernels": (kernels,),
+    "kernels": (kernels, draft_steps),
     "library": (ours, *map(library, WAYS)),
 }
 """Parts that share a process: a fault of the device ends one group alone. What matters most comes first."""

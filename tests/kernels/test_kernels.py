@@ -154,6 +154,17 @@ def test_skinny_mm(M: int, K: int, N: int) -> None:
         assert parts_of(4096, 4096, tile) > 1 and parts_of(28672, 4096, tile) == 1
 
 
+def test_products_of_bfloat16() -> None:
+    """Each number rounded once: the interpreter, too, takes bfloat16 for what it is."""
+    from heads.kernels.gemm import skinny_mm
+    from heads.kernels.per_head import per_head_mm
+
+    x, weight = torch.randn(5, 130).bfloat16(), torch.randn(33, 130).bfloat16()
+    expected = x.double() @ weight.double().T
+    for made in (skinny_mm(x, weight), per_head_mm(x[:, None], weight.T[None].contiguous())[:, 0]):
+        torch.testing.assert_close(made.double(), expected, atol=1e-2, rtol=2**-7)
+
+
 def test_a_row_of_a_product_depends_on_nothing_else() -> None:
     from heads.kernels.gemm import TILES, skinny_mm
 

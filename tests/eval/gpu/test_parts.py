@@ -16,7 +16,7 @@ from eval.grown import SHAPES, ModelShape
 from scripts import gpu_suite
 
 CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
-for without in ("checks", "kernels", "idle"):  # of the device alone
+for without in ("checks", "kernels", "draft_steps", "idle"):  # of the device alone: see test_dry_run.py
     del CPU_PARTS[without]
 
 
@@ -36,7 +36,8 @@ def bench() -> Iterator[parts.Bench]:
 @pytest.mark.parametrize("name", CPU_PARTS)
 @pytest.mark.filterwarnings("ignore")  # the library's, of its own ways
 def test_a_part_runs_through(name: str, bench: parts.Bench) -> None:
-    found = gpu_suite.run_part(CPU_PARTS[name], bench)
+    found: dict[str, Any] = {}
+    gpu_suite.run_part(CPU_PARTS[name], bench, found)
     assert "error" not in found, found["error"]
     numbers = json.loads(json.dumps(found))
     if name == "drafting":
@@ -53,9 +54,33 @@ def test_a_part_that_breaks_leaves_what_it_had() -> None:
         found["one"] = 1
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    found = gpu_suite.run_part(part, parts.Bench(torch.device("cpu"), "small", None, 0.0))
+    found: dict[str, Any] = {}
+    gpu_suite.run_part(part, parts.Bench(torch.device("cpu"), "small", None, 0.0), found)
     assert found == {"one": 1, "error": "RuntimeError: CUDA error: an illegal memory access was encountered"}
     assert gpu_suite.failed(found) and not gpu_suite.failed({"one": 1})
+
+
+def test_a_group_writes_down_what_it_finds_as_it_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that fail and checks that no time is left for are told apart, and are there before the last has ended."""
+    out, now = tmp_path / "group.json", [100.0]
+    seen: list[dict[str, Any]] = []
+
+    def good() -> None:
+        now[0] += 80
+
+    def bad() -> None:
+        seen.append(json.loads(out.read_text()))
+        now[0] += 80
+        raise AssertionError("rows differ")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(parts, "CHECKS", {"good": good, "bad": bad, "late": good})
+    options = gpu_suite.parse_arguments(["--out", str(out), "--group", "checks"])
+    assert gpu_suite.run_group(options) == 0
+    assert seen == [{"checks": {"failed": 0, "good": "passed"}}]
+    found = {"failed": 1, "good": "passed", "bad": "AssertionError: rows differ", "left_out": ["late"]}
+    assert json.loads(out.read_text()) == {"checks": found}
+    assert gpu_suite.failed(found) and gpu_suite.failed({"left_out": ["late"]})
 
 
 def test_a_group_that_dies_is_written_down_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
