@@ -9,13 +9,12 @@ own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p
 
 The draft keeps a cache of its own. No accepted token is read twice: a round's first step reads the fixed pair
 [x_{len-1}, root], because only the last accepted token may be missing; accepted nodes of a tree were read when they
-were expanded, and their keys move from scratch slots to the slots they will keep.
+were expanded, and their keys move to the slots that they will keep.
 
-Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens both can draft, N tree nodes, W
-nodes of one level, S slots of the cache that hold positions, P scratch slots.
+Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens both can draft, N tree nodes, S
+slots of the cache.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,13 @@ from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
 from heads.draft_config import LABELS, DraftConfig, typed_settings
 from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
-from heads.draft_reader import Parts, Reader
+from heads.draft_reader import Parts, Reader, positions_of
 from heads.encoder_decoder import find_base
 from heads.errors import UserError
 from heads.families import OutputHead
 from heads.labels import supervised
 from heads.losses import draft_loss
+from heads.places import Drafted, Observed
 from heads.target import FrozenTarget, decode, load_tokenizer, packed_visible
 from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
 
@@ -48,14 +48,12 @@ ROWS = 1024
 class DraftState:
     """What one batch of sequences drafts with.
 
-    Slots 0 .. S - 1 of the cache hold positions, slot S takes junk, then comes scratch for a tree's expanded nodes.
+    Slot p of the cache holds position p, the last one junk. Expanded nodes go to the slots behind their root's.
     """
 
     shape: TreeShape
     reader: Reader
-    junk: int
-    """S, a multiple of 64."""
-    slot: Tensor  # (S + 1 + P and more, to a multiple of 64) int64
+    slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     previous: Tensor  # (B,) int64, the token before the root
     length: Tensor  # (B,) int64, the root's position
@@ -157,8 +155,8 @@ class Draft(nn.Module):
 
     @property
     def context_length(self) -> int:
-        """Positions that it reads; without a limit of its own, as many as anyone could ask for."""
-        return getattr(self.text_config, "max_position_embeddings", None) or sys.maxsize
+        """Positions that it reads."""
+        return positions_of(self.text_config)
 
     @property
     def text_config(self) -> Any:
@@ -243,20 +241,17 @@ class Draft(nn.Module):
                 f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
                 "shorter ones"
             )
-        scratch = scratch_slots(shape) if shape.top_k > 1 else 0
-        junk = round_up(capacity)
-        slots = round_up(junk + 1 + scratch)
         output = self.output
         reader = Reader(
             Parts(self.base, output.head, output, self.text_config),
             batch_size=batch_size,
-            capacity=slots,
-            positions=slots + shape.depth,
+            capacity=round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1),
+            shape=shape,
             common_size=self.config.common_size,
         )
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        return DraftState(shape, reader, junk, reader.slot, ids[0], ids[1], ids[2], expanded)
+        return DraftState(shape, reader, reader.slot, ids[0], ids[1], ids[2], expanded)
 
     def reset_rows(self, state: DraftState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -264,68 +259,33 @@ class Draft(nn.Module):
     @torch.no_grad()
     def observe(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
-        live, kernels = count > 0, state.reader.kernels
-        offset = state.slot[: tokens.shape[1] - 1]  # (M,)
-        if observation.nodes is None or state.shape.top_k > 1:
-            slots = torch.where(offset < count[:, None], start[:, None] + offset, state.junk)  # (B, M)
-        if observation.nodes is None:
-            read, places = tokens[:, :-1], start[:, None] + offset
-            if observation.missed:  # the token before them may have been drafted last, and so was never read
-                before = start[:, None] - 1
-                read, places = torch.cat([state.previous[:, None], read], 1), torch.cat([before, places], 1)
-                slots = torch.cat([torch.where(live[:, None], before, state.junk), slots], dim=1)
-            positions = places.clamp(0, min(state.junk, self.context_length) - 1)
-            key = state.slot[: state.junk]
-            state.reader.read(
-                read,
-                slots=slots,
-                positions=positions,
-                extent=state.junk,
-                visible=key <= positions[..., None],  # junk stands beyond the slots that are shown
-                key_positions=key.expand(len(tokens), -1),
-                prompt=not observation.missed,
-            )
+        nodes, M = observation.nodes, tokens.shape[1] - 1
+        if observation.missed:  # the token before them may have been drafted last, and so was never read
+            read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
+            places = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
+            state.reader.read(read, places)
+        elif nodes is None:
+            state.reader.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
             # Only the last accepted node may not have been expanded; the next round reads it with its root.
-            place = state.expanded.gather(1, observation.nodes)  # -1 for the root, whose keys are in place
-            moves = (place >= 0) & (offset < count[:, None])
-            source = torch.where(moves, state.junk + 1 + place, state.junk)
-            state.reader.cache.compact(source, torch.where(moves, slots, state.junk))
-        if kernels is not None:
-            kernels.advance(observation, state.previous, state.root, state.length)
-            return
-        newest = torch.stack([(count - 1).clamp_min(0), count], dim=1)
-        previous, root = tokens.gather(1, newest).unbind(1)
-        state.previous.copy_(torch.where(live, previous, state.previous))
-        state.root.copy_(torch.where(live, root, state.root))
-        state.length.copy_(torch.where(live, start + count, state.length))
+            state.reader.keep(state.expanded.gather(1, nodes), start, count)
+        state.reader.advance(observation, state.previous, state.root, state.length)
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        B, junk, length = len(state.root), state.junk, state.length[:, None]
-        reader, S, depth = state.reader, len(state.slot), state.shape.depth
+        reader, length, depth = state.reader, state.length, state.shape.depth
         if is_chain(state.shape) and isinstance(pick, CompiledPick) and reader.kernels is not None:
-            return reader.draft_chain(pick, state.previous, state.root, state.length, depth)
-        key_positions = state.slot.repeat(B, 1)  # (B, S); scratch is filled in level by level
+            return reader.draft_chain(pick, state.previous, state.root, length, depth)
+        observed = length + 1  # with the root, which is read first
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            W = tokens.shape[1]
-            positions = (length + level).expand(-1, W)
-            if state.shape.top_k == 1:  # node i belongs in slot length + i, accepted or not
-                return reader.logits(reader.read(tokens, slots=positions, positions=positions, extent=junk))
-            slots = junk + 1 + paths[..., -1]
-            key_positions.scatter_(1, slots, positions)
-            seen = (state.slot <= length)[:, None].repeat(1, W, 1)  # (B, W, S)
-            seen.scatter_(2, junk + 1 + paths, True)
-            hidden = reader.read(
-                tokens, slots=slots, positions=positions, extent=S, visible=seen, key_positions=key_positions
-            )
-            return reader.logits(hidden)
+            places = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
+            return reader.logits(reader.read(tokens, places))
 
-        pair = (length + state.slot[:2] - 1).clamp_min(0)  # a row without a prompt stands at 0
         tokens = torch.stack([state.previous, state.root], dim=1)
-        hidden = reader.read(tokens, slots=pair, positions=pair, extent=junk)
-        proposal = grow(state.shape, state.root, state.length, reader.logits(hidden[:, 1:]), pick, expand, None)
+        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt stands at 0
+        hidden = reader.read(tokens, pair)
+        proposal = grow(state.shape, state.root, length, reader.logits(hidden[:, 1:]), pick, expand, None)
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

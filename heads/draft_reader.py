@@ -4,21 +4,28 @@ Letters: B batch, W tokens of a step, S slots of the cache, E of them shown, D h
 target and draft share.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heads.base import Observation
 from heads.cache import RowCache
 from heads.encoder_decoder import cache_layers
 from heads.families import OutputHead
+from heads.kernels.backend import runs_kernels
+from heads.kernels.decoder import DTYPES
+from heads.kernels.draft_pass import DraftPass
+from heads.kernels.inputs import take_newest
 from heads.native.architectures import native_decoder
 from heads.native.model import KernelModel
 from heads.native.slots import SlotCache
 from heads.native.stack import PackedCache
+from heads.places import Drafted, Observed
 from heads.target import decode
-from heads.tree import CompiledPick, Proposal
+from heads.tree import CompiledPick, Proposal, TreeShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,38 +65,37 @@ class Reader:
 
     cache: RowCache | SlotCache | PackedCache
 
-    def __init__(self, parts: Parts, *, batch_size: int, capacity: int, positions: int, common_size: int) -> None:
-        """`capacity` slots a row, a multiple of 64; `positions` 0 .. may be asked for; `common_size`: C."""
+    def __init__(self, parts: Parts, *, batch_size: int, capacity: int, shape: TreeShape, common_size: int) -> None:
+        """`capacity` slots a row, a multiple of 64, the last of them for junk; for trees of `shape` and for shorter
+        chains; `common_size`: C."""
         self.parts, self.common_size = parts, common_size
         self.kernels: KernelModel | None = None
-        """What drafts a chain in one call."""
+        """What drafts a chain in one call, on a CPU."""
+        self.passes: DraftPass | None = None
+        """What reads by the kernels of a GPU."""
         self.decoder = native_decoder(parts, draft=True)
         self.slot = torch.arange(capacity, device=parts.device)
         if self.decoder is None:
             layers = cache_layers(parts.base, parts.config)
             self.cache = RowCache(num_layers=layers, batch_size=batch_size, capacity=capacity, device=parts.device)
+        elif runs_kernels(self.decoder.embedding) and parts.dtype in DTYPES:
+            self.passes = DraftPass(
+                self.decoder, batch_size=batch_size, capacity=capacity, shape=shape, common_size=common_size
+            )
+            self.cache = self.passes.cache
         else:
             self.cache = self.decoder.new_cache(batch_size=batch_size, capacity=capacity)
-            self.turns = self.decoder.turns(positions)
+            self.turns = self.decoder.turns(capacity + shape.depth)
             self.kernels = KernelModel.of(self.decoder, common_size, self.turns)
 
-    def read(
-        self,
-        tokens: Tensor,
-        *,
-        slots: Tensor,
-        positions: Tensor,
-        extent: int,
-        visible: Tensor | None = None,
-        key_positions: Tensor | None = None,
-        prompt: bool = False,
-    ) -> Tensor:
-        """One step: tokens (B, W), whose keys go to `slots`, at `positions`, seeing the first `extent` slots -> states
-        after the final norm (B, W, D).
-
-        visible (B, W, E), key_positions (B, E); None: slots are positions, and a token sees those up to its own.
-        `prompt`: the tokens belong to one.
-        """
+    def read(self, tokens: Tensor, places: Observed | Drafted, *, prompt: bool = False) -> Tensor:
+        """One step: tokens (B, W) at their places -> states after the final norm (B, W, D). `prompt`: the tokens belong
+        to one."""
+        if self.passes is not None:
+            return self.passes.read(tokens, places)
+        extent = len(self.slot)
+        slots, positions, visible = places.slots(extent - 1), places.positions, places.visible(0, extent)
+        key_positions = places.key_positions(extent) if isinstance(places, Drafted) and visible is not None else None
         if self.decoder is not None:
             assert not isinstance(self.cache, RowCache)
             self.cache.aim(slots, extent=extent)
@@ -103,21 +109,37 @@ class Reader:
             ).hidden
         assert isinstance(self.cache, RowCache)
         self.cache.aim(slots, extent=extent, prompt=prompt)
-        if visible is None:
-            key_positions = self.slot[:extent].expand(len(tokens), -1)
-            visible = self.slot[:extent] <= positions[..., None]
-        assert key_positions is not None
         parts = self.parts
         return decode(
             parts.base,
             parts.config,
             parts.dtype,
             tokens,
-            positions=positions,
-            visible=visible,
-            key_positions=key_positions,
+            positions=positions.clamp_max(positions_of(parts.config) - 1),  # junk may stand beyond it
+            visible=self.slot <= positions[..., None] if visible is None else visible,
+            key_positions=self.slot.expand(len(tokens), -1) if key_positions is None else key_positions,
             cache=self.cache,
         )
+
+    def keep(self, expanded: Tensor, start: Tensor, count: Tensor) -> None:
+        """Move the keys of accepted nodes to the slots they keep. expanded (B, M): where each node stands behind its
+        root, which is at position `start` (B,), as places in the order of expansion; -1 for the root, and where it was
+        not expanded, whose slot is left with junk. Of each row's nodes the first `count` (B,) are accepted."""
+        if self.passes is not None:
+            self.passes.compact(start, expanded + 1, count - 1)
+            return
+        offset, junk = self.slot[: expanded.shape[1]], len(self.slot) - 1
+        moves = (expanded >= 0) & (offset < count[:, None])
+        source = torch.where(moves, start[:, None] + 1 + expanded, junk)
+        self.cache.compact(source, torch.where(moves, start[:, None] + offset, junk))
+
+    def advance(self, observation: Observation, previous: Tensor, root: Tensor, length: Tensor) -> None:
+        """Renew the newest tokens and the positions of roots, (B,) each, by what became known."""
+        if self.kernels is not None:
+            self.kernels.advance(observation, previous, root, length)
+        else:
+            known = observation.tokens, observation.start, observation.count
+            take_newest(*known, root, length, previous=previous)
 
     def draft_chain(self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal:
         """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one
@@ -126,6 +148,14 @@ class Reader:
         return self.kernels.draft_chain(pick, previous, root, length, depth, self.cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, C), float32 or wider."""
+        """(B, W, D) -> (B, W, C), float32 or wider, or as the kernels of a GPU leave them."""
+        own = None if self.passes is None else self.passes.logits(hidden)
+        if own is not None:
+            return own
         own = None if self.decoder is None else self.decoder.logits(hidden)
         return (self.parts.law(hidden) if own is None else own)[..., : self.common_size]
+
+
+def positions_of(config: Any) -> int:
+    """How many positions a model reads; without a limit of its own, as many as anyone could ask for."""
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize

@@ -1,8 +1,8 @@
-"""Where the tokens of one step of a head that recycles its state stand, and which slots of its cache they see.
+"""Where the tokens of one step of a draft stand, and which slots of its cache they see.
 
-The key of token x_{p+1} belongs in slot p, at rotary position p. Tokens that became known go there at once. Drafted
-ones go behind the slots that are observed, in the order in which they are expanded: node i of those to slot length + i,
-whatever its depth. In a chain that is where its key stays if it is accepted.
+A token at position p has its key in slot p. Tokens that became known go there at once. Drafted ones go behind the slots
+that are observed, in the order in which they are expanded: node i of those to slot length + i, whatever its depth. In a
+chain that is where its key stays if it is accepted.
 
 What a step needs of all this differs: masks and positions are made where they are asked for, since on a GPU each of
 them is a launch.
@@ -22,7 +22,7 @@ class Observed:
     """M tokens in a row, of which the first `count` are true; each sees the slots up to its own."""
 
     start: Tensor  # (B,) int64, where the first of them stands
-    count: Tensor  # (B,) int64
+    count: Tensor | None  # (B,) int64; None if all are true
     slot: Tensor  # (S,) int64, 0 .. S - 1
     number: int
     """M"""
@@ -34,6 +34,8 @@ class Observed:
 
     def slots(self, nowhere: int) -> Tensor:
         """(B, M); what is not true goes `nowhere`."""
+        if self.count is None:
+            return self.positions
         return torch.where(self.slot[: self.number] < self.count[:, None], self.positions, nowhere)
 
     def visible(self, module: int, extent: int) -> Tensor | None:
@@ -82,3 +84,10 @@ class Drafted:
         seen = ((key < self.length[:, None]) & (key >= first))[:, None].repeat(1, self.paths.shape[1], 1)
         above = self.length[:, None] + self.slot[: self.paths.shape[2]] >= first  # (B, level)
         return seen.scatter_(2, self.length[:, None, None] + self.paths, above[:, None].expand(self.paths.shape))
+
+    def key_positions(self, extent: int) -> Tensor:
+        """(B, E): of what stands in each slot that any of the nodes sees."""
+        above = self.length[:, None] + self.slot[: self.paths.shape[2]]  # (B, level)
+        slots = (self.length[:, None, None] + self.paths).flatten(1)
+        places = above[:, None].expand(self.paths.shape).flatten(1)
+        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, slots, places)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.gpu.draft_models import model_drafts_are_those_of_torch
 from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
 from eval.gpu.rows import a_chain_is_bit_identical_in_attention, rows_of_the_kernels_are_independent
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
@@ -152,6 +153,15 @@ def targets_decode_alike_with_and_without_kernels(device: torch.device = CUDA) -
             assert texts(engine.generate(requests)) == texts(expected), (family, shape)
 
 
+def draft_models_draft_alike_with_and_without_kernels(device: torch.device = CUDA) -> None:
+    """Of every family, in float32; chains, dynamic and static trees; a long prompt."""
+    for family in FAMILIES:
+        target = make_target(family, torch.float32, device)
+        for shape in ("chain:4", "tree:4x3x12", "static:3.2.1"):
+            model_drafts_are_those_of_torch(target, shape)
+        model_drafts_are_those_of_torch(target, "tree:3x3x12", prompt=300)
+
+
 def replays_equal_plain_calls(device: torch.device = CUDA) -> None:
     """In bfloat16, bit for bit, with graphs there."""
     target = make_target("llama", torch.bfloat16, device)
@@ -249,6 +259,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         trees_grow_as_on_a_cpu,
         picks_are_those_of_tensor_operations,
         heads_draft_alike_with_and_without_kernels,
+        draft_models_draft_alike_with_and_without_kernels,
         rows_of_the_kernels_are_independent,
         a_chain_is_bit_identical_in_attention,
         targets_decode_alike_with_and_without_kernels,

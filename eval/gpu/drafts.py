@@ -105,9 +105,13 @@ def drafts_are_those_of_torch(
     head = some_head(name, device)
     ours = rounds(head, shape, TritonMemory, device, prompt=prompt, table=table)
     with patch.object(type(head), "parts", lambda self: None):
-        theirs = rounds(head, shape, TorchMemory, device, prompt=prompt)
+        agree(ours, rounds(head, shape, TorchMemory, device, prompt=prompt))
+
+
+def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
+    """Tokens and parents equal, scores within the rounding of float32."""
     for found, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents), shape
+        assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
 
 

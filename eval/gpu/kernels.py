@@ -15,7 +15,7 @@ from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
 from eval.runtime.state import RoundState, Settlement
-from heads.kernels import attention, layers
+from heads.kernels import attention, compaction, layers
 from heads.kernels.products import MAKERS
 from heads.kernels.timing import device_seconds
 from heads.tree import Proposal
@@ -94,7 +94,7 @@ def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacit
     path = torch.arange(K + 1, device=device)[None] + rows - K - 1
     accepted, length = torch.full((1,), K, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     moved = 4 * len(cache) * K * wide
-    add(f"compact {K}", moved, partial(accept.compact, cache, length, path, accepted))
+    add(f"compact {K}", moved, partial(compaction.compact, cache, length, path, accepted))
     add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, taps, hidden, path))
     state = RoundState.new(batch_size=1, capacity=capacity, depth=K, device=device)
     settlement = Settlement(state, torch.tensor([2], device=device), K)

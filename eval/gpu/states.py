@@ -7,6 +7,7 @@ from torch import Tensor
 
 from eval.runtime.kernels import accept
 from eval.runtime.state import RoundState, Settlement
+from heads.kernels import compaction
 
 CUDA = torch.device("cuda")
 
@@ -55,6 +56,6 @@ def paths_equal_their_twins(device: torch.device = CUDA) -> None:
         ascending = torch.cat([torch.zeros_like(path[:, :1]), nodes.to(device)], dim=1)
         cache = torch.randn(5, B, N + 30, X, generator=draw).to(device)
         length, accepted, other = random(0, 30, B), random(0, K + 1, B), cache.clone()
-        accept.compact(cache, length, ascending, accepted)
-        accept.compact_twin(other, length, ascending, accepted)
+        compaction.compact(cache, length, ascending, accepted)
+        compaction.compact_twin(other, length, ascending, accepted)
         assert torch.equal(cache, other), (K, N, X)

@@ -136,7 +136,7 @@ class TargetStep:
     def compact(self, length: Tensor, acceptance: Acceptance) -> None:
         """Move the accepted nodes to the slots they will keep: the first after `length` (B,), in order."""
         if self.kernels is not None:
-            self.kernels.compact(length, acceptance)
+            self.kernels.compact(length, acceptance.path, acceptance.accepted)
             return
         path = acceptance.path
         kept = path.shape[1]

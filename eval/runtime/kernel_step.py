@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance
-from eval.runtime.kernels import accept, choose
+from eval.runtime.kernels import choose
 from eval.runtime.notices import say_once
 from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
@@ -104,9 +103,3 @@ class KernelStep(DecoderPass):
         assert logits is not None
         by_law = sampling.choose(logits, positions)
         return by_law if by_tiles is None else torch.where(sampling.filters()[:, None], by_law, by_tiles)
-
-    def compact(self, length: Tensor, acceptance: Acceptance) -> None:
-        """Move the accepted nodes to the slots they keep."""
-        L, _, W = self.cache.store.shape
-        store = self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, W)
-        accept.compact(store, length, acceptance.path, acceptance.accepted)

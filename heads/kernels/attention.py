@@ -15,6 +15,7 @@ key head, S slots a row, d head width, dv width of values.
 """
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -60,6 +61,14 @@ def pack_bits(above: Tensor) -> Tensor:
     W = -(-N // 64)
     padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
     return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
+
+
+@cache
+def line(batch_size: int, number: int, device: torch.device) -> Tensor:
+    """(B, N, W) int64: the words of `number` (N) tokens in a row, each of which sees those before it."""
+    with torch.inference_mode(False):
+        above = torch.ones(number, number, dtype=torch.bool, device=device).tril()
+        return pack_bits(above[None]).repeat(batch_size, 1, 1)
 
 
 def tree_attention(

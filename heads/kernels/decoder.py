@@ -18,6 +18,7 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from heads.kernels.attention import SPLIT, tree_attention
+from heads.kernels.compaction import compact
 from heads.kernels.experts import MOST_ROWS, expert_mm, weigh_visits
 from heads.kernels.layers import add_norm, rope_write, silu_mul
 from heads.kernels.per_head import per_head_mm
@@ -167,6 +168,12 @@ class DecoderPass:
         streams[len(self.decoder.layers)] = x
         tapped = torch.cat([streams[k] for k in taps], dim=-1) if taps else x[:, :0]
         return Features(tapped.view(B, N, -1), hidden.view(B, N, -1))
+
+    def compact(self, length: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """What stands `path` (B, K + 1) slots behind the length (B,) moves to the first of these slots, in order, as
+        far as accepted (B,)."""
+        L, _, width = self.cache.store.shape
+        compact(self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, width), length, path, accepted)
 
     def multiply(self, x: Tensor, product: Product) -> Tensor:
         """(R, K) -> (R, O)."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Observation
-from heads.kernels.attention import pack_bits
+from heads.kernels.attention import line
 from heads.kernels.backend import runs_kernels
 from heads.kernels.decoder import DTYPES, Tree, gated, grouped
 from heads.kernels.gemm import MOST_ROWS
@@ -82,8 +82,6 @@ class TritonMemory:
         self.slot = torch.arange(len(self.cos), device=like.device)
         Hkv, d = self.attention.num_key_heads, self.attention.d
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
-        self.lines: dict[tuple[int, int], Tensor] = {}
-        """By batch and tokens: what each of some tokens in a row sees, (B, W, words)."""
         products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
         weights = [product.weight for product in products if product is not None] + [readout]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
@@ -126,11 +124,11 @@ class TritonMemory:
             stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
         if isinstance(places, Drafted):
-            seen = places.length, self.behind, entry.words
+            seen = places.length, self.behind, entry.at.words
         else:
-            seen = places.start, W, self.line(B, W)
+            seen = places.start, W, line(B, W, tokens.device)
         turn = self.cos, self.sin
-        tree = Tree(*seen, depths=None, paths=None, slots=entry.slots, turn=turn, positions=entry.positions)
+        tree = Tree(*seen, depths=None, paths=None, slots=entry.at.slots, turn=turn, positions=entry.at.positions)
         added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products, split=SPLIT)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)
         added = gated(self.mlp, x, self.products)
@@ -146,11 +144,4 @@ class TritonMemory:
         states = self.start(observation.taps, observation.hidden)
         places = Observed(start, count, self.slot, states.shape[1])
         made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
-        take_newest(made, tokens, start, count, recycled, root, length)
-
-    def line(self, batch_size: int, number: int) -> Tensor:
-        """(B, M, words) int64: what each of `number` (M) tokens in a row sees of them."""
-        if (batch_size, number) not in self.lines:
-            above = torch.ones(number, number, dtype=torch.bool, device=self.store.device).tril()
-            self.lines[batch_size, number] = pack_bits(above[None]).repeat(batch_size, 1, 1)
-        return self.lines[batch_size, number]
+        take_newest(tokens, start, count, root, length, recycled=recycled, made=made)

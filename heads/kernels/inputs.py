@@ -1,7 +1,8 @@
-"""What a step of a head that recycles its state begins and ends with, one kernel each.
+"""What a step of a draft begins and ends with, one kernel each.
 
-    enter        the tokens' embeddings and the states that they stand beside, each normed, side by side; the states
-                 themselves, which the stream begins with; where the tokens stand, and the bits of what they see
+    stand        where the tokens stand, and the bits of what they see
+    enter        the same for a head that recycles its state, and beside it the tokens' embeddings and the states that
+                 they stand beside, each normed, side by side; and the states themselves, which the stream begins with
     take_newest  what was made of the last true token of each row becomes what is drafted from
 
 Letters: B batch, W tokens of each, R = B * W rows, D hidden, V vocabulary, S cache slots a row, P nodes that have slots
@@ -9,6 +10,7 @@ behind the observed ones, A states of each row.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +21,66 @@ from heads.places import Drafted, Observed
 
 
 @dataclass(frozen=True)
+class Stand:
+    """What `stand` gives."""
+
+    positions: Tensor  # (R,) int64
+    slots: Tensor  # (R,) int64, in flat storage
+    words: Tensor  # (B, W, P / 64, rounded up) int64, as `heads.kernels.attention.ancestor_words`; none if observed
+
+
+@dataclass(frozen=True)
 class Entry:
     """What `enter` gives."""
 
     x: Tensor  # (R, 2 D)
     stream: Tensor  # (R, D)
-    positions: Tensor  # (R,) int64
-    slots: Tensor  # (R,) int64, in flat storage
-    words: Tensor  # (B, W, P / 64, rounded up) int64, as `heads.kernels.attention.ancestor_words`; none if observed
+    at: Stand
+
+
+def stand(places: Observed | Drafted, *, behind: int) -> Stand:
+    """behind: P; what is not true goes to the last slot of its row."""
+    if not runs_kernels(places.slot):
+        return stand_twin(places, behind=behind)
+    made, given, options = _rows(places, behind)
+    _stand[(len(made.positions),)](*given, **options)
+    return made
+
+
+def stand_twin(places: Observed | Drafted, *, behind: int) -> Stand:
+    """The same in torch operations."""
+    (B, W), S, positions = places.positions.shape, len(places.slot), places.positions
+    words = positions.new_zeros(B, W, 0)
+    if isinstance(places, Drafted):
+        word, paths = torch.arange(-(-behind // 64), device=positions.device), places.paths[..., None]
+        words = torch.where(paths // 64 == word, 1 << (paths % 64), 0).sum(2)
+    slots = places.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
+    return Stand(positions.flatten(), slots.flatten(), words)
+
+
+def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
+    """What is to be filled in, and the arguments of the kernels that do, which `_place` takes."""
+    S = len(places.slot)
+    if isinstance(places, Drafted):
+        first, paths, count = places.length, places.paths, None
+        B, W, level = paths.shape
+        words = first.new_empty(B, W, -(-behind // 64))
+    else:
+        first, paths, count = places.start, places.slot[None, None], places.count
+        B, W, level = len(first), places.number, 1
+        words = first.new_empty(B, W, 0)
+    positions, slots = first.new_empty(2, B * W)
+    given = (
+        *(first, first if count is None else count, paths, positions, slots, words),
+        *(W, S, level, paths.stride(0), paths.stride(1)),
+    )
+    options = {
+        "DRAFTED": isinstance(places, Drafted),
+        "ALL": count is None,
+        "WORDS": words.shape[2],
+        "LEVELS": next_power_of_2(level),
+    }
+    return Stand(positions, slots, words), given, options
 
 
 def enter(
@@ -47,23 +101,17 @@ def enter(
         return enter_twin(
             tokens, embedded, states, rows, places, token_norm, state_norm, behind=behind, state_first=state_first
         )
-    (B, W), (A, D), S = tokens.shape, states.shape[1:], len(places.slot)
-    R, drafted = B * W, isinstance(places, Drafted)
-    x, stream = states.new_empty(R, 2 * D), states.new_empty(R, D)
-    positions, slots = tokens.new_empty(2, R)
-    words = tokens.new_empty(B, W, -(-behind // 64) if drafted else 0)
-    paths = places.paths if isinstance(places, Drafted) else tokens
-    first, count = (places.length, places.length) if isinstance(places, Drafted) else (places.start, places.count)
+    (B, W), (A, D) = tokens.shape, states.shape[1:]
+    x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
+    at, given, options = _rows(places, behind)
     parents = tokens if rows is None else rows
-    _enter[(R, 2)](
-        tokens, embedded, states.contiguous(), parents, first, count, paths, token_norm.weight, state_norm.weight,
-        x, stream, positions, slots, words, token_norm.eps, state_norm.eps, W, A, S, paths.shape[-1],
-        tokens.stride(0), tokens.stride(1), parents.stride(0), parents.stride(1), paths.stride(0), paths.stride(1),
-        D=D, PAD=next_power_of_2(D), TABLE=embedded.dim() == 2, PARENTS=rows is not None, DRAFTED=drafted,
-        WORDS=words.shape[2], STATE_FIRST=state_first, LEVELS=next_power_of_2(paths.shape[-1]) if drafted else 1,
-        num_warps=8 if D > 2048 else 4,
+    _enter[(B * W, 2)](
+        tokens, embedded, states.contiguous(), parents, token_norm.weight, state_norm.weight, x, stream,
+        token_norm.eps, state_norm.eps, A, tokens.stride(0), tokens.stride(1), parents.stride(0), parents.stride(1),
+        *given, **options, D=D, PAD=next_power_of_2(D), TABLE=embedded.dim() == 2, PARENTS=rows is not None,
+        STATE_FIRST=state_first, num_warps=8 if D > 2048 else 4,
     )  # fmt: skip
-    return Entry(x, stream, positions, slots, words)
+    return Entry(x, stream, at)
 
 
 def enter_twin(
@@ -79,31 +127,52 @@ def enter_twin(
     state_first: bool = False,
 ) -> Entry:
     """The same in torch operations."""
-    (B, W), D, S = tokens.shape, states.shape[2], len(places.slot)
     table = embedded[tokens] if embedded.dim() == 2 else embedded
-    above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, D))
+    above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
     halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
-    words = tokens.new_zeros(B, W, 0)
-    if isinstance(places, Drafted):
-        word, paths = torch.arange(-(-behind // 64), device=tokens.device), places.paths[..., None]
-        bits = torch.where(paths // 64 == word, 1 << (paths % 64), 0)  # (B, W, level, words)
-        words = bits.sum(2)
-    slots = places.slots(S - 1) + torch.arange(B, device=tokens.device)[:, None] * S
-    return Entry(
-        torch.cat(halves[::-1] if state_first else halves, dim=1),
-        above.flatten(0, 1).clone(),
-        places.positions.flatten(),
-        slots.flatten(),
-        words,
-    )
+    x = torch.cat(halves[::-1] if state_first else halves, dim=1)
+    return Entry(x, above.flatten(0, 1).clone(), stand_twin(places, behind=behind))
+
+
+@jit
+def _stand(  # type: ignore[no-untyped-def]
+    FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    _place(r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS)
+
+
+@jit
+def _place(  # type: ignore[no-untyped-def]
+    r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+):  # fmt: skip
+    """Of one token."""
+    b, w = r // W, r % W
+    first = tl.load(FIRST + b)
+    if DRAFTED:
+        path, j = PATHS + b * path_b + w * path_w, tl.arange(0, LEVELS)
+        tl.store(POSITIONS + r, first - 1 + level)
+        tl.store(SLOTS + r, b * S + first + tl.load(path + level - 1))
+        for k in tl.static_range(WORDS):
+            above = tl.load(path + j, mask=j < level, other=-1)
+            bits = tl.where(above // 64 == k, tl.full([LEVELS], 1, tl.int64) << (above % 64), 0)
+            tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # no node twice
+    else:
+        position = tl.minimum(first + w, S - 2)
+        tl.store(POSITIONS + r, position)
+        true = position if ALL else tl.where(w < tl.load(COUNT + b), position, S - 1)
+        tl.store(SLOTS + r, b * S + true)
 
 
 @jit
 def _enter(  # type: ignore[no-untyped-def]
-    TOKENS, EMBEDDED, STATES, ROWS, FIRST, COUNT, PATHS, TOKEN_NORM, STATE_NORM, X, STREAM, POSITIONS, SLOTS, BITS,
-    token_eps, state_eps, W, A, S, level, token_b, token_w, row_b, row_w, path_b, path_w,
-    D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, DRAFTED: constexpr, WORDS: constexpr,
-    STATE_FIRST: constexpr, LEVELS: constexpr,
+    TOKENS, EMBEDDED, STATES, ROWS, TOKEN_NORM, STATE_NORM, X, STREAM,
+    token_eps, state_eps, A, token_b, token_w, row_b, row_w,
+    FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+    D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, STATE_FIRST: constexpr,
 ):  # fmt: skip
     """Half a row of x, the token's or the state's; who does the token's says where it stands, too."""
     r, half, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PAD)
@@ -114,20 +183,7 @@ def _enter(  # type: ignore[no-untyped-def]
         weight = tl.load(TOKEN_NORM + i, mask=inside, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + token_eps)
         goal = X + r * 2 * D + (D if STATE_FIRST else 0)
-        first = tl.load(FIRST + b)
-        if DRAFTED:
-            path = PATHS + b * path_b + w * path_w
-            tl.store(POSITIONS + r, first - 1 + level)
-            tl.store(SLOTS + r, b * S + first + tl.load(path + level - 1))
-            j = tl.arange(0, LEVELS)
-            for k in tl.static_range(WORDS):
-                above = tl.load(path + j, mask=j < level, other=-1)
-                bits = tl.where(above // 64 == k, tl.full([LEVELS], 1, tl.int64) << (above % 64), 0)
-                tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # no node twice
-        else:
-            position = tl.minimum(first + w, S - 2)
-            tl.store(POSITIONS + r, position)
-            tl.store(SLOTS + r, b * S + tl.where(w < tl.load(COUNT + b), position, S - 1))
+        _place(r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS)
     else:
         at = b * A + (tl.load(ROWS + b * row_b + w * row_w) if PARENTS else w)
         state = tl.load(STATES + at * D + i, mask=inside, other=0.0)
@@ -140,39 +196,65 @@ def _enter(  # type: ignore[no-untyped-def]
 
 
 def take_newest(
-    made: Tensor, tokens: Tensor, start: Tensor, count: Tensor, recycled: Tensor, root: Tensor, length: Tensor
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    root: Tensor,
+    length: Tensor,
+    *,
+    previous: Tensor | None = None,
+    recycled: Tensor | None = None,
+    made: Tensor | None = None,
 ) -> None:
-    """made (B, M, D) of the tokens (B, M + 1) but the first; of them `count` (B,) are true, from position `start` (B,)
-    on. Renews, in rows that have any, recycled (B, D), root (B,) and length (B,)."""
-    if not runs_kernels(made):
-        take_newest_twin(made, tokens, start, count, recycled, root, length)
+    """tokens (B, M + 1), of which `count` (B,) and the next are true, from position `start` (B,) on. Renews, in rows
+    that have any, root and length (B,); previous (B,), the token before the root; and recycled (B, D), what was made of
+    the tokens but the first, made (B, M, D)."""
+    if not runs_kernels(tokens):
+        take_newest_twin(tokens, start, count, root, length, previous=previous, recycled=recycled, made=made)
         return
-    B, M, D = made.shape
+    (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
     _take_newest[(B,)](
-        made, tokens, start, count, recycled, root, length, M, tokens.stride(0), tokens.stride(1),
-        D=D, PAD=next_power_of_2(D),
+        tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,
+        root if recycled is None else recycled, root if made is None else made, M, tokens.stride(0), tokens.stride(1),
+        D=D, PAD=next_power_of_2(D), PREVIOUS=previous is not None, RECYCLED=recycled is not None,
     )  # fmt: skip
 
 
 def take_newest_twin(
-    made: Tensor, tokens: Tensor, start: Tensor, count: Tensor, recycled: Tensor, root: Tensor, length: Tensor
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    root: Tensor,
+    length: Tensor,
+    *,
+    previous: Tensor | None = None,
+    recycled: Tensor | None = None,
+    made: Tensor | None = None,
 ) -> None:
     """The same in torch operations."""
     live, last = count > 0, (count - 1).clamp_min(0)
-    final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-    recycled.copy_(torch.where(live[:, None], final, recycled))
+    if previous is not None:
+        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
+    if recycled is not None and made is not None:
+        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
+        recycled.copy_(torch.where(live[:, None], final, recycled))
     root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
     length.copy_(torch.where(live, start + count, length))
 
 
 @jit
 def _take_newest(  # type: ignore[no-untyped-def]
-    MADE, TOKENS, START, COUNT, RECYCLED, ROOT, LENGTH, M, token_b, token_w, D: constexpr, PAD: constexpr,
+    TOKENS, START, COUNT, ROOT, LENGTH, PREVIOUS_TOKEN, STATES, MADE, M, token_b, token_w,
+    D: constexpr, PAD: constexpr, PREVIOUS: constexpr, RECYCLED: constexpr,
 ):  # fmt: skip
     b, i = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     count = tl.load(COUNT + b)
     if count > 0:
-        made = tl.load(MADE + (b * M + count - 1) * D + i, mask=i < D)
-        tl.store(RECYCLED + b * D + i, made, mask=i < D)
-        tl.store(ROOT + b, tl.load(TOKENS + b * token_b + count * token_w))
+        newest = TOKENS + b * token_b + count * token_w
+        if PREVIOUS:
+            tl.store(PREVIOUS_TOKEN + b, tl.load(newest - token_w))
+        if RECYCLED:
+            made = tl.load(MADE + (b * M + count - 1) * D + i, mask=i < D)
+            tl.store(STATES + b * D + i, made, mask=i < D)
+        tl.store(ROOT + b, tl.load(newest))
         tl.store(LENGTH + b, tl.load(START + b) + count)

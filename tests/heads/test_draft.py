@@ -160,9 +160,9 @@ def test_rounds_go_on_from_what_was_accepted(
     read: list[Tensor] = []
     act = Reader.read
 
-    def watch(self: Reader, tokens: Tensor, **how: Any) -> Tensor:
+    def watch(self: Reader, tokens: Tensor, places: Any, **how: Any) -> Tensor:
         read.append(tokens)
-        return act(self, tokens, **how)
+        return act(self, tokens, places, **how)
 
     monkeypatch.setattr(Reader, "read", watch)
     for _ in range(6):

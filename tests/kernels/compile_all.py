@@ -74,7 +74,7 @@ def attend(empty: Empty, N: int) -> None:
 def step(empty: Empty, N: int) -> None:
     """All else of a step of N tokens."""
     from eval.runtime.kernels import accept, choose, pick
-    from heads.kernels import experts, gemm, layers, per_head
+    from heads.kernels import compaction, experts, gemm, layers, per_head
     from heads.tree import Proposal
 
     ids = torch.zeros(1, N, dtype=torch.int64)
@@ -99,7 +99,7 @@ def step(empty: Empty, N: int) -> None:
     length = torch.zeros(1, dtype=torch.int64)
     accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
     path = torch.zeros(1, 7, dtype=torch.int64)
-    accept.compact(empty(32, 1, 2048, 2048), length, path, length)
+    compaction.compact(empty(32, 1, 2048, 2048), length, path, length)
     accept.take_path(empty(1, N, 3 * 4096), empty(1, N, 4096), path)
     chosen = torch.zeros(N, 6, dtype=torch.int64)
     experts.expert_mm(x[:, :2048], chosen, empty(64, 2816, 2048))
@@ -144,7 +144,9 @@ def draft(dtype: torch.dtype) -> None:
     from heads.base import Observation, TargetEnds
     from heads.eagle3 import Eagle3, Eagle3Config
     from heads.kernels.drafting import TritonMemory
+    from heads.kernels.inputs import stand
     from heads.mtp import Mtp, MtpConfig
+    from heads.places import Drafted, Observed
     from heads.tree import parse_shape
     from heads.vocab import build_vocab
 
@@ -172,6 +174,13 @@ def draft(dtype: torch.dtype) -> None:
                 taps = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
                 head.observe(state, Observation(tokens, taps, taps[..., :4096], state.root, state.length, None))
             head.propose(state, choose)
+    slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
+    for places in (
+        Observed(length, None, slot, 2),
+        Observed(length, length, slot, 64),
+        Drafted(length, paths, slot, False),
+    ):
+        stand(places, behind=40)
 
 
 def resources(made: Any) -> dict[str, int]:

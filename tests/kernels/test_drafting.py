@@ -10,7 +10,7 @@ from torch import Tensor
 from eval.gpu.drafts import SMALL, draft_parts, drafts_are_those_of_torch, rounds, some_head
 from eval.grown import ModelShape
 from heads.kernels.drafting import kernels_draft
-from heads.kernels.inputs import enter, enter_twin, take_newest
+from heads.kernels.inputs import enter, enter_twin, stand, stand_twin, take_newest
 from heads.layers import RMSNorm
 from heads.native.linear import Norm
 from heads.places import Drafted, Observed
@@ -99,19 +99,30 @@ def test_inputs(observed: bool, state_first: bool) -> None:
         given = states if parents is not None else states[:, :W]
         ours = enter(tokens, embedded, given, parents, places, *norms, **options)
         theirs = enter_twin(tokens, embedded, given, parents, places, *norms, **options)
-        for field in ("x", "stream", "positions", "slots"):
-            torch.testing.assert_close(getattr(ours, field), getattr(theirs, field), msg=field)
-        assert torch.equal(ours.words, theirs.words) and ours.words.numel() == (0 if observed else 2 * B * W)
+        torch.testing.assert_close((ours.x, ours.stream), (theirs.x, theirs.stream))
+        for at in (ours.at, stand(places, behind=70)):
+            for field in ("positions", "slots", "words"):
+                assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
+        assert ours.at.words.numel() == (0 if observed else 2 * B * W)
     if not observed:
-        for bits, path in zip(ours.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
+        for bits, path in zip(ours.at.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
             assert {j for j in range(70) if bits[j // 64] >> (j % 64) & 1} == set(path)
+
+
+def test_tokens_that_are_all_true_need_no_count() -> None:
+    places = Observed(torch.tensor([0, 7, 87]), None, torch.arange(90), 2)
+    ours, theirs = stand(places, behind=2), stand_twin(places, behind=2)
+    assert torch.equal(ours.positions, theirs.positions) and ours.positions.tolist() == [0, 1, 7, 8, 87, 88]
+    assert torch.equal(ours.slots, theirs.slots) and ours.slots.tolist() == [0, 1, 97, 98, 267, 268]
 
 
 def test_the_newest_true_token_is_drafted_from() -> None:
     made, tokens = torch.randn(3, 4, D), torch.randint(V, (3, 5))
     start, count = torch.tensor([5, 9, 2]), torch.tensor([4, 0, 1])
-    before = torch.randn(3, D), torch.tensor([50, 51, 52]), torch.tensor([5, 9, 2])
-    recycled, root, length = (x.clone() for x in before)
-    take_newest(made, tokens, start, count, recycled, root, length)
+    before = torch.randn(3, D), torch.tensor([50, 51, 52]), torch.tensor([5, 9, 2]), torch.tensor([60, 61, 62])
+    recycled, root, length, previous = (x.clone() for x in before)
+    take_newest(tokens, start, count, root, length, recycled=recycled, made=made)
+    take_newest(tokens, start, count, root, length, previous=previous)
     assert torch.equal(recycled, torch.stack([made[0, 3], before[0][1], made[2, 0]]))
     assert root.tolist() == [int(tokens[0, 4]), 51, int(tokens[2, 1])] and length.tolist() == [9, 9, 3]
+    assert previous.tolist() == [int(tokens[0, 3]), 61, int(tokens[2, 0])]

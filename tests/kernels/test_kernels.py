@@ -218,7 +218,8 @@ def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
 @pytest.mark.parametrize(("N", "X"), [(20, 6), (2, 6), (60, 1500)])
 def test_compact(N: int, X: int) -> None:
     """Nothing else in the cache changes either."""
-    from eval.runtime.kernels.accept import accept, compact, compact_twin
+    from eval.runtime.kernels.accept import accept
+    from heads.kernels.compaction import compact, compact_twin
 
     proposal, choice = random_round(3, N, 1)  # one token: the deepest path is always taken
     K = int(proposal.depths.max())
