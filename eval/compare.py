@@ -32,7 +32,7 @@ from eval.command import (
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.files import check_folder, write_text
 from eval.pilot import can_draft
-from eval.report import print_audit, setting_line
+from eval.report import print_audit
 from eval.results import (
     SCHEMA_VERSION,
     Results,
@@ -55,6 +55,7 @@ from eval.wording import (
     percent,
     plural,
     sampling_text,
+    setting_line,
     short_name,
     speedup_text,
     target_text,

@@ -22,7 +22,6 @@ from eval.wording import (
     LOCAL_MODEL,
     adaptive_line,
     audit_line,
-    device_text,
     divergence_text,
     exact_cell,
     heading,
@@ -31,11 +30,10 @@ from eval.wording import (
     is_hub_id,
     number,
     percent,
-    plural,
     reached,
-    rule_text,
     sampling_text,
     search_line,
+    setting_line,
     short_name,
     speedup_text,
     warnings,
@@ -113,16 +111,6 @@ def settings_table(results: Results) -> Table:
         cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
         table.add_row(*cells, speedup_text(m), exact_cell(m))
     return table
-
-
-def setting_line(results: Results) -> str:
-    """On what, and where."""
-    settings = results["settings"]
-    names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
-    return (
-        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
-        f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
-    )
 
 
 def check_card(folder: Path, name: str) -> None:

@@ -153,6 +153,16 @@ def device_text(results: Results) -> str:
     return f"{device['name']}{threads}, {results['dtype']}"
 
 
+def setting_line(results: Results) -> str:
+    """On what, and where."""
+    settings = results["settings"]
+    names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
+    return (
+        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
+        f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
+    )
+
+
 def divergence_text(divergence: Results) -> str:
     """One line that says where an output left plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
