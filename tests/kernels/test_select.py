@@ -1,4 +1,4 @@
-"""The kernels that choose a tree's nodes, in Triton's interpreter, against their twins and plain Python."""
+"""What chooses a tree's nodes, kernels in Triton's interpreter and C on a CPU, against its twins and plain Python."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heads.kernels import select
+from heads.native import trees
 from heads.tree import grow, parse_shape
 
 pytest.importorskip("triton")
@@ -15,9 +16,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 VOCAB = 40
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+@pytest.fixture(autouse=True, params=["kernels", "C"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("heads.kernels.backend.ON_CPU", request.param == "kernels")
+    if request.param == "C" and trees.load() is None:
+        pytest.skip("no C compiler")
+    return str(request.param)
 
 
 def laws(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -142,8 +146,8 @@ def test_static_levels_are_their_twins(text: str, monkeypatch: pytest.MonkeyPatc
 def test_trees_too_large_for_a_program_take_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "MOST_CHILDREN", 5)
     monkeypatch.setattr(select, "MOST_NODES", 5)
-    monkeypatch.setattr(select, "_widen", None)
-    monkeypatch.setattr(select, "_prune", None)
+    for owner, name in ((select, "_widen"), (select, "_prune"), (trees, "widen"), (trees, "prune")):
+        monkeypatch.setattr(owner, name, None)
     generator, root = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64)
     nodes = select.new_nodes(root, torch.zeros(7, dtype=torch.int64))
     select.widen(nodes, root, None, *laws("random", 1, 1, 6, generator), 1, last=True)
