@@ -216,6 +216,11 @@ def load_pair(
     try:
         target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if tokenizer.vocab_size > target.vocab_size:  # tokens added to it may lie beyond, where none is ever used
+            raise UserError(
+                f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
+                "the model's own tokenizer beside it"
+            )
         if target.start_token is not None:
             give_template(tokenizer, target.start_token)
         return target, tokenizer

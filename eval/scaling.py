@@ -134,7 +134,7 @@ def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[i
     """The token ids of a suite's texts: whole modules of the held-out ones, else its prompts."""
     if suite == HELD_OUT_SUITE:
         for _, text in read_split(held_out=True):
-            yield tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         yield from (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
 

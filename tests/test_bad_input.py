@@ -174,6 +174,7 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
         ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
         ("shallow", "too shallow for the default taps"),
+        ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
     ],
 )
 def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refused: Any) -> None:
@@ -192,6 +193,8 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
     elif kind == "shallow":
         make_target(path, tiny_target_dir, num_hidden_layers=2)
+    elif kind == "another's tokenizer":
+        make_target(path, tiny_target_dir, vocab_size=100)
     assert fault in refused(lambda: train("target.path=other"))
     if kind != "shallow":
         assert fault in refused(lambda: measure("run", "--target", "other"))
@@ -211,6 +214,18 @@ def test_a_head_for_another_target(
 ) -> None:
     make_target(here / "other", tiny_target_dir, **changes)
     assert fault in refused(lambda: measure("run", "--target", "other"))
+
+
+def test_a_target_in_half_precision_is_told_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
+    """bfloat16 keeps the small weights that float16 cuts off."""
+    shutil.copytree(tiny_target_dir, here / "faint")
+    model = LlamaForCausalLM.from_pretrained(tiny_target_dir)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(1e-6)
+    model.save_pretrained(here / "faint")
+    assert train("target.path=faint", "output_dir=faint-run") == 0
+    assert measure("faint-run", "--dtype", "bfloat16") == 0
+    shutil.rmtree(here / "out")
+    assert "ask for bfloat16" in refused(lambda: measure("faint-run", "--dtype", "float16"))
 
 
 def drop(weights: dict[str, torch.Tensor]) -> None:
