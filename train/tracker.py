@@ -17,6 +17,9 @@ from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
 
+BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
+"""Figures before the bar: they fit 80 columns, and it takes what is left."""
+
 
 class Tracker:
     """The run's voice. `metrics.jsonl` is its record, flushed line by line; wandb may lose a crash's last seconds."""
@@ -57,7 +60,9 @@ class Tracker:
         if self.recipe.tracking.wandb != "off":
             self._wandb = start_wandb(self.recipe, self.folder)
         if self.stream.isatty():
-            self._bar = tqdm(total=self.max_steps, initial=step, unit="step", file=self.stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self.max_steps, initial=step, file=self.stream, dynamic_ncols=True, bar_format=BAR_FORMAT
+            )
 
     def advance(self) -> None:
         if self._bar is not None:
@@ -67,12 +72,14 @@ class Tracker:
         """One line of training figures."""
         self._record({"kind": "train", **metrics})
         speed = _short(metrics["tokens_per_second"])
-        text = f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s"
+        text = (
+            f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s  "
+            f"{_clock(seconds_left)} left"
+        )
         if self._bar is not None:
-            self._bar.set_description_str(f"step {metrics['step']}")
-            self._bar.set_postfix_str(f"{text}, {_clock(seconds_left)} left", refresh=True)
+            self._bar.set_description_str(text)
         else:
-            self.say(f"step {metrics['step']}/{self.max_steps}  {text}  {_clock(seconds_left)} left")
+            self.say(f"step {metrics['step']}/{self.max_steps}  {text}")
 
     def log_eval(self, metrics: Metrics) -> None:
         """One line of a measurement."""
