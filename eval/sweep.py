@@ -32,7 +32,7 @@ from eval.files import check_folder, is_file, write_json, write_text
 from eval.results import Results, read_results
 from eval.settings import to_settings
 from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
-from eval.wording import MISSING, exact_cell, is_exact, number
+from eval.wording import MISSING, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config
 from heads.errors import UserError
 from heads.registry import untrained_kind
@@ -67,6 +67,8 @@ def run_sweep(options: argparse.Namespace) -> int:
     for row in rows:
         if row["error"]:
             print(f"{sweep.text(row['setting'])}: {row['error']}; see {out / row['folder'] / 'log.txt'}")
+        if row["busy"]:
+            print(f"{sweep.text(row['setting'])}: {row['busy']} (delete {out / row['folder']})")
     print(f"written to {out}", file=sys.stderr)
     statuses = {row["status"] for row in rows}
     return 1 if 1 in statuses else 2 if 2 in statuses else 0
@@ -120,6 +122,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
         "identical": identical,
         "status": status,
         "error": error,
+        "busy": results and busy_warning(results["measurements"]),
         "folder": folder.name,
     }
 

@@ -192,8 +192,9 @@ def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
 
 def busy_warning(measurements: Sequence[Results]) -> str | None:
     """That plain steps, which should cost alike, did not; None if they did."""
-    plain = [(m["baseline"]["ms_per_token"], m["baseline"]["token_ms"]["p50"]) for m in measurements]
-    mean, median = max(plain, key=lambda ms: ms[0] / ms[1])
+    spreads = [(m["baseline"]["ms_per_token"], m["baseline"].get("token_ms", {}).get("p50")) for m in measurements]
+    plain = [(mean, median) for mean, median in spreads if median]  # records of before there was one have none
+    mean, median = max(plain, key=lambda ms: ms[0] / ms[1], default=(0.0, 1.0))
     if mean <= BUSY * median:
         return None
     return (

@@ -96,6 +96,16 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     )
 
     calls.clear()
+    results = json.loads((out / record["rows"][0]["folder"] / "results.json").read_text())
+    for m in results["measurements"]:
+        m["baseline"] |= {"ms_per_token": 9.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
+    (out / record["rows"][0]["folder"] / "results.json").write_text(json.dumps(results))
+    capsys.readouterr()
+    call(*words)
+    said = [line for line in capsys.readouterr().out.splitlines() if "something else used this machine" in line]
+    assert len(said) == 1 and f"(delete {out / record['rows'][0]['folder']})" in said[0]
+
+    calls.clear()
     parameters["max_new_tokens"] = {"values": [24]}
     (tmp_path / "prompts.jsonl").write_text('{"text": "other text, other text"}\n')
     assert call(write(tmp_path, parameters=parameters), "--out", out) == 0
