@@ -4,34 +4,43 @@
 
 #include "tiles.h"
 
-enum { CHUNK = 4 * TILE, PANEL = 256 };
+enum { CHUNK = 8 * TILE, PANEL = 64 }; /* two panels of weights, and sums, fit the nearest cache */
 
 int block_size(void) { return BLOCK; }
 int lanes(void) { return LANES; }
 
-static void one_block(const Product *p, int block, const float *x, int64_t x_stride, const float *residual, float *y,
-                      int R)
+/* sums (rows, BLOCK) += x W of the block's columns. */
+static inline __attribute__((always_inline)) void add_block(const Product *p, int block, const float *x,
+    int64_t x_stride, float *sums, int rows, const int half)
 {
-    const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK, K = p->K;
+    const int K = p->K;
+    const void *weight = beyond(p->weight, (int64_t)block * BLOCK * K, half);
+    if (rows <= TILE)
+        add_rows(x, x_stride, weight, BLOCK, K, sums, BLOCK, rows, VECTORS, half);
+    else
+        for (int k = 0; k < K; k += PANEL)
+            add_panel(x + k, x_stride, beyond(weight, (int64_t)k * BLOCK, half), K - k < PANEL ? K - k : PANEL, sums,
+                      rows, half);
+}
+
+/* (R, BLOCK) of one block of columns, rows y_stride apart; the residual lies as y does. */
+static void one_block(const Product *p, int block, const float *x, int64_t x_stride, const float *residual, float *y,
+                      int64_t y_stride, int R)
+{
+    const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK;
     for (int at = 0; at < R; at += CHUNK) {
         const int rows = R - at < CHUNK ? R - at : CHUNK;
+        const float *input = x + at * x_stride;
         float sums[CHUNK][BLOCK] __attribute__((aligned(64)));
         for (int r = 0; r < rows; r++)
             for (int o = 0; o < BLOCK; o++)
                 sums[r][o] = p->bias && o < width ? p->bias[from + o] : 0;
-        for (int k = 0; k < K; k += PANEL) { /* a panel stays in the nearest cache while all rows use it */
-            const int panel = K - k < PANEL ? K - k : PANEL;
-            const float *input = x + at * x_stride + k;
-            const int64_t place = (int64_t)from * K + (int64_t)k * BLOCK;
-            if (p->half)
-                add_rows(input, x_stride, (const uint16_t *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
-                         VECTORS, 1);
-            else
-                add_rows(input, x_stride, (const float *)p->weight + place, BLOCK, panel, sums[0], BLOCK, rows,
-                         VECTORS, 0);
-        }
+        if (p->half)
+            add_block(p, block, input, x_stride, sums[0], rows, 1);
+        else
+            add_block(p, block, input, x_stride, sums[0], rows, 0);
         for (int r = 0; r < rows; r++) {
-            const size_t row = (size_t)(at + r) * p->O + from;
+            const size_t row = (size_t)(at + r) * y_stride;
             for (int o = 0; o < width; o++)
                 y[row + o] = residual ? residual[row + o] + sums[r][o] : sums[r][o];
         }
@@ -47,7 +56,7 @@ void multiply(const Product *p, const float *x, int64_t x_stride, const float *r
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int b = 0; b < blocks; b++)
-        one_block(p, b, x, x_stride, residual, y, R);
+        one_block(p, b, x, x_stride, residual ? residual + b * BLOCK : NULL, y + b * BLOCK, p->O, R);
 }
 
 /* y = x / rms(x) * weight, over n values. */

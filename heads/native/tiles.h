@@ -15,17 +15,25 @@ typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
-/* LANES weights from `at` on, of either width. */
+/* The weights from `at` on, of either width. */
+static inline __attribute__((always_inline)) const void *beyond(const void *w, int64_t at, const int half)
+{
+    return half ? (const void *)((const uint16_t *)w + at) : (const float *)w + at;
+}
+
+/* LANES of them. */
 static inline __attribute__((always_inline)) Vector read(const void *w, int64_t at, const int half)
 {
     if (half)
-        return (Vector)(__builtin_convertvector(*(const Halves *)((const uint16_t *)w + at), Words) << 16);
-    return *(const Vector *)((const float *)w + at);
+        return (Vector)(__builtin_convertvector(*(const Halves *)beyond(w, at, 1), Words) << 16);
+    return *(const Vector *)beyond(w, at, 0);
 }
 
-/* sums[r] += x[r] W over `count` inputs; `rows`, `vectors` and `half` known beforehand. */
+/* sums[r] += x[r] W over `count` inputs; `rows`, `vectors`, `half` and `lines` known beforehand. Meanwhile `lines` cache
+ * lines for each input are fetched from `soon`: of the inputs ahead, or of what lies next. */
 static inline __attribute__((always_inline)) void add_tile(const float *x, int64_t x_stride, const void *w,
-    int64_t w_stride, int count, float *sums, int64_t sums_stride, const int rows, const int vectors, const int half)
+    int64_t w_stride, int count, float *sums, int64_t sums_stride, const int rows, const int vectors, const int half,
+    const void *soon, int64_t soon_stride, const int lines)
 {
     Vector sum[TILE][VECTORS];
     for (int r = 0; r < rows; r++)
@@ -33,10 +41,8 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
             sum[r][v] = *(const Vector *)(sums + r * sums_stride + v * LANES);
     for (int k = 0; k < count; k++) {
         Vector weight[VECTORS];
-        for (int v = 0; v < vectors; v++) { /* the more rows, the less of what is to come fits the processor's view */
-            const int64_t ahead = (k + AHEAD) * w_stride + v * LANES;
-            __builtin_prefetch(half ? (const void *)((const uint16_t *)w + ahead) : (const float *)w + ahead);
-        }
+        for (int v = 0; v < lines; v++) /* the more rows, the less of what is to come fits the processor's view */
+            __builtin_prefetch(beyond(soon, k * soon_stride + v * LANES, half));
         for (int v = 0; v < vectors; v++)
             weight[v] = read(w, k * w_stride + v * LANES, half);
         for (int r = 0; r < rows; r++)
@@ -48,22 +54,53 @@ static inline __attribute__((always_inline)) void add_tile(const float *x, int64
             *(Vector *)(sums + r * sums_stride + v * LANES) = sum[r][v];
 }
 
+/* How many of the rows left make the next tile. */
+static inline int tile_of(int rows)
+{
+    return rows <= TILE ? rows : rows <= 8 ? 4 : rows <= 10 ? 5 : TILE;
+}
+
 /* The same for any number of rows, tile by tile. */
 static inline __attribute__((always_inline)) void add_rows(const float *x, int64_t x_stride, const void *w,
     int64_t w_stride, int count, float *sums, int64_t sums_stride, int rows, const int vectors, const int half)
 {
-    while (rows > 0) {
-        int done;
-        switch (rows) {
-#define OF(n) add_tile(x, x_stride, w, w_stride, count, sums, sums_stride, done = n, vectors, half); break
-        case 1: OF(1);
-        case 2: OF(2);
-        case 3: OF(3);
-        case 4: case 7: case 8: OF(4);
-        case 5: case 9: case 10: OF(5);
-        default: OF(6);
+    const void *soon = beyond(w, AHEAD * w_stride, half);
+    for (int done; rows > 0; x += done * x_stride, sums += done * sums_stride, rows -= done)
+        switch (done = tile_of(rows)) {
+#define OF(n)                                                                                                          \
+    case n:                                                                                                            \
+        add_tile(x, x_stride, w, w_stride, count, sums, sums_stride, n, vectors, half, soon, w_stride, vectors);       \
+        break
+            OF(1); OF(2); OF(3); OF(4); OF(5); OF(6);
 #undef OF
         }
-        x += done * x_stride, sums += done * sums_stride, rows -= done;
+}
+
+/* The same for more rows than a tile has, over a panel (count, BLOCK) behind which the next one lies: the first tile
+ * alone would wait for memory, and the others leave it idle, so each of them fetches a part of the next panel. */
+static inline __attribute__((always_inline)) void add_panel(const float *x, int64_t x_stride, const void *w, int count,
+    float *sums, int rows, const int half)
+{
+    const int tiles = (rows + TILE - 1) / TILE, share = tiles < 4 ? VECTORS / 2 : 1;
+    const void *soon = beyond(w, (int64_t)count * BLOCK, half);
+    int fetched = 0;
+    for (int done; rows > 0; x += done * x_stride, sums += done * BLOCK, rows -= done) {
+        const int lines = fetched < VECTORS ? share : 0;
+        done = tile_of(rows);
+#define TILE_OF(n, m)                                                                                                  \
+    add_tile(x, x_stride, w, BLOCK, count, sums, BLOCK, n, VECTORS, half, soon, (m) * LANES, m)
+#define OF(n)                                                                                                          \
+    case n:                                                                                                            \
+        if (lines == 0)                                                                                                \
+            TILE_OF(n, 0);                                                                                             \
+        else if (lines == 1)                                                                                           \
+            TILE_OF(n, 1);                                                                                             \
+        else                                                                                                           \
+            TILE_OF(n, VECTORS / 2);                                                                                   \
+        break
+        switch (done) { OF(1); OF(2); OF(3); OF(4); OF(5); OF(6); }
+#undef OF
+#undef TILE_OF
+        soon = beyond(soon, (int64_t)lines * count * LANES, half), fetched += lines;
     }
 }
