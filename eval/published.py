@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report import front_matter, model_card, quoted
+from eval.report import CARD, front_matter, model_card, quoted
 from eval.results import Results, read_results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.checkpoint import CONFIG, WEIGHTS, find_head, load_head, read_config, seal
 from heads.errors import UserError, first_line
 
-CARD, PLOT = "README.md", "plots/acceptance.png"
+PLOT = "plots/acceptance.png"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = (
     *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),

@@ -15,6 +15,7 @@ from heads.medusa_tree import grow_tree, rank_accuracies
 from heads.native import kernels
 from heads.own_tree import most_nodes, shape_for
 from heads.tree import Proposal, parse_shape, static_shape
+from tests.heads.random_batch import random_batch
 
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
@@ -31,23 +32,8 @@ def make_head(**changes: Any) -> Medusa:
 
 
 def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
-    """Rows of documents of the given lengths, random features, float64."""
-    torch.manual_seed(2)
-    B, T, D, V = len(documents), sum(documents[0]), CONFIG.hidden_size, CONFIG.vocab_size
-    table, out = torch.randn(V, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
-    tokens = torch.randint(0, V, (B, T))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
-    return Batch(
-        tokens=tokens,
-        loss_mask=positions >= labels_from,
-        positions=positions,
-        documents=ids,
-        embeddings=table[tokens],
-        taps=torch.empty(B, T, 0, dtype=torch.float64),
-        hidden=torch.randn(B, T, D, dtype=torch.float64),
-        ends=TargetEnds(embed=lambda ids: table[ids], logits=lambda hidden: hidden @ out.T),
-    )
+    width, vocab = CONFIG.hidden_size, CONFIG.vocab_size
+    return random_batch(documents, width=width, vocab=vocab, labels_from=labels_from)
 
 
 def released(weights: dict[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Batch, Observation, TargetEnds
+from heads.base import Batch, Observation
 from heads.errors import UserError
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import RecurrentState
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
+from tests.heads.random_batch import random_batch
 
 CONFIG = MtpConfig(
     hidden_size=16,
@@ -43,23 +44,8 @@ def make_head(**changes: object) -> Mtp:
 
 
 def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
-    """Rows of documents of the given lengths, random features, float64."""
-    torch.manual_seed(2)
-    B, T, D, V = len(documents), sum(documents[0]), CONFIG.hidden_size, CONFIG.vocab_size
-    table, out = torch.randn(V, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
-    tokens = torch.randint(0, V, (B, T))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
-    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
-    return Batch(
-        tokens=tokens,
-        loss_mask=positions >= labels_from,
-        positions=positions,
-        documents=ids,
-        embeddings=table[tokens],
-        taps=torch.zeros(B, T, 0, dtype=torch.float64),
-        hidden=torch.randn(B, T, D, dtype=torch.float64),
-        ends=TargetEnds(embed=lambda ids: table[ids], logits=lambda hidden: hidden @ out.T, weight=out),
-    )
+    width, vocab = CONFIG.hidden_size, CONFIG.vocab_size
+    return random_batch(documents, width=width, vocab=vocab, labels_from=labels_from)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
