@@ -13,12 +13,12 @@ from eval.measure import check_decoded, trace
 from eval.metrics import acceptance_by_depth, tau
 from eval.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
-from eval.runtime.round import is_chain
 from eval.runtime.sampling import Sampling
 from heads.base import Batch, DraftHead, TreeHead
 from heads.errors import UserError
 from heads.own_tree import most_nodes, shape_for
 from heads.target import FrozenTarget
+from heads.tree import is_chain
 from train.estimate import estimate_tau, text_rows
 from train.features import make_batch
 from train.recipe import Eval

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from eval.files import check_folder, sync_folder
-from eval.files import write_text as write_text
+from eval.files import check_folder, sync_folder, write_text
 from eval.report import check_card
 from heads.errors import UserError
 from train.recipe import Recipe, dump_recipe, plain_settings
