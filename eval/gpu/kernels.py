@@ -16,12 +16,10 @@ from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
 from eval.runtime.state import RoundState, Settlement
 from heads.kernels import attention, compaction, layers
-from heads.kernels.products import MAKERS
+from heads.kernels.products import COLD, MAKERS
 from heads.kernels.timing import device_seconds
 from heads.tree import Proposal
 
-COLD = 1 << 28
-"""Bytes of weights taken in turn, at least: several times what a card caches."""
 ROWS = (1, 8, 16, 32, 64)
 ACCEPTED = 7
 """Tokens of the accepted path where one is timed."""

@@ -24,6 +24,10 @@ logger = logging.getLogger("draftsmith")
 
 Shape = tuple[int, int, torch.dtype]
 """Of a weight: N, K, dtype."""
+COLD = 1 << 28
+"""Bytes of weights taken in turn: several times what a card caches."""
+MOST_COPIES = 64
+"""Of a weight that is too small to matter much."""
 _chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
@@ -109,6 +113,8 @@ def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: T
 
 
 def product_seconds(multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: int) -> float:
-    """Seconds of one product, with every weight in turn."""
+    """Seconds of one product, with every weight in turn; of a draft, which has one of a shape, with copies."""
+    enough = min(COLD // (weights[0].numel() * weights[0].element_size()), MOST_COPIES)
+    turns = [*weights, *(weights[0].clone() for _ in range(enough - len(weights)))]
     x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
-    return device_seconds(lambda: [multiply(x, weight) for weight in weights], x.device) / len(weights)
+    return device_seconds(lambda: [multiply(x, weight) for weight in turns], x.device) / len(turns)

@@ -15,7 +15,7 @@ from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
 from heads.kernels.backend import why_not
 from heads.kernels.gemm import TILES
-from heads.kernels.products import MAKERS, Products, rows_are_independent, shape_of
+from heads.kernels.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
 from heads.native.architectures import native_decoder
 from heads.target import FrozenTarget
 from heads.tree import Proposal, ancestors, parse_shape
@@ -209,6 +209,26 @@ def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> No
         return torch.cat([y[:1] * (1 + 1e-6), y[1:]])
 
     assert not rows_are_independent(mixed, weight, 5)
+
+
+def test_products_are_timed_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone weight is joined by copies; those of many layers are not."""
+
+    def seconds(work: Callable[[], list[Tensor]], device: torch.device) -> float:
+        return float(len(work()))
+
+    monkeypatch.setattr("heads.kernels.products.device_seconds", seconds)
+    monkeypatch.setattr("heads.kernels.products.COLD", 5 * 4 * 24 * 40)
+    seen: list[int] = []
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append(weight.data_ptr())
+        return x @ weight.T
+
+    for given, taken in ((1, 5), (5, 5), (8, 8)):
+        seen.clear()
+        assert product_seconds(multiply, [torch.randn(24, 40) for _ in range(given)], 3) == 1
+        assert len(set(seen)) == taken
 
 
 def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Callable[[str], FrozenTarget]) -> None:
