@@ -28,7 +28,7 @@ LONGEST_CHAIN, DEEPEST_TREE = 10, 8
 WIDTHS = (2, 4, 8)
 """Nodes expanded at each level of a tree."""
 NODES = (8, 12, 16, 24, 32, 48, 64)
-MOST_NODES = NODES[-1]
+LARGEST_TREE = NODES[-1]
 PILOT_PROMPTS, PILOT_TOKENS = 8, 64
 MOST_RACES = 4
 
@@ -156,7 +156,7 @@ def probe_shapes(head: Drafter, target: FrozenTarget, rule: str = "match") -> li
     depth = parse_shape(longest).depth
     texts = [f"chain:{k}" for k in sorted({depth, (1 + depth) // 2, 1}, reverse=True)]
     for width in WIDTHS:
-        wide = deepest([tree_text(depth, width, MOST_NODES) for depth in range(DEEPEST_TREE, 1, -1)])
+        wide = deepest([tree_text(depth, width, LARGEST_TREE) for depth in range(DEEPEST_TREE, 1, -1)])
         texts += [wide, tree_text(2, width, NODES[0])] if wide else []
     return [parse_shape(text) for text in dict.fromkeys(texts)]
 

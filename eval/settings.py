@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eval.auto import MOST_NODES
+from eval.auto import LARGEST_TREE
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.measure import Entry
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash
@@ -78,7 +78,7 @@ class BenchSettings:
 
     def most_nodes(self, named: Sequence[TreeShape]) -> int:
         """Of any draft that is to be measured, the named ones or others."""
-        return max([shape.nodes for shape in named] + [MOST_NODES] * self.is_auto)
+        return max([shape.nodes for shape in named] + [LARGEST_TREE] * self.is_auto)
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """What results.json says of them, and of the prompts that they gave."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from heads.base import Observation, Pick, TargetEnds
 from heads.errors import UserError
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape
+from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1
 """Stands where there is no token; equal to none."""
@@ -59,7 +59,7 @@ class Lookup:
         return cls(LookupConfig(number), target.device)
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
-        if shape.nodes != shape.depth + 1 or shape.top_k > 1:
+        if not is_chain(shape):
             raise UserError(
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
             )

@@ -7,7 +7,7 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.auto import MOST_NODES
+from eval.auto import LARGEST_TREE
 from eval.command import AUTO
 from eval.measure import check_decoded, trace
 from eval.metrics import acceptance_by_depth, tau
@@ -37,7 +37,7 @@ class Measured:
 def nodes_needed(settings: Eval, head: DraftHead) -> int:
     """The nodes of the largest tree that will be measured. UserError for one that the head cannot have."""
     trees = [settings.tree, *(settings.report.trees or [])]
-    return max(MOST_NODES if tree == AUTO else most_nodes(tree, head) for tree in trees)
+    return max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
