@@ -63,6 +63,12 @@ def pack_bits(above: Tensor) -> Tensor:
     return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
 
 
+def draft_split(slots: int) -> int:
+    """Slots of one split where no other pass must round alike: few, since one token's few heads are all there is to
+    give a GPU work by, but more in a cache of many, most of whose splits are empty."""
+    return max(128, min(512, next_power_of_2(slots) // 128))
+
+
 @cache
 def line(batch_size: int, number: int, device: torch.device) -> Tensor:
     """(B, N, W) int64: the words of `number` (N) tokens in a row, each of which sees those before it."""

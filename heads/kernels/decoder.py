@@ -9,7 +9,7 @@ query heads, Hkv key heads, d head dimension, C latent width.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from heads.native.slots import SlotCache
 from heads.target import Features
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+MOST_BYTES = 1 << 29
+"""Of the parts of one attention."""
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -47,6 +49,14 @@ class Tree:
     slots: Tensor  # (R,) in flat storage
     turn: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
     positions: Tensor | None = None  # (R,)
+    split: int = SPLIT
+    """Slots of one split of attention."""
+
+    def of(self, rows: slice) -> "Tree":
+        """What attention must know of some rows."""
+        depths = None if self.depths is None else self.depths[rows]
+        paths = None if self.paths is None else self.paths[rows]
+        return replace(self, length=self.length[rows], words=self.words[rows], depths=depths, paths=paths)
 
 
 def grouped(
@@ -56,9 +66,7 @@ def grouped(
     store: Tensor,
     rows: slice,
     products: Products,
-    *,
     window: int = 0,
-    split: int = SPLIT,
 ) -> Tensor:
     """Grouped-query attention over store (B', S, 2, Hkv, d), whose `rows` are the tokens': (R, D) normed states ->
     (R, D) to be added to the stream."""
@@ -71,25 +79,19 @@ def grouped(
     qkv = products(x, attention.qkv.weight, attention.qkv.bias)
     q = rope_write(qkv, *tree.turn, tree.slots, keys, values, num_heads=H, positions=tree.positions, **norms)
     keys, values = store[rows].unbind(2)  # (B, S, Hkv, d)
-    mixed = attend(q.view(B, N, H, d), keys, values, tree, attention.scale, window=window, split=split)
+    mixed = attend(q.view(B, N, H, d), keys, values, tree, attention.scale, window)
     return products(mixed.view(B * N, H * d), attention.out.weight, attention.out.bias)
 
 
-def attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tree: Tree,
-    scale: float,
-    *,
-    window: int,
-    rope: int = 0,
-    split: int = SPLIT,
-) -> Tensor:
-    """`tree_attention` of a pass."""
+def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, window: int, rope: int = 0) -> Tensor:
+    """`tree_attention` of a pass; a row at a time where the parts of all would fill the memory, as prompts' may."""
+    (B, N, H, _), splits = q.shape, -(-keys.shape[1] // tree.split)
+    if B > 1 and 4 * B * splits * N * H * values.shape[3] > MOST_BYTES:
+        rows = [slice(b, b + 1) for b in range(B)]
+        return torch.cat([attend(q[b], keys[b], values[b], tree.of(b), scale, window, rope) for b in rows])
     return tree_attention(
         q, keys, values, tree.words, tree.length, tree.depths,
-        behind=tree.behind, scale=scale, window=window, rope=rope, paths=tree.paths, split=split,
+        behind=tree.behind, scale=scale, window=window, rope=rope, paths=tree.paths, split=tree.split,
     )  # fmt: skip
 
 
@@ -188,7 +190,7 @@ class DecoderPass:
         if isinstance(attention, LatentAttention):
             return self.latent(attention, x, tree, slots, rows, window)
         store = slots.unflatten(2, (2, attention.num_key_heads, attention.d))
-        return grouped(attention, x, tree, store, rows, self.products, window=window)
+        return grouped(attention, x, tree, store, rows, self.products, window)
 
     def latent(
         self, attention: LatentAttention, x: Tensor, tree: Tree, store: Tensor, rows: slice, window: int
@@ -215,7 +217,7 @@ class DecoderPass:
         per_head_mm(q[..., : attention.nope], attention.to_key, absorbed[..., :C])
         absorbed[..., C:] = turned
         keys, q = store[rows][:, :, None], absorbed.view(B, N, H, C + turned_width)  # (B, S, 1, width)
-        mixed = attend(q, keys, keys[..., :C], tree, attention.scale, window=window, rope=turned_width)
+        mixed = attend(q, keys, keys[..., :C], tree, attention.scale, window, rope=turned_width)
         values = per_head_mm(mixed.view(-1, H, C), attention.to_value)  # (R, H, v)
         return self.multiply(values.flatten(1), attention.out)
 

@@ -7,7 +7,7 @@ the cache.
 import torch
 from torch import Tensor
 
-from heads.kernels.attention import line
+from heads.kernels.attention import draft_split, line
 from heads.kernels.decoder import DecoderPass, Tree
 from heads.kernels.gemm import MOST_ROWS
 from heads.kernels.inputs import stand
@@ -54,7 +54,8 @@ class DraftPass(DecoderPass):
             if self.window:  # which is asked of positions, and slots say them of a node's own path only
                 paths, behind = places.paths.contiguous(), places.paths.shape[2]
                 depths = torch.full_like(paths[..., 0], behind - 1)
-        tree = Tree(length, behind, words, depths, paths, at.slots, self.turn(at.positions))
+        turn = self.turn(at.positions)
+        tree = Tree(length, behind, words, depths, paths, at.slots, turn, split=draft_split(len(self.slot)))
         return self.features(tokens, tree).hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import Observation
-from heads.kernels.attention import line
+from heads.kernels.attention import draft_split, line
 from heads.kernels.backend import runs_kernels
 from heads.kernels.decoder import DTYPES, Tree, gated, grouped
 from heads.kernels.gemm import MOST_ROWS
@@ -30,9 +30,6 @@ from heads.native.linear import Norm, Product
 from heads.places import Drafted, Observed
 from heads.recurrent_parts import HeadParts
 from heads.tree import TreeShape, level_widths, scratch_slots
-
-SPLIT = 128
-"""Slots of one split of attention: a step's one layer has only so many heads and tokens to give a GPU work by."""
 
 
 def kernels_draft(parts: HeadParts) -> bool:
@@ -78,6 +75,7 @@ class TritonMemory:
         self.state_first = module.state_first
         half = turns[0].shape[3] // 2
         self.cos, self.sin = (turn[0, 0, :, :half].contiguous() for turn in turns)  # (S, d / 2)
+        self.split = draft_split(len(self.cos))
         self.behind = max(shape.depth, scratch_slots(shape))
         self.slot = torch.arange(len(self.cos), device=like.device)
         Hkv, d = self.attention.num_key_heads, self.attention.d
@@ -128,8 +126,16 @@ class TritonMemory:
         else:
             seen = places.start, W, line(B, W, tokens.device)
         turn = self.cos, self.sin
-        tree = Tree(*seen, depths=None, paths=None, slots=entry.at.slots, turn=turn, positions=entry.at.positions)
-        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products, split=SPLIT)
+        tree = Tree(
+            *seen,
+            depths=None,
+            paths=None,
+            slots=entry.at.slots,
+            turn=turn,
+            positions=entry.at.positions,
+            split=self.split,
+        )
+        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)
         added = gated(self.mlp, x, self.products)
         last = self.read_norm or self.leave_norm

@@ -13,6 +13,8 @@ from eval.runtime.hf import TargetStep
 from eval.runtime.kernel_step import kernels_fit, why_no_kernels
 from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
+from heads.kernels import decoder
+from heads.kernels.attention import tree_attention
 from heads.kernels.backend import why_not
 from heads.kernels.gemm import TILES
 from heads.kernels.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
@@ -209,6 +211,33 @@ def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> No
         return torch.cat([y[:1] * (1 + 1e-6), y[1:]])
 
     assert not rows_are_independent(mixed, weight, 5)
+
+
+@torch.no_grad()
+def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
+    kernels: Callable[[bool], None],
+    target_of_float32: Callable[[str], FrozenTarget],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit what they get together."""
+    kernels(True)
+    target, (proposal, _) = target_of_float32("mistral"), some_tree()
+    hidden, rows = [], []
+
+    def watched(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        rows.append(len(q))
+        return tree_attention(q, *arguments, **options)
+
+    monkeypatch.setattr(decoder, "tree_attention", watched)
+    for most, strict in ((1 << 29, False), (64, False), (64, True)):
+        monkeypatch.setattr(decoder, "MOST_BYTES", most)
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "taps": (), "nodes": 6, "strict": strict}
+        step = TargetStep(target, decoder=native_decoder(target), **options)
+        rows.clear()
+        hidden.append(step.verify(proposal, None, torch.tensor([19, 4]), 64, 4).hidden)
+        assert set(rows) == ({2} if most > 64 else {1})
+    assert torch.equal(hidden[0], hidden[1])
+    torch.testing.assert_close(hidden[0], hidden[2])
 
 
 def test_products_are_timed_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
