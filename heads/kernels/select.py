@@ -284,7 +284,7 @@ def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Te
     beam = root.new_empty(B, P)
     _place[(B, triton.cdiv(M, PLACED))](
         root, picked, logp, *picked.stride(), *logp.stride(), level.row, level.rank, level.above, level.expanded,
-        tokens, scores, beam, N, M, P, level.first, BLOCK=min(PLACED, next_power_of_2(M)),
+        tokens, scores, beam, N, M, P, level.first, FIRST=level.first == 1, BLOCK=min(PLACED, next_power_of_2(M)),
     )  # fmt: skip
     return beam
 
@@ -302,17 +302,19 @@ def place_twin(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, log
 @jit
 def _place(  # type: ignore[no-untyped-def]
     ROOT, PICKED, LOGP, p_b, p_w, p_k, l_b, l_w, l_k, ROW, RANK, ABOVE, EXPANDED, TOKENS, SCORES, BEAM, N, M, P,
-    first, BLOCK: constexpr,
+    first, FIRST: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Some nodes of a level of one row, and as many of those that are expanded."""
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if first == 1 and tl.program_id(1) == 0:
-        tl.store(TOKENS + b * N, tl.load(ROOT + b))
-        tl.store(SCORES + b * N, 0.0)
+    if FIRST:
+        if tl.program_id(1) == 0:
+            tl.store(TOKENS + b * N, tl.load(ROOT + b))
+            tl.store(SCORES + b * N, 0.0)
     real, at = m < M, b * N + first + m
     row, rank = tl.load(ROW + m, mask=real, other=0), tl.load(RANK + m, mask=real, other=0)
-    score = tl.load(SCORES + b * N + tl.load(ABOVE + m, mask=real, other=0), mask=real & (first > 1), other=0.0)
-    score += tl.load(LOGP + b * l_b + row * l_w + rank * l_k, mask=real, other=0.0)
+    score = tl.load(LOGP + b * l_b + row * l_w + rank * l_k, mask=real, other=0.0)
+    if not FIRST:
+        score = tl.load(SCORES + b * N + tl.load(ABOVE + m, mask=real, other=0), mask=real, other=0.0) + score
     tl.store(TOKENS + at, tl.load(PICKED + b * p_b + row * p_w + rank * p_k, mask=real), mask=real)
     tl.store(SCORES + at, score, mask=real)
     own = tl.load(EXPANDED + m, mask=m < P, other=0)
