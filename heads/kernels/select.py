@@ -306,10 +306,9 @@ def _place(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Some nodes of a level of one row, and as many of those that are expanded."""
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if FIRST:
-        if tl.program_id(1) == 0:
-            tl.store(TOKENS + b * N, tl.load(ROOT + b))
-            tl.store(SCORES + b * N, 0.0)
+    if FIRST and tl.program_id(1) == 0:
+        tl.store(TOKENS + b * N, tl.load(ROOT + b))
+        tl.store(SCORES + b * N, 0.0)
     real, at = m < M, b * N + first + m
     row, rank = tl.load(ROW + m, mask=real, other=0), tl.load(RANK + m, mask=real, other=0)
     score = tl.load(LOGP + b * l_b + row * l_w + rank * l_k, mask=real, other=0.0)
