@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import Parser, add_head_options, draft_shapes, exit_status, open_head
+from eval.command import Parser, add_head_options, draft_shapes, exit_status, open_head, tell
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
+from eval.crowding import crowding
 from eval.files import check_folder
 from eval.prompts import Prompt
 from eval.report import check_card, print_report, write_report
@@ -139,6 +140,7 @@ def bench_command(options: argparse.Namespace) -> int:
     check_folder(out, "--out")
     check_card(out, "--out")
     opened = open_head(options)
+    tell(crowding(opened.target.device))
     results = run_bench(
         opened.target,
         opened.head,

@@ -274,9 +274,9 @@ def exit_status(act: Callable[[], int]) -> int:
         return 1
 
 
-def tell(text: str) -> None:
-    """Say something on standard error that every process of a launch has to say: one does."""
-    if os.environ.get("RANK", "0") == "0":
+def tell(text: str | None) -> None:
+    """Say on standard error what there is to say, once where every process of a launch says it."""
+    if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 

@@ -28,8 +28,10 @@ from eval.command import (
     exit_status,
     fitting_head,
     open_target_of,
+    tell,
 )
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
+from eval.crowding import crowding
 from eval.files import check_folder, write_text
 from eval.pilot import can_draft
 from eval.report import print_audit
@@ -258,6 +260,7 @@ def compare_command(options: argparse.Namespace) -> int:
     contestants = [
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
+    tell(crowding(target.device))
     results = compare(target, contestants, tokenizer, settings, out=options.out)
     print(f"written to {options.out}", file=sys.stderr)
     return 0 if is_exact(results) else 1

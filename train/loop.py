@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eval.command import tell
+from eval.crowding import crowding
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.checkpoint import save_head, target_record
@@ -72,6 +74,8 @@ def fit(recipe: Recipe) -> Outcome:
         try:
             found = on_main(accelerator, lambda: _take_folder(folder, recipe, tracker))
             outcome = Outcome(folder, load_recipe_target(accelerator, recipe), accelerator, tracker)
+            if accelerator.num_processes == 1:  # each other's threads are no others'
+                tell(crowding(accelerator.device))
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
