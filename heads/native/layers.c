@@ -5,7 +5,11 @@
 
 #include "tiles.h"
 
+/* Fewer gates than that, or multiplications of queries and keys, are not worth waking a second thread for. */
+enum { SHARED_GATES = 1 << 14, SHARED_SCORES = 1 << 17, GATES = 512 };
+
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* e^x to about an ulp; 0 below -87. */
 static inline float exponential(float x)
@@ -25,15 +29,21 @@ static inline float exponential(float x)
     return x < -87.0f ? 0 : p * power.f;
 }
 
-/* (R, 2 I) -> (R, I): silu of the first half times the second. */
-static void gate(const float *rows, float *out, int R, int I)
+/* (R, 2 I) -> (R, I): silu of the first half times the second. This is one share of it: GATES columns of a row. */
+static __attribute__((noinline)) void gate(const float *rows, float *out, int64_t I, int share)
 {
-    for (int r = 0; r < R; r++) {
-        const float *g = rows + (size_t)r * 2 * I, *up = g + I;
-        float *o = out + (size_t)r * I;
-        for (int i = 0; i < I; i++)
-            o[i] = g[i] / (1 + exponential(-g[i])) * up[i];
-    }
+    const int64_t shares = (I + GATES - 1) / GATES, r = share / shares, from = share % shares * GATES;
+    const float *g = rows + r * 2 * I + from, *up = g + I;
+    const int count = least(GATES, I - from);
+    float *o = out + r * I + from;
+    for (int i = 0; i < count; i++)
+        o[i] = g[i] / (1 + exponential(-g[i])) * up[i];
+}
+
+static void gates(const float *rows, float *out, int64_t R, int64_t I, int64_t given)
+{
+    const int64_t threads = R * I >= SHARED_GATES ? given : 1;
+    SHARED(share, R * ((I + GATES - 1) / GATES), threads, gate(rows, out, I, share));
 }
 
 /* Turn one head, first half against second. */
@@ -50,15 +60,15 @@ static void turn(float *head, const float *cosine, const float *sine, int d)
 /* Score of a hidden slot, before or after scaling: far below all others, and finite. */
 #define HIDDEN (-1e30f)
 
-/* The slots up to the last that any of the N queries sees, in whole blocks. */
-static int extent(const Pass *p, const float *mask, int b)
+/* The slots up to the last that any of `count` tokens sees, in whole blocks. */
+static int extent(const Pass *p, const float *mask, int64_t token, int count)
 {
-    const int N = p->N, E = p->E;
+    const int E = p->E;
     int last = 0;
-    for (int n = 0; n < N; n++) {
-        int e = mask ? E : p->slots[b * N + n] + 1;
+    for (int64_t at = token; at < token + count; at++) {
+        int e = mask ? E : p->slots[at] + 1;
         if (mask)
-            for (const float *row = mask + (size_t)(b * N + n) * E; e > last && row[e - 1] < HIDDEN;)
+            for (const float *row = mask + at * E; e > last && row[e - 1] < HIDDEN;)
                 e--;
         last = most(last, e);
     }
@@ -89,23 +99,62 @@ static void weigh(float *score, const float *mask, int64_t slot, int64_t window,
         score[e] /= sum;
 }
 
-/* One key head of batch row b: keys (S / BLOCK, d, BLOCK), values (S, d rounded up to LANES). The G * N queries that
- * share it take part in two products; q and scores are room for them. */
-static void attend(const Layer *l, const Pass *p, int b, int head, const float *qkv, const float *keys,
+/* The head `h` of a token's queries and keys, normed and turned in place. */
+static void place(const Layer *l, const Pass *p, int64_t token, int h, float *head)
+{
+    const int64_t at = p->positions[token] * l->d;
+    if (l->head_norm)
+        normalise_rows(head, l->d, l->head_norm + h * l->d, l->head_eps, head, l->d, 1, l->d);
+    turn(head, p->cosines + at, p->sines + at, l->d);
+}
+
+static int64_t deep_of(const Layer *l) { return (l->d + LANES - 1) / LANES * LANES; }
+
+/* Of a batch row: one key head, by its number in all of them. */
+static size_t store_of(const Layer *l, const Pass *p, int pair)
+{
+    return (size_t)(p->first_row + pair / l->Hkv) * l->Hkv + pair % l->Hkv;
+}
+
+/* Put one key head of a batch row where it is kept: keys (.., S / BLOCK, d, BLOCK), values (.., S, deep). */
+static void keep(const Layer *l, const Pass *p, int pair, float *qkv, float *keys, float *values)
+{
+    const int d = l->d, deep = deep_of(l), head = l->H + pair % l->Hkv;
+    keys += store_of(l, p, pair) * p->S * d, values += store_of(l, p, pair) * p->S * deep;
+    for (int n = 0; n < p->N; n++) {
+        const int64_t token = (int64_t)(pair / l->Hkv) * p->N + n, slot = p->slots[token];
+        float *key = qkv + token * l->qkv.O + head * d, *goal = keys + slot / BLOCK * BLOCK * d + slot % BLOCK;
+        if (slot < 0)
+            continue;
+        place(l, p, token, head, key);
+        for (int i = 0; i < d; i++)
+            goal[i * BLOCK] = key[i];
+        memcpy(values + slot * deep, key + l->Hkv * d, d * sizeof(float));
+    }
+}
+
+/* One key head of a batch row, for `count` of its tokens from `first` on. The queries that share it take part in two
+ * products; q and scores are room for them. */
+static void attend(const Layer *l, const Pass *p, int pair, int first, int count, const float *qkv, const float *keys,
                    const float *values, float *q, float *scores, float *out)
 {
-    const int d = l->d, G = l->H / l->Hkv, N = p->N, E = p->E, rows = N * G, deep = (d + LANES - 1) / LANES * LANES;
+    const int d = l->d, G = l->H / l->Hkv, E = p->E, rows = count * G, deep = deep_of(l);
+    const int64_t token = (int64_t)(pair / l->Hkv) * p->N + first, head = pair % l->Hkv * G;
     const float *mask = l->window ? p->near_mask : p->mask;
-    const int used = extent(p, mask, b);
-    for (int row = 0; row < rows; row++)
-        memcpy(q + row * d, qkv + (size_t)(row / G) * l->qkv.O + (head * G + row % G) * d, d * sizeof(float));
+    const int used = extent(p, mask, token, count);
+    keys += store_of(l, p, pair) * p->S * d, values += store_of(l, p, pair) * p->S * deep;
+    for (int row = 0; row < rows; row++) {
+        const int64_t h = head + row % G;
+        memcpy(q + row * d, qkv + (token + row / G) * l->qkv.O + h * d, d * sizeof(float));
+        place(l, p, token + row / G, h, q + row * d);
+    }
     for (int e = 0; e < used; e += BLOCK) {
         for (int row = 0; row < rows; row++)
             memset(scores + (size_t)row * E + e, 0, BLOCK * sizeof(float));
         add_rows(q, d, keys + (size_t)e * d, BLOCK, d, scores + e, E, rows, VECTORS, 0);
     }
     for (int row = 0; row < rows; row++) {
-        const int64_t at = (int64_t)b * N + row / G;
+        const int64_t at = token + row / G;
         weigh(scores + (size_t)row * E, mask ? mask + at * E : NULL, p->slots[at], l->window, l->scale, used);
     }
     float *sums = q; /* (rows, deep): the queries are done with */
@@ -116,17 +165,42 @@ static void attend(const Layer *l, const Pass *p, int b, int head, const float *
     for (; i < deep; i += LANES)
         add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, 1, 0);
     for (int row = 0; row < rows; row++)
-        memcpy(out + ((size_t)(row / G) * l->H + head * G + row % G) * d, sums + row * deep, d * sizeof(float));
+        memcpy(out + ((token + row / G) * l->H + head + row % G) * d, sums + row * deep, d * sizeof(float));
+}
+
+static int64_t room_of(const Layer *l, int64_t N, int64_t E) /* of one key head */
+{
+    return N * (l->H / l->Hkv) * (deep_of(l) + E);
+}
+
+/* out (R, H * d) of qkv (R, (H + 2 Hkv) * d), by key heads of batch rows, in `parts` by their tokens where these are
+ * kept already. */
+static __attribute__((noinline)) void attend_share(const Layer *l, const Pass *p, float *qkv, float *keys,
+                                                   float *values, float *rooms, float *out, int share, int parts)
+{
+    const int64_t N = p->N, E = p->E, G = l->H / l->Hkv;
+    const int pair = share / parts, first = N * (share % parts) / parts;
+    const int count = N * (share % parts + 1) / parts - first;
+    float *q = rooms + pair * room_of(l, N, E) + first * G * (deep_of(l) + E);
+    if (parts == 1)
+        keep(l, p, pair, qkv, keys, values);
+    attend(l, p, pair, first, count, qkv, keys, values, q, q + count * G * deep_of(l), out);
+}
+
+/* All of it. A thread takes key heads, or a part of the tokens where threads would be left with enough to do. */
+static void attention(const Layer *l, const Pass *p, float *qkv, float *keys, float *values, float *rooms, float *out)
+{
+    const int64_t pairs = p->B * l->Hkv, work = p->N * (l->H / l->Hkv) * p->E * l->d;
+    const int parts = pairs < p->threads && work >= SHARED_SCORES ? least(p->N, (p->threads + pairs - 1) / pairs) : 1;
+    const int threads = least(p->threads, pairs * parts);
+    for (int pair = 0; pair < pairs && parts > 1; pair++)
+        keep(l, p, pair, qkv, keys, values);
+    SHARED(share, pairs * parts, threads, attend_share(l, p, qkv, keys, values, rooms, out, share, parts));
 }
 
 static int64_t width_of(const Layer *l) { return most(most(l->qkv.O, 2 * l->down.K), l->qkv.K); }
 
 static int64_t narrow_of(const Layer *l, int64_t D) { return most(most(l->H * l->d, l->down.K), D); }
-
-static int64_t room_of(const Layer *l, int64_t N, int64_t E) /* of one key head */
-{
-    return N * (l->H / l->Hkv) * ((l->d + LANES - 1) / LANES * LANES + E);
-}
 
 int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
 {
@@ -137,45 +211,17 @@ int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
  * from first_row on. */
 static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
 {
-    const int B = p->B, N = p->N, R = B * N, D = p->D, d = l->d, H = l->H, Hkv = l->Hkv, I = l->down.K;
-    const int deep = (d + LANES - 1) / LANES * LANES, threads = p->threads;
+    const int64_t R = p->B * p->N, D = p->D, threads = p->threads;
     float *wide = p->scratch, *narrow = wide + R * width_of(l), *rooms = narrow + R * narrow_of(l, D);
-    const float *input = p->input;
-    if (l->attention_norm) {
+    if (l->attention_norm)
         normalise_rows(p->x, D, l->attention_norm, l->attention_eps, narrow, D, R, D);
-        input = narrow;
-    }
-    multiply(&l->qkv, input, l->qkv.K, NULL, wide, R, threads);
-    for (int r = 0; r < R; r++) {
-        float *heads = wide + (size_t)r * l->qkv.O;
-        const int64_t slot = p->slots[r], at = p->positions[r] * d;
-        for (int h = 0; h < H + Hkv; h++) {
-            if (l->head_norm)
-                normalise_rows(heads + h * d, d, l->head_norm + h * d, l->head_eps, heads + h * d, d, 1, d);
-            turn(heads + h * d, p->cosines + at, p->sines + at, d);
-        }
-        for (int h = 0; h < Hkv && slot >= 0; h++) {
-            const size_t head = (size_t)(p->first_row + r / N) * Hkv + h;
-            float *key = keys + (head * p->S + slot / BLOCK * BLOCK) * d + slot % BLOCK;
-            for (int i = 0; i < d; i++)
-                key[i * BLOCK] = heads[(H + h) * d + i];
-            memcpy(values + (head * p->S + slot) * deep, heads + (H + Hkv + h) * d, d * sizeof(float));
-        }
-    }
-    const int64_t room = room_of(l, N, p->E);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && B * Hkv > 1)
-    for (int pair = 0; pair < B * Hkv; pair++) {
-        const int b = pair / Hkv, h = pair % Hkv;
-        const size_t head = (size_t)(p->first_row + b) * Hkv + h;
-        float *q = rooms + pair * room;
-        attend(l, p, b, h, wide + (size_t)b * N * l->qkv.O, keys + head * p->S * d, values + head * p->S * deep, q,
-               q + (size_t)N * (H / Hkv) * deep, narrow + (size_t)b * N * H * d);
-    }
-    multiply(&l->out, narrow, (int64_t)H * d, p->x, p->x, R, threads);
+    multiply(&l->qkv, l->attention_norm ? narrow : p->input, l->qkv.K, NULL, wide, R, threads);
+    attention(l, p, wide, keys, values, rooms, narrow);
+    multiply(&l->out, narrow, l->out.K, p->x, p->x, R, threads);
     normalise_rows(p->x, D, l->feedforward_norm, l->feedforward_eps, narrow, D, R, D);
     multiply(&l->gate_up, narrow, D, NULL, wide, R, threads);
-    gate(wide, narrow, R, I);
-    multiply(&l->down, narrow, I, p->x, p->x, R, threads);
+    gates(wide, narrow, R, l->down.K, threads);
+    multiply(&l->down, narrow, l->down.K, p->x, p->x, R, threads);
 }
 
 /* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer

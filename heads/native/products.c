@@ -23,9 +23,8 @@ static inline __attribute__((always_inline)) void add_block(const Product *p, in
                       rows, half);
 }
 
-/* (R, BLOCK) of one block of columns, rows y_stride apart; the residual lies as y does. */
-static void one_block(const Product *p, int block, const float *x, int64_t x_stride, const float *residual, float *y,
-                      int64_t y_stride, int R)
+static __attribute__((noinline)) void one_block(const Product *p, int block, const float *x, int64_t x_stride,
+                                                const float *residual, float *y, int R)
 {
     const int from = block * BLOCK, width = p->O - from < BLOCK ? p->O - from : BLOCK;
     for (int at = 0; at < R; at += CHUNK) {
@@ -40,7 +39,7 @@ static void one_block(const Product *p, int block, const float *x, int64_t x_str
         else
             add_block(p, block, input, x_stride, sums[0], rows, 0);
         for (int r = 0; r < rows; r++) {
-            const size_t row = (size_t)(at + r) * y_stride;
+            const size_t row = (size_t)(at + r) * p->O + from;
             for (int o = 0; o < width; o++)
                 y[row + o] = residual ? residual[row + o] + sums[r][o] : sums[r][o];
         }
@@ -53,10 +52,7 @@ void multiply(const Product *p, const float *x, int64_t x_stride, const float *r
               int64_t threads)
 {
     const int blocks = (p->O + BLOCK - 1) / BLOCK;
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int b = 0; b < blocks; b++)
-        one_block(p, b, x, x_stride, residual ? residual + b * BLOCK : NULL, y + b * BLOCK, p->O, R);
+    SHARED(b, blocks, threads, one_block(p, b, x, x_stride, residual, y, R));
 }
 
 /* y = x / rms(x) * weight, over n values. */

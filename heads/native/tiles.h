@@ -104,3 +104,13 @@ static inline __attribute__((always_inline)) void add_panel(const float *x, int6
         soon = beyond(soon, (int64_t)lines * count * LANES, half), fetched += lines;
     }
 }
+
+/* `call` for each i below `count`, shared among `threads`. A team of one thread is spared: that, too, takes a while. */
+#define SHARED(i, count, threads, call)                                                                                \
+    do {                                                                                                               \
+        if ((threads) > 1) {                                                                                           \
+            _Pragma("omp parallel for schedule(static) num_threads(threads)") for (int i = 0; i < (count); i++) call;  \
+        } else                                                                                                         \
+            for (int i = 0; i < (count); i++)                                                                          \
+                call;                                                                                                  \
+    } while (0)

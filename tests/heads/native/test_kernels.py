@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "llama": {},
     "llama one key head": dict(num_key_value_heads=1, head_dim=64),
     "llama wide heads": dict(head_dim=80),
+    "llama wide feedforward": dict(intermediate_size=1100),
     "llama biases": dict(attention_bias=True, mlp_bias=True),
     "mistral": dict(sliding_window=20),
     "qwen2": dict(use_sliding_window=True, sliding_window=16, max_window_layers=2),
@@ -119,12 +120,14 @@ def test_decoders_through_the_kernels_are_those_without(variant: str, threads: i
 @compiled
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_a_chain_verified_is_a_chain_decoded_to_the_bit(variant: str) -> None:
+def test_a_chain_verified_is_a_chain_decoded_to_the_bit(variant: str, threads: int) -> None:
     decoder, _ = decoders(variant)
     tokens = torch.randint(61, (2, 80), generator=torch.Generator().manual_seed(0))
+    torch.set_num_threads(1)
     one_by_one = decode(decoder, tokens, [slice(t, t + 1) for t in range(80)])
-    for size in (5, 8, 80):
-        spans = [slice(t, t + size) for t in range(0, 80, size)]
+    torch.set_num_threads(threads)
+    for size in (5, 8, 27, 80):
+        spans = [slice(t, min(t + size, 80)) for t in range(0, 80, size)]
         assert torch.equal(decode(decoder, tokens, spans), one_by_one)
         assert torch.equal(decode(decoder, tokens, spans, masked=False), one_by_one)
         assert torch.equal(decode(decoder, tokens, spans, rows=2), one_by_one)
