@@ -344,7 +344,7 @@ def test_where_there_is_no_head(tmp_path: Path) -> None:
 
 def fake_target(**changes: Any) -> Any:
     facts = {"name": "this-target", "hidden_size": 16, "vocab_size": 40, "num_layers": 12, "fingerprint": "f00d"}
-    return SimpleNamespace(**{**facts, "adapter": None, **changes})
+    return SimpleNamespace(**{**facts, "adapter": None, "dtype": torch.float32, **changes})
 
 
 def test_a_head_fits_its_own_target_only(folder: Path) -> None:
