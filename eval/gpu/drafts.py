@@ -54,10 +54,12 @@ def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float3
     kind, config, settings = HEADS[name]
     made = config(**SMALL | settings | widths)
     vocab = build_vocab(torch.arange(made.vocab_size) % 9, made.draft_vocab_size)
-    draw = torch.Generator(device).manual_seed(1)
     with device, torch.random.fork_rng(devices=[]):
         head: Recurrent = kind(made, *vocab)
     head.to(device, dtype)
+    if device.type == "meta":  # of no memory: to be counted, not run
+        return head
+    draw = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for key, parameter in head.named_parameters():
             norm = "norm" in key
@@ -127,14 +129,10 @@ def heads_draft_alike_with_and_without_kernels(device: torch.device = CUDA) -> N
 def draft_parts(shape: ModelShape, length: int, device: torch.device) -> list[Part]:
     """A draft step of one node and of eight, with its picks, and what it takes to tell a head of six tokens; by kernels
     and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
-    widths = {name: getattr(shape, name) for name in SMALL if hasattr(shape, name)} | {"rope_theta": 5e5}
-    V, D, dtype = shape.vocab_size, shape.hidden_size, torch.bfloat16
-    table = torch.nn.Embedding(V, D, device=device, dtype=dtype)
-    ends = TargetEnds(embed=table, logits=lambda hidden: hidden @ table.weight.T, weight=table.weight)
     cache = 4 * length * shape.num_key_value_heads * shape.head_dim
     parts = []
-    for name, drafted in (("eagle3", min(32_000, V)), ("mtp", V)):
-        head = some_head(name, device, dtype, **widths, draft_vocab_size=drafted)
+    for name in ("eagle3", "mtp"):
+        head, ends = large_head(name, shape, device)
         readout = head.readout(ends)
         fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
         own = sum(p.numel() for p in head.parameters() if p.data_ptr() != readout.data_ptr())
@@ -148,6 +146,15 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device) -> list[Pa
             size, work = 2 * own + cache, partial(head.observe, state, some_news(state, 6))
             parts.append(Part(f"{name} told by {form}, 6 rows", size, device_seconds(work, device)))
     return parts
+
+
+def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, TargetEnds]:
+    """A random head of a target's shape, in bfloat16, and the target's ends."""
+    widths = {name: getattr(shape, name) for name in SMALL if hasattr(shape, name)} | {"rope_theta": 5e5}
+    drafted = min(32_000, shape.vocab_size) if name == "eagle3" else shape.vocab_size
+    table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16)
+    ends = TargetEnds(embed=table, logits=lambda hidden: hidden @ table.weight.T, weight=table.weight)
+    return some_head(name, device, torch.bfloat16, **widths, draft_vocab_size=drafted), ends
 
 
 def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[], Any]:

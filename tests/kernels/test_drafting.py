@@ -7,14 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.gpu.drafts import SMALL, draft_parts, drafts_are_those_of_torch, rounds, some_head
-from eval.grown import ModelShape
+from eval.gpu.drafts import (
+    SMALL,
+    draft_parts,
+    drafts_are_those_of_torch,
+    large_head,
+    likeliest,
+    rounds,
+    some_head,
+    some_news,
+)
+from eval.gpu.launches import Launches
+from eval.grown import SHAPES, ModelShape
 from heads.kernels.drafting import kernels_draft
 from heads.kernels.inputs import enter, enter_twin, stand, stand_twin, take_newest
 from heads.layers import RMSNorm
 from heads.native.linear import Norm
 from heads.places import Drafted, Observed
 from heads.recurrent_memory import TorchMemory
+from heads.tree import parse_shape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -66,6 +77,28 @@ class Adapted(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("shape", "most"), [("chain", 14), ("tree", 15)])
+def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
+    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to tell a head of
+    six tokens. A head that projects its input has two more, and one less that fuses no taps."""
+    head, ends = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
+    mtp, counts = name == "mtp", []
+    for depth in (2, 3):
+        text = f"chain:{depth}" if shape == "chain" else f"tree:{depth}x8x32"
+        state = head.new_state(ends, batch_size=1, capacity=2048, shape=parse_shape(text))
+        news = some_news(state, 6)
+        for _ in range(2):  # some things are made once
+            with Launches(runs=False) as drafting:
+                head.propose(state, likeliest)
+            with Launches(runs=False) as telling:
+                head.observe(state, news)
+        counts.append(drafting.names.total())
+    assert counts[1] - counts[0] == most + 2 * mtp, drafting.names
+    assert telling.names.total() == 13 + mtp, telling.names
+    assert {"_enter", "_rope_write", "_split_attention", "_take_newest"} <= {*drafting.names, *telling.names}
 
 
 def test_steps_to_time_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
