@@ -1,14 +1,10 @@
 """With their nodes picked and chosen by kernels, in Triton's interpreter, rounds draft what they draft without."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from eval.gpu.checks import SHAPE, make_head, make_target
+from eval.gpu.launches import Launches
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import RowSampling, Sampling
 from heads.tree import grow, parse_shape
@@ -42,19 +38,6 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
     assert found[0] == found[1] and sum(map(sum, found[0])) > 0
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operations that a GPU would have to run: kernels, and what is neither a view nor room for results."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_flatten(args)[0] if isinstance(x, Tensor)}
-        view = isinstance(made, Tensor) and made.untyped_storage().data_ptr() in given and func._schema.name[-1] != "_"
-        self.count += not view and "empty" not in func._schema.name and "unbind" not in func._schema.name
-        return made
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("text", "most"), [("tree:6x8x32", 20), ("static:3.2.1", 10), ("chain:5", 14)])
 def test_a_level_takes_two_launches_to_pick_and_one_to_choose(
@@ -63,16 +46,6 @@ def test_a_level_takes_two_launches_to_pick_and_one_to_choose(
     """Beside them: the positions, and the end of a chain or a tree. Sampling takes no more."""
     monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
     monkeypatch.setattr("eval.runtime.draws.load", lambda: None)
-    from triton.runtime.interpreter import GridExecutor
-
-    launches, launch = Launches(), GridExecutor.__call__  # type: ignore[no-untyped-call]
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launches.count += 1
-        with _disable_current_modes():
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", counted)
     shape, rows, root = parse_shape(text), RowSampling(2), torch.arange(2)
     rows.set_row(0, Sampling(temperature, seed=3))
     levels, ids = torch.randn(2, 8, 50), torch.arange(50)
@@ -81,7 +54,6 @@ def test_a_level_takes_two_launches_to_pick_and_one_to_choose(
         grow(shape, root, root, levels[:, :1], rows.pick, lambda t, r, p, level: levels[:, : t.shape[1]], ids)
 
     work()  # what is made once
-    launches.count = 0
-    with launches:
+    with Launches() as launches:
         work()
-    assert launches.count == most
+    assert launches.names.total() == most, launches.names
