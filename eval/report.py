@@ -188,6 +188,7 @@ def card_section(results: Results) -> str:
         "",
         f"Acceptance by depth ({results['tree']}, {sampling_text(results['temperature'])}): {alpha}.",
         "",
+        *(line for warning in warnings(results) for line in (f"Note: {warning}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
         "same prompts, in turns with the speculative runs. Brackets are 95% bootstrap intervals over prompts.",
         "",

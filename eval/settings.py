@@ -82,7 +82,9 @@ class BenchSettings:
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """What results.json says of them, and of the prompts that they gave."""
-        return {**asdict(self), "num_prompts": len(prompts), "prompts_hash": prompts_hash(prompts)}
+        distinct = len({prompt.ids for prompt in prompts})
+        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
+        return {**asdict(self), **counts, "prompts_hash": prompts_hash(prompts)}
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""

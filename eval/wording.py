@@ -223,9 +223,19 @@ def warnings(results: Results) -> list[str]:
     return [*([depth] if (depth := depth_warning(results["head"], results["measurements"])) else []), *doubts(results)]
 
 
+def repeat_warning(settings: Results) -> str | None:
+    """That prompts are there more than once, which intervals take for so many."""
+    prompts = settings["num_prompts"]
+    distinct = settings.get("distinct_prompts", prompts)
+    if distinct == prompts:
+        return None
+    return f"{distinct} of {prompts} prompts are different: the intervals, which take each for another, are too narrow"
+
+
 def doubts(results: Results) -> list[str]:
     """What makes the figures less than they seem, whichever head they are of."""
-    found = (few_warning(results["measurements"]), busy_warning(results["measurements"]))
+    measurements = results["measurements"]
+    found = (few_warning(measurements), repeat_warning(results["settings"]), busy_warning(measurements))
     return [warning for warning in found if warning]
 
 

@@ -213,6 +213,16 @@ def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path])
     console = Console(record=True, width=200)
     print_report(results, console)
     assert found[0] in console.export_text() and found[0][1:] in render_page(results)
+    assert f"Note: {found[0]}." in model_card(results)
+
+
+def test_prompts_that_stand_there_twice_are_told_of(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    texts = ["def f(x):", "import os", "def f(x):", "x = 1", "def f(x):"]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    results, text = run(tiny_target, pair_head, tiny_tokenizer, tmp_path / "some.jsonl", None)
+    assert results["settings"]["distinct_prompts"] == 3 and "3 of 5 prompts are different" in text
 
 
 def test_few_prompts_and_outputs_without_a_round_are_told_of(measured: tuple[Results, str, Path]) -> None:
