@@ -45,14 +45,19 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def room_of(device: torch.device) -> int:
+    """How many tokens of a row are kept there."""
+    return BACKLOG * (PATIENCE if device.type == "cpu" and load() is not None else 1)
+
+
 class Backlog:
     """What is kept of every row of a batch."""
 
     def __init__(self, rounds: RoundState) -> None:
         """`rounds`: the state of the rows; the features' sizes show in the first observation."""
         self.rounds = rounds
-        self.library = load() if rounds.length.device.type == "cpu" else None
-        self.room = BACKLOG * (PATIENCE if self.library is not None else 1)  # S
+        device = rounds.length.device
+        self.library, self.room = load() if device.type == "cpu" else None, room_of(device)  # S
         self.count = torch.zeros_like(rounds.length)  # (B,)
         self.most = 0
         """No row has more; known without asking the device."""

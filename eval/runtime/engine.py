@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.backlog import BACKLOG
+from eval.runtime.backlog import BACKLOG, room_of
 from eval.runtime.controller import check_adaptive
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.hf import open_step
@@ -124,7 +124,7 @@ class Engine:
         self.profile = False
         self.timings = Timings()
         with torch.inference_mode():
-            self.decoder = self._build()
+            self.decoder = self._build(adaptive)
             self.ladder = Ladder(self.decoder) if adaptive else None
         self.capture = open_capture(target.device) if graphs else None
         self.rounds: dict[str, Rounds] = {}
@@ -136,7 +136,7 @@ class Engine:
         """Not yet looked at: how many rounds, and who sat where."""
         self.looked = 0.0
 
-    def _build(self) -> Decoder:
+    def _build(self, adaptive: bool) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
         taps = head.taps if head is not None else ()
         decoder = native_decoder(target) if self.native else None
@@ -147,6 +147,8 @@ class Engine:
             capacity=self.max_length,
             nodes=self.nodes,
             drafts=head is not None,
+            backlog=room_of(device) if adaptive else 0,
+            taps=len(taps),
         )
         check_memory(need, device, target.name)
         step = open_step(

@@ -35,18 +35,29 @@ class Need:
     """Of one node of one row: its logits, and its streams."""
     per_look: int = 0
     """Of one node and one slot that it looks at, in the widest layer."""
+    per_row: int = 0
+    """Of one row, however long it is."""
 
     @property
     def bytes(self) -> int:
         slots = round_up(self.capacity)
         of_a_node = self.per_node + slots * self.per_look
-        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node)
+        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node + self.per_row)
 
 
 def need_of(
-    target: FrozenTarget, decoder: NativeDecoder | None, *, batch_size: int, capacity: int, nodes: int, drafts: bool
+    target: FrozenTarget,
+    decoder: NativeDecoder | None,
+    *,
+    batch_size: int,
+    capacity: int,
+    nodes: int,
+    drafts: bool,
+    backlog: int = 0,
+    taps: int = 0,
 ) -> Need:
-    """The caches and the widest tensors of a round; a draft's cache is taken for two layers of the target's."""
+    """The caches and the widest tensors of a round; a draft's cache is taken for two layers of the target's. `backlog`:
+    tokens of a row of which a head that rests is not told yet, with their features and `taps` tapped streams."""
     config: Any = target.config
     size = target.dtype.itemsize
     layers = target.num_layers
@@ -61,7 +72,8 @@ def need_of(
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
-    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look)
+    per_row = backlog * (taps + 1) * config.hidden_size * size
+    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look, per_row)
 
 
 def check_memory(need: Need, device: torch.device, name: str) -> None:

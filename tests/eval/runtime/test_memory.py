@@ -5,10 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from eval.runtime.engine import Engine
+from eval.runtime.engine import Engine, Request
 from eval.runtime.memory import Need, check_memory, free_bytes, is_out_of_memory, largest, need_of
 from heads.errors import UserError
+from heads.registry import build_head
 from heads.target import FrozenTarget
+from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
 NEED = Need(batch_size=4, capacity=640, nodes=8, per_slot=1000, per_node=500)
@@ -71,6 +73,21 @@ def test_an_error_that_came_of_another_for_want_of_memory_is_one() -> None:
     except RuntimeError as error:
         assert is_out_of_memory(error)
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("illegal address"))
+
+
+def test_what_a_resting_head_is_not_told_is_counted(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs: list[Need] = []
+    monkeypatch.setattr("eval.runtime.engine.check_memory", lambda need, device, name: needs.append(need))
+    target, shape = target_of("llama"), parse_shape("chain:2")
+    head = build_head("eagle3", {"taps": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(target.dtype)
+    Engine(target, head, shape=shape, batch_size=3, max_length=64)
+    engine = Engine(target, head, shape=shape, batch_size=3, max_length=64, adaptive=True)
+    assert engine.ladder is not None
+    backlog, controller = engine.ladder.rest.backlog, engine.ladder.controller
+    controller.rung = controller.none
+    engine.generate([Request([5, 6, 7], 9)])
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in (backlog.taps, backlog.hidden))
+    assert needs[1].bytes - needs[0].bytes == kept
 
 
 def test_an_engine_refuses_before_it_allocates(target_of: TargetOf) -> None:
