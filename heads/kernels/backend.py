@@ -4,6 +4,7 @@ Every kernel has a twin in torch operations, which is its specification and runs
 interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for tests.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -49,9 +50,10 @@ def launch_once(device: torch.device) -> None:
     _nothing[(1,)](torch.empty(1, device=device))
 
 
-def jit(function: Any) -> Any:
-    """`triton.jit`, or the plain function where there is no triton: it is never called there."""
-    return triton.jit(function) if triton is not None else function
+def jit(function: Any, plain: Sequence[str] = ()) -> Any:
+    """`triton.jit`, or the plain function where there is no triton: it is never called there. `plain`: numbers for
+    whose being 1, or a multiple of 16, nothing is compiled anew."""
+    return triton.jit(function, do_not_specialize=plain) if triton is not None else function
 
 
 @jit

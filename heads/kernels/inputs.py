@@ -10,6 +10,7 @@ behind the observed ones, A states of each row.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,11 @@ def enter_twin(
     return Entry(x, above.flatten(0, 1).clone(), stand_twin(places, behind=behind))
 
 
-@jit
+STEPS = ("W", "S", "level", "path_b", "path_w")
+"""What differs from level to level."""
+
+
+@partial(jit, plain=STEPS)
 def _stand(  # type: ignore[no-untyped-def]
     FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
     DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
@@ -156,7 +161,7 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(POSITIONS + r, first - 1 + level)
         tl.store(SLOTS + r, b * S + first + tl.load(path + level - 1))
         for k in tl.static_range(WORDS):
-            above = tl.load(path + j, mask=j < level, other=-1)
+            above = tl.load(path + j, mask=j < level, other=0)
             bits = tl.where(above // 64 == k, tl.full([LEVELS], 1, tl.int64) << (above % 64), 0)
             tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # no node twice
     else:
@@ -166,7 +171,7 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(SLOTS + r, b * S + true)
 
 
-@jit
+@partial(jit, plain=(*STEPS, "A", "token_b", "token_w", "row_b", "row_w"))
 def _enter(  # type: ignore[no-untyped-def]
     TOKENS, EMBEDDED, STATES, ROWS, TOKEN_NORM, STATE_NORM, X, STREAM,
     token_eps, state_eps, A, token_b, token_w, row_b, row_w,
@@ -242,7 +247,7 @@ def take_newest_twin(
     length.copy_(torch.where(live, start + count, length))
 
 
-@jit
+@partial(jit, plain=("M", "token_b", "token_w"))
 def _take_newest(  # type: ignore[no-untyped-def]
     TOKENS, START, COUNT, ROOT, LENGTH, PREVIOUS_TOKEN, STATES, MADE, M, token_b, token_w,
     D: constexpr, PAD: constexpr, PREVIOUS: constexpr, RECYCLED: constexpr,

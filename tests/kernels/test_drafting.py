@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.gpu.checks import SHAPE, make_target
 from eval.gpu.drafts import (
     SMALL,
     draft_parts,
@@ -19,12 +20,14 @@ from eval.gpu.drafts import (
 )
 from eval.gpu.launches import Launches
 from eval.grown import SHAPES, ModelShape
-from heads.kernels.drafting import kernels_draft
+from eval.runtime.engine import Engine, Request
+from heads.kernels.drafting import TritonMemory, kernels_draft
 from heads.kernels.inputs import enter, enter_twin, stand, stand_twin, take_newest
 from heads.layers import RMSNorm
 from heads.native.linear import Norm
 from heads.places import Drafted, Observed
 from heads.recurrent_memory import TorchMemory
+from heads.registry import build_head
 from heads.tree import parse_shape
 
 pytest.importorskip("triton")
@@ -159,3 +162,38 @@ def test_the_newest_true_token_is_drafted_from() -> None:
     assert torch.equal(recycled, torch.stack([made[0, 3], before[0][1], made[2, 0]]))
     assert root.tolist() == [int(tokens[0, 4]), 51, int(tokens[2, 1])] and length.tolist() == [9, 9, 3]
     assert previous.tolist() == [int(tokens[0, 3]), 61, int(tokens[2, 0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("eagle3", "tree:3x3x8"), ("mtp", "chain:3"), ("draft", "tree:2x3x7"), ("draft", "chain:3")]
+)
+def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
+    an untrained head is right now and then."""
+    monkeypatch.setattr("heads.kernels.backend.ON_CPU", False)
+    for module in ("kernels", "linear", "stack"):
+        monkeypatch.setattr(f"heads.native.{module}.load", lambda: None)
+    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 19)):
+        monkeypatch.setitem(SHAPE, size, value)
+    target = make_target("llama", torch.float32, CPU)
+    requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
+    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            for module in ("attention", "drafting", "inputs", "layers"):
+                monkeypatch.setattr(f"heads.kernels.{module}.runs_kernels", lambda x: True)
+            monkeypatch.setattr("heads.draft_reader.runs_kernels", lambda x: True)
+        settings: dict[str, Any] = {"eagle3": {"taps": [1, 2, 3]}, "mtp": {"depth": 3}, "draft": {"layers": [0, 1]}}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            head = build_head(kind, settings[kind], target, torch.ones(target.vocab_size).long())
+        engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64)
+        state = engine.decoder.head_state
+        by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonMemory
+        assert by_kernels == kernels
+        outputs = engine.generate(requests)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+        found.append([o.accepted for o in outputs])
+    assert found[0] == found[1] and sum(map(sum, found[0])) > 0
