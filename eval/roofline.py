@@ -137,10 +137,10 @@ def round_seconds(engine: Engine, length: int) -> float:
     best = float("inf")
     for _ in range(TRIES[engine.target.device.type]):
         with rewound(engine):
-            started = engine._clock()
+            started = engine.clock()
             for _ in range(count):
                 rounds(extent)
-            best = min(best, (engine._clock() - started) / count)
+            best = min(best, (engine.clock() - started) / count)
     return best
 
 

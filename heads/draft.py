@@ -22,22 +22,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 from transformers import PreTrainedModel
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
-from heads.draft_config import LABELS, DraftConfig, typed_settings
+from heads.draft_config import DraftConfig, typed_settings
 from heads.draft_model import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
 from heads.draft_reader import Parts, Reader, positions_of
 from heads.encoder_decoder import find_base
 from heads.errors import UserError
 from heads.families import OutputHead
-from heads.labels import supervised
+from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import draft_loss
 from heads.places import Drafted, Observed
 from heads.target import FrozenTarget, decode, load_tokenizer, packed_visible
-from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, grow, is_chain, scratch_slots
 
 SOURCES = ("path", "layers", "fresh")
 ROWS = 1024
@@ -194,7 +193,7 @@ class Draft(nn.Module):
         return self.read(batch.tokens, batch.positions, packed_visible(batch.documents), batch.positions)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        return supervised(loss_mask, documents, 1).sum()[None].float()
+        return counts_by_depth(loss_mask, documents, 1, 1)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
@@ -206,8 +205,7 @@ class Draft(nn.Module):
             states = states.to(torch.get_autocast_dtype(states.device.type))
         hidden, target_logits = batch.hidden[row, label - 1], batch.ends.logits
         if self.config.loss == LABELS:
-            # The law that puts everything on the label, as logits: cross_entropy learns the likeliest token.
-            hidden, target_logits = batch.tokens[row, label], lambda ids: one_hot(ids, V) * 1e4
+            hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
         loss, sums, correct, overlap = draft_loss(
             states,
             output.head.weight[: self.config.common_size],
@@ -232,10 +230,7 @@ class Draft(nn.Module):
 
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
         device = self.output.head.weight.device
-        if shape.top_k > self.config.common_size:
-            raise UserError(
-                f"tree {shape}: {shape.top_k} children of a node, the draft knows {self.config.common_size}"
-            )
+        check_width(shape, self.config.common_size)
         if capacity > round_up(self.context_length):
             raise UserError(
                 f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "

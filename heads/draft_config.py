@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from heads.errors import UserError
-from heads.labels import LABELS as LABELS
+from heads.labels import LABELS
 from heads.losses import LOSSES, Divergence, jsd
 
 

@@ -34,6 +34,11 @@ def supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = 
     return padded(mask, (min(ahead, T), 0)) if pad else mask
 
 
+def counts_by_depth(loss_mask: Tensor, documents: Tensor, ahead: int, depth: int) -> Tensor:
+    """(K,) float32: how many labels each depth k has, whose slots lie ahead + k tokens before them."""
+    return torch.stack([supervised(loss_mask, documents, ahead + k).sum() for k in range(depth)]).float()
+
+
 def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens before:
     slots (K, R), kept from running out of the row, and valid (K, R) bool where it lies in the label's document."""

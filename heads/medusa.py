@@ -22,12 +22,12 @@ from torch.nn.functional import silu
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
-from heads.labels import LABELS, certain_of_labels, chain_metrics, label_slots, supervised
+from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
 from heads.native.linear import Product
 from heads.target import FrozenTarget, check_one_width
-from heads.tree import MOST_NODES, Proposal, TreeShape, grow
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, grow
 from heads.vocab import build_vocab, check_kept, kept_ids
 
 AHEAD = 2
@@ -202,8 +202,7 @@ class Medusa(nn.Module):
         return self.lm_heads[k](self.step(hidden.to(self.lm_heads[k].weight.dtype), k))  # type: ignore
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        K = self.config.depth
-        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         K, V = self.config.depth, self.config.vocab_size
@@ -232,10 +231,7 @@ class Medusa(nn.Module):
         config, weight = self.config, self.lm_heads[0].weight
         if shape.depth > config.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
-        if shape.top_k > config.draft_vocab_size:
-            raise UserError(
-                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
-            )
+        check_width(shape, config.draft_vocab_size)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
         parts = zip(self.blocks, self.lm_heads, strict=True)

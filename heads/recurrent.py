@@ -26,15 +26,14 @@ from torch import Tensor, nn
 from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
-from heads.errors import UserError
-from heads.labels import chain_metrics, label_slots, supervised
+from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
 from heads.native.drafting import KernelMemory
 from heads.places import Drafted, Observed
 from heads.recurrent_memory import Memory, TorchMemory, open_memory
 from heads.recurrent_parts import HeadParts
-from heads.tree import CompiledPick, Proposal, TreeShape, grow, is_chain, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, grow, is_chain, scratch_slots
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
@@ -100,8 +99,7 @@ class Recurrent(nn.Module):
         raise NotImplementedError
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        K = self.config.depth
-        return torch.stack([supervised(loss_mask, documents, AHEAD + k).sum() for k in range(K)]).float()
+        return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """The normed states (B, T, D) of the first `depth` steps."""
@@ -139,10 +137,7 @@ class Recurrent(nn.Module):
     @torch.no_grad()
     def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
-        if shape.top_k > config.draft_vocab_size:
-            raise UserError(
-                f"tree {shape}: {shape.top_k} children of a node, the head drafts {config.draft_vocab_size}"
-            )
+        check_width(shape, config.draft_vocab_size)
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(

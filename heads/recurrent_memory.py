@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from heads.base import TargetEnds
-from heads.kernels.drafting import TritonMemory, kernels_draft
+from heads.kernels.drafting import TritonMemory, triton_drafts
 from heads.layers import masked_attention
-from heads.native.drafting import KernelMemory, kernel_draft
+from heads.native.drafting import KernelMemory, compiled_draft
 from heads.places import Drafted, Observed
 from heads.tree import TreeShape
 
@@ -27,9 +27,9 @@ def open_memory(head: "Recurrent", ends: TargetEnds, *, batch_size: int, slots: 
     readout = head.readout(ends).to(weight.dtype)
     parts = head.parts()
     if parts is not None and parts.plain:
-        if kernels_draft(parts):
+        if triton_drafts(parts):
             return TritonMemory(parts, ends.embed, readout, turns, batch_size=batch_size, shape=shape)
-        draft = kernel_draft(parts, readout)
+        draft = compiled_draft(parts, readout)
         if draft is not None:
             return KernelMemory(draft, ends.embed, turns, batch_size)
     return TorchMemory(head, ends, readout, turns, batch_size)

@@ -102,6 +102,14 @@ def _check_size(text: str, nodes: int) -> None:
         raise UserError(f"tree {text!r}: {nodes} nodes are more than a round verifies; ask for at most {MOST_NODES}")
 
 
+def check_width(shape: TreeShape, known: int) -> None:
+    """UserError where a node has more children than a draft knows tokens."""
+    if shape.top_k > known:
+        raise UserError(
+            f"tree {shape}: {shape.top_k} children of a node, the head drafts {known} tokens; ask for fewer"
+        )
+
+
 def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
     """A static tree from its nodes' rank paths (Medusa's `choices`); every prefix of a path must be a path."""
     ordered = tuple(sorted(set(paths), key=lambda path: (len(path), path)))

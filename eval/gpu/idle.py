@@ -23,11 +23,11 @@ def measure_idle(engine: Engine, length: int) -> dict[str, Any]:
     extent = min(round_up(length + (COUNT + 1) * engine.nodes), engine.decoder.step.capacity)
     with rewound(engine):
         rounds(extent)
-        engine._clock()
+        engine.clock()
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             for _ in range(COUNT):
                 rounds(extent)
-            engine._clock()
+            engine.clock()
     events: Any = seen.events()
     return idle_of([(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"], COUNT)
 

@@ -265,17 +265,17 @@ class Engine:
         self.launched.append((rounds, list(seats)))
 
     def _profiled_round(self, decoder: Decoder, extent: int) -> None:
-        last = self._clock()
+        last = self.clock()
 
         def mark(phase: str) -> None:
             nonlocal last
-            now = self._clock()
+            now = self.clock()
             self.timings.breakdown[phase] += now - last
             last = now
 
         decoder.round(extent, mark)
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
@@ -283,14 +283,14 @@ class Engine:
 
     def _moment(self) -> float:
         """Seconds, as the host finds them: where rounds run ahead of it, it must not wait for the last of them."""
-        return time.perf_counter() if self.ahead else self._clock()
+        return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, Seat]:
         """Seat new requests: their prompts read, their first tokens chosen."""
-        started = self._clock()
+        started = self.clock()
         decoder = self.ladder.idle if self.ladder is not None else self.decoder
         read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
-        self.timings.prefill_seconds += self._clock() - started
+        self.timings.prefill_seconds += self.clock() - started
         seats = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None

@@ -24,8 +24,7 @@ from eval.runtime.sampling import RowSampling
 from eval.runtime.state import RoundState, Settlement
 from heads.base import Drafter, Observation
 from heads.target import Features
-from heads.tree import Proposal, TreeShape, ancestors
-from heads.tree import is_chain as is_chain
+from heads.tree import Proposal, TreeShape, ancestors, is_chain
 
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""

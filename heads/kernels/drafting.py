@@ -32,7 +32,7 @@ from heads.recurrent_parts import HeadParts
 from heads.tree import TreeShape, level_widths, scratch_slots
 
 
-def kernels_draft(parts: HeadParts) -> bool:
+def triton_drafts(parts: HeadParts) -> bool:
     """Whether the kernels know such a head and run where its weights are: one module, normed once after its layer, of
     numbers that they take."""
     once = all((module.leave_norm is None) != (module.read_norm is None) for module in parts.modules)

@@ -47,7 +47,7 @@ class KernelDraft:
     """Vd"""
 
 
-def kernel_draft(parts: HeadParts, readout: Tensor) -> KernelDraft | None:
+def compiled_draft(parts: HeadParts, readout: Tensor) -> KernelDraft | None:
     """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' device and
     dtype."""
     if parts.weight.device.type != "cpu" or parts.weight.dtype != torch.float32 or load() is None:

@@ -443,7 +443,7 @@ def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> 
 
 
 def test_a_tree_wider_than_the_common_vocabulary_is_refused() -> None:
-    with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the draft knows 40"):
+    with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the head drafts 40"):
         make_head(make_target()).new_state(None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"))
 
 

@@ -21,7 +21,7 @@ from eval.gpu.drafts import (
 from eval.gpu.launches import Launches
 from eval.grown import SHAPES, ModelShape
 from eval.runtime.engine import Engine, Request
-from heads.kernels.drafting import TritonMemory, kernels_draft
+from heads.kernels.drafting import TritonMemory, triton_drafts
 from heads.kernels.inputs import enter, enter_twin, stand, stand_twin, take_newest
 from heads.layers import RMSNorm
 from heads.native.linear import Norm
@@ -65,7 +65,7 @@ def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     """Several modules, wider numbers, layers that are more than products."""
     rounds(some_head("mtp of three", CPU), "chain:2", TorchMemory, CPU)
     parts = some_head("eagle3", CPU, torch.float64).parts()
-    assert parts is not None and not kernels_draft(parts)
+    assert parts is not None and not triton_drafts(parts)
     head = some_head("mtp", CPU)
     block: Any = head.mtp_layers[0].block  # type: ignore[index, union-attr]
     block.mlp.up_proj = Adapted(block.mlp.up_proj)

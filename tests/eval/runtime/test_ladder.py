@@ -170,7 +170,7 @@ class FakeClock:
             return verify(proposal, *rest)
 
         monkeypatch.setattr(step, "verify", timed_verify)
-        monkeypatch.setattr(engine, "_clock", lambda: self.now)
+        monkeypatch.setattr(engine, "clock", lambda: self.now)
         if head is not None:
             propose, observe = head.propose, head.observe
 

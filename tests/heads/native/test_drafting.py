@@ -11,7 +11,7 @@ from heads.base import Observation, Pick, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
 from heads.native import kernels
-from heads.native.drafting import KernelMemory, kernel_draft
+from heads.native.drafting import KernelMemory, compiled_draft
 from heads.recurrent import Recurrent
 from heads.recurrent_memory import TorchMemory
 from heads.tree import CompiledPick, Proposal, parse_shape
@@ -120,4 +120,4 @@ def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are(
 def test_other_types_and_places_take_torch() -> None:
     head = make_head("eagle3").double()
     parts = head.parts()
-    assert parts is not None and kernel_draft(parts, torch.zeros(40, D)) is None
+    assert parts is not None and compiled_draft(parts, torch.zeros(40, D)) is None
