@@ -78,7 +78,11 @@ class Drafted:
         """(B, W, E) bool, or None, as `Observed.visible` says."""
         if self.chain and module == 0:
             return None
-        key, first = self.slot[:extent], self.place.clamp_max(module)
+        key = self.slot[:extent]
+        if module == 0:  # nothing is hidden of what was observed
+            seen = (key < self.length[:, None])[:, None].repeat(1, self.paths.shape[1], 1)
+            return seen.scatter_(2, self.length[:, None, None] + self.paths, True)
+        first = self.place.clamp_max(module)
         if self.chain:
             return ((key <= self.place) & (key >= first))[:, None]
         seen = ((key < self.length[:, None]) & (key >= first))[:, None].repeat(1, self.paths.shape[1], 1)

@@ -47,6 +47,8 @@ void normalise_rows(const float *x, int64_t x_stride, const float *weight, float
 int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E);
 void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
                     int64_t value_stride, const int64_t *taps, int64_t num_taps, float *tapped);
+void move_slots(float *keys, float *values, const int64_t *from, const int64_t *to, float *room, int64_t layers,
+                int64_t B, int64_t Hkv, int64_t S, int64_t d, int64_t P);
 
 /* `heads.tree.CompiledPick`. */
 typedef void Pick(const void *context, const float *logits, const int64_t *positions, const int64_t *ids,

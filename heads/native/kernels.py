@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heads.native.compiling import compiled, logger
 
-SOURCES = ("layers.c", "products.c", "chains.c", "modules.c", "models.c", "kernels.h", "tiles.h")
+SOURCES = ("layers.c", "products.c", "chains.c", "modules.c", "models.c", "slots.c", "kernels.h", "tiles.h")
 SERIAL_WEIGHTS = 1 << 16
 """A matrix of fewer weights is not worth waking a second thread for."""
 MOST_ROWS = 64
@@ -139,6 +139,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.decoder_layers.argtypes = [
         *(_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
     ]
+    library.move_slots.argtypes, library.move_slots.restype = [*[_POINTER] * 5, *[_INT] * 6], None
     library.module_room.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
     library.recycle.argtypes = [_POINTER] * 8
     library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]

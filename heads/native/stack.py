@@ -27,15 +27,14 @@ class PackedCache:
         block, lanes = stack.library.block_size(), stack.library.lanes()
         L, (heads, d) = stack.num_layers, stack.key_shape
         assert capacity % block == 0
-        self.block, self.capacity = block, capacity
+        self.library, self.capacity = stack.library, capacity
         self.keys = torch.zeros(L, batch_size, heads, capacity // block, d, block)
         self.values = torch.zeros(L, batch_size, heads, capacity, -(-d // lanes) * lanes)
         self.where = (
             *(self.keys.data_ptr(), self.keys[0].numel()),
             *(self.values.data_ptr(), self.values[0].numel()),
         )
-        self.row = torch.arange(batch_size)[:, None]  # (B, 1)
-        self.slots = self.row
+        self.slots = torch.arange(batch_size)[:, None]  # (B, 1), until aimed
         self.first_row, self.extent = 0, capacity
         self.scratch = torch.empty(0)
 
@@ -47,11 +46,12 @@ class PackedCache:
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
         """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
         is written."""
-        keys = self.keys.permute(1, 3, 5, 0, 2, 4)  # (B, S / block, block, L, Hkv, d)
-        values = self.values.permute(1, 3, 0, 2, 4)  # (B, S, L, Hkv, d)
-        of, to = slots_from, slots_to
-        keys[self.row, to // self.block, to % self.block] = keys[self.row, of // self.block, of % self.block]
-        values[self.row, to] = values[self.row, of]
+        held = slots_from.contiguous(), slots_to.contiguous()
+        (L, B, heads, _, d, _), deep, P = self.keys.shape, self.values.shape[4], held[0].shape[1]
+        self.library.move_slots(
+            *(self.keys.data_ptr(), self.values.data_ptr(), held[0].data_ptr(), held[1].data_ptr()),
+            *(self.room(P * (d + deep)).data_ptr(), L, B, heads, self.capacity, d, P),
+        )
 
     def room(self, size: int) -> Tensor:
         """At least `size` floats; the same ones again and again."""
