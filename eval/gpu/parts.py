@@ -31,8 +31,10 @@ Part = Callable[["Bench", Found], None]
 TREES = ("chain:5", "tree:6x8x32")
 PROMPT, NEW, LONG = 96, 160, 256
 """Tokens of a prompt, of a text that is timed, of one that is held against its reference."""
-LENGTH = 2048
-"""Of the text behind which kernels are timed."""
+LENGTH, CONTEXT = 2048, 1024
+"""Of the texts behind which kernels, and plain steps, are timed."""
+VERIFIED = (8, 16, 32, 64)
+"""Nodes of the steps that are compared with a step of one."""
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
 
 
@@ -153,17 +155,17 @@ def tau_of(outputs: list[Output]) -> float:
 
 def plain(bench: Bench, found: Found) -> None:
     """Plain decoding at the big shape: its share of the bandwidth, part by part, and what more nodes cost."""
-    engine = bench.engine(bench.grown, "none", max_length=2048)
-    record = roofline(engine, engine, length=1024, tau=1.0, bandwidth=bench.bandwidth)
+    engine = bench.engine(bench.grown, "none", max_length=2 * CONTEXT)
+    record = roofline(engine, engine, length=CONTEXT, tau=1.0, bandwidth=bench.bandwidth)
     found |= {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
     found["tokens_per_second"] = 1e6 / record["plain_us"]
     found["graphs"] = bool(engine.rounds_of(engine.decoder).graphs)
     found["verify_over_one"] = {}
     bench.note()
-    for nodes in (8, 16, 32, 64):
-        pinned = bench.engine(bench.grown, "none", max_length=2048, pinned=nodes)
-        seat(pinned, 1024)
-        found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, 1024) / record["plain_us"]
+    for nodes in VERIFIED:
+        pinned = bench.engine(bench.grown, "none", max_length=2 * CONTEXT, pinned=nodes)
+        seat(pinned, CONTEXT)
+        found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, CONTEXT) / record["plain_us"]
 
 
 def idle(bench: Bench, found: Found) -> None:

@@ -39,7 +39,7 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
         return ancestor_words_twin(parents, depths, depth)
     B, N = parents.shape
     W = -(-N // 64)
-    words, paths = parents.new_empty(B, N, W), parents.new_zeros(B, N, depth + 1)
+    words, paths = parents.new_empty(B, N, W), parents.new_empty(B, N, depth + 1)
     _ancestors[(B, W)](
         parents.contiguous(), depths.contiguous(), words, paths, N, W, LEVELS=depth + 1, PAD=next_power_of_2(N)
     )
@@ -325,6 +325,8 @@ def _ancestors(PARENTS, DEPTHS, WORDS, PATHS, N, W, LEVELS: constexpr, PAD: cons
     for back in range(0, LEVELS):
         word = word | tl.where(at // 64 == w, tl.full([PAD], 1, tl.int64) << (at % 64), 0)
         if w == 0:
-            tl.store(PATHS + (b * N + j) * LEVELS + depth - back, at, mask=real & (back <= depth))
+            # The path ends at the node itself; behind it stand zeros.
+            place = tl.where(back <= depth, depth - back, back)
+            tl.store(PATHS + (b * N + j) * LEVELS + place, tl.where(back <= depth, at, 0), mask=real)
         at = tl.load(PARENTS + b * N + at, mask=real, other=0)
     tl.store(WORDS + (b * N + j) * W + w, word, mask=real)
