@@ -45,7 +45,10 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
     differences = ("gaps", "the head told", "attention, norms and the rest of the target")
     assert all(part["us"] > 0 for part in record["round"] if part["part"] not in differences)
+    record["plain_share_of_bandwidth"] = 0.9
     assert len(lines(record)) == len(record["round"]) + len(record["plain"]) + 6
+    record["plain_share_of_bandwidth"] = 2.5
+    assert "the floors say little here" in lines(record)[-1]
     # What was timed has left the engine fit for use.
     requests = [Request([5, 6, 7], 12)]
     assert engine.generate(requests)[0].tokens == plain.generate(requests)[0].tokens
