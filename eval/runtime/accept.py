@@ -6,12 +6,19 @@ sequence of the target's own choices, whatever the tree. Where siblings bear the
 then the lowest node.
 """
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from heads.native.compiling import compiled
 from heads.tree import Proposal
+
+SOURCE = Path(__file__).with_name("accept.c")
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 @dataclass(frozen=True)
@@ -23,13 +30,34 @@ class Acceptance:
     emitted: Tensor  # (B, K + 1) int64, the accepted tokens, then the bonus; entries 0 .. n are true
 
 
+@cache
+def load() -> ctypes.CDLL | None:
+    """The compiled function; None where there is no compiler."""
+    library = compiled(SOURCE)
+    if library is not None:
+        library.match.argtypes, library.match.restype = [*[_POINTER] * 7, *[_INT] * 3], None
+        library.most_nodes.restype = ctypes.c_int
+    return library
+
+
 def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """Accept the deepest path of chosen tokens.
+    """Accept the deepest path of chosen tokens; on a CPU with a compiler, in one call.
 
     choice (B, N): the token the target chose after each node; above (B, N, N): `heads.tree.ancestors` of the proposal;
     depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one level above it)
     never counts.
     """
+    library, (B, N) = load() if choice.device.type == "cpu" else None, choice.shape
+    if library is None or library.most_nodes() < N:
+        return match_tensors(proposal, choice, above, depth)
+    made = choice.new_empty(B), choice.new_empty(B, depth + 1), choice.new_empty(B, depth + 1)
+    given = [tensor.contiguous() for tensor in (proposal.tokens, proposal.parents, proposal.depths, choice)]
+    library.match(*(tensor.data_ptr() for tensor in (*given, *made)), B, N, depth + 1)
+    return Acceptance(*made)
+
+
+def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
+    """The same by tensor operations, on any device."""
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
