@@ -155,11 +155,11 @@ def bench_command(options: argparse.Namespace) -> int:
 
 
 def default_out(folder: Path) -> Path:
-    """bench/ in the run the head is of, else bench-NAME here; never the run's own results."""
+    """bench/ in the run the head is of, else runs/bench-NAME; never the run's own results."""
     run = folder.resolve().parent
     if folder.name == "head" and (run / "recipe.yaml").is_file():
         return run / "bench"
-    return Path(f"bench-{folder.resolve().name}")
+    return Path("runs", f"bench-{folder.resolve().name}")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -281,7 +281,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--target", help="the target's path; by default the one the first head was trained for")
     add_target_options(parser)
     add_measure_options(parser)
-    parser.set_defaults(out=Path("compare"), trees=",".join(DEFAULT_TREES))
+    parser.set_defaults(out=Path("runs/compare"), trees=",".join(DEFAULT_TREES))
     return parser.parse_args(arguments)
 
 

@@ -223,7 +223,7 @@ def show(results: Results, console: Console) -> None:
 def scaling_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
-    out = options.out or Path(f"scaling-{short_name(options.head).replace('/', '-').replace(':', '-')}")
+    out = options.out or Path("runs", f"scaling-{Path(short_name(options.head)).name.replace(':', '-')}")
     check_folder(out, "--out")
     opened = open_head(options)
     results = measure_scaling(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
@@ -247,7 +247,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--temperature", type=float, default=known.temperature, help="0 is greedy")
     add("--repeats", type=count, default=known.repeats, help="how often each point is measured")
     add("--seed", type=seed_number, default=known.seed, help="of the sampling")
-    add("--out", type=Path, help="where the results go")
+    add("--out", type=Path, help="where the results go; runs/scaling-NAME by default")
     return parser.parse_args(arguments)
 
 

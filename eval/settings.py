@@ -133,7 +133,7 @@ def add_measure_options(parser: Parser) -> None:
     add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
     add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
     add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
-    add("--out", type=Path, help="where the results go")
+    add("--out", type=Path, help="where the results go; by default with the head's run, else below runs/")
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:

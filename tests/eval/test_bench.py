@@ -420,4 +420,4 @@ def test_a_run_keeps_its_own_results(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
     (tmp_path / "head").mkdir()
     assert module.default_out(tmp_path / "head") == tmp_path / "bench"
-    assert module.default_out(tmp_path) == Path(f"bench-{tmp_path.name}")
+    assert module.default_out(tmp_path) == Path(f"runs/bench-{tmp_path.name}")
