@@ -291,6 +291,7 @@ def publish(
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     specials = set(special_tokens(bool(recipe.data.chats)))
+    print("measuring the target on the modules held out", flush=True)
     found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, specials=specials, device=device)
     write_text(out / "README.md", target_card(facts, found))
     print((out / "README.md").read_text())

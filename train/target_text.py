@@ -51,6 +51,7 @@ def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) 
         for name, held_out in (("train", False), ("held_out", True))
     }
     learnt_from = modules["train"][: settings.train_modules] + chats["train"][: settings.train_modules]
+    print(f"a tokenizer is learnt from {len(learnt_from)} texts, and all are tokenized: minutes, once", flush=True)
     tokenizer = learn_tokenizer(settings, learnt_from, chat=bool(data.chats))
     for name in modules:
         texts = modules[name] + chats[name]
