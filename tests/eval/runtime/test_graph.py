@@ -56,8 +56,9 @@ class Tape(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("eval.runtime.backlog", "eval.runtime.draws", "eval.runtime.state", "heads.native.trees"):
-        monkeypatch.setattr(f"{module}.load", lambda: None)
+    for module in ("accept", "backlog", "draws", "state"):
+        monkeypatch.setattr(f"eval.runtime.{module}.load", lambda: None)
+    monkeypatch.setattr("heads.native.trees.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:
