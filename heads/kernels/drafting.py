@@ -3,8 +3,8 @@ kernels.
 
     enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
 
-and the output head's product. A draft streams its weights once a step, in about a hundredth of a millisecond for each
-50 MB, so that every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
+and the output head's product. A draft streams its weights once a step, at 4.8 TB/s 10 microseconds for 50 MB, so that
+every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
 
 Letters: B batch, W tokens of each, R = B * W rows, D hidden, L taps, Vd draft vocabulary, S cache slots, H query heads,
 Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
