@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class RunState:
     """Hash of the training data."""
     num_processes: int
     num_threads: int
+    precision: str
+    """Of products: "bf16" or "no", as Accelerate has it."""
     step: int = 0
     """Optimizer steps made."""
     tokens: int = 0
@@ -100,11 +103,27 @@ def check_continues(path: Path, state: RunState, now: RunState, say: Say) -> Non
             f"{path}: was trained by {state.num_processes} processes, this launch has {now.num_processes}; "
             f"launch {state.num_processes}, or name another output_dir"
         )
+    if state.precision != now.precision:
+        names = {"bf16": "bf16", "no": "fp32"}
+        raise UserError(
+            f"{path}: was trained in {names.get(state.precision, state.precision)}, this run is in "
+            f"{names[now.precision]}; leave train.precision as it was, or name another output_dir"
+        )
     if state.num_threads != now.num_threads:
         say(
             f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {now.num_threads}; "
             "it goes on, but not bit for bit"
         )
+
+
+def begun_in(folder: Path) -> str | None:
+    """The precision of the run whose newest checkpoint lies in `folder`; None where there is none to read."""
+    for path in reversed(list_checkpoints(folder)):
+        with suppress(OSError, ValueError, AttributeError):
+            precision = _read_json(path / "state.json").get("precision")
+            if precision in ("bf16", "no"):
+                return str(precision)
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
