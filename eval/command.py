@@ -239,12 +239,14 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
     return room
 
 
-def asks_usage(usage: str, arguments: Sequence[str]) -> bool:
-    """Whether a command that takes a recipe is asked how it is called; tells it. UserError if it is given nothing."""
+def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
+    """Print the usage of a command that takes a recipe, and the recipe's keys, where --help is asked for; True then.
+
+    UserError if there are no arguments."""
     if not arguments:
-        raise UserError(usage)
+        raise UserError(f"{usage}; --help lists the keys")
     if arguments[0] in ("-h", "--help"):
-        print(usage)
+        print(f"{usage}\n\n{keys()}")
         return True
     return False
 

@@ -13,12 +13,11 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,74 +29,24 @@ from heads.attention import causal_attention
 from heads.errors import UserError
 from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
 from train.launch import leave, make_accelerator, on_main
-from train.recipe import Seed, Train
+from train.recipe import Train
 from train.run_folder import whole_folder
-from train.strict_yaml import Settings, check, read_settings
-from train.target_text import CHAT_TEMPLATE, END, DataSettings, TokenizerSettings, prepare_text, special_tokens
-
-Count = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
+from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
+from train.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
+from train.usage import target_recipe_keys
 
 USAGE = "usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
 SHOWN_EVERY = 50
 """Steps between two lines of progress."""
 
 
-class ModelSettings(Settings):
-    hidden_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    head_dim: Count
-    intermediate_size: Count
-    max_position_embeddings: Count
-
-
-class Stage(Settings):
-    steps: Count
-    context_length: Count
-
-
-class TrainSettings(Settings):
-    stages: Annotated[list[Stage], Field(min_length=1)]
-    tokens_per_step: Count
-    tokens_per_pass: Count
-    muon_lr: Rate
-    muon_weight_decay: Annotated[float, Field(ge=0)]
-    adam_lr: Rate
-    warmup_steps: Count
-    decay_steps: Count
-    precision: Literal["fp32", "bf16"]
-    compile: bool = False
-    """Whether the layers are compiled (torch.compile), which pays on a GPU."""
-    checkpoint_every: Count
-
-
-class TargetRecipe(Settings):
-    output_dir: str
-    seed: Seed
-    data: DataSettings = DataSettings()
-    tokenizer: TokenizerSettings
-    model: ModelSettings
-    train: TrainSettings
-
-
 def make_target(arguments: list[str]) -> int:
     """Text, training, and the model folder with what was measured; 0."""
-    if asks_usage(USAGE, arguments):
+    if asks_usage(USAGE, arguments, keys=target_recipe_keys):
         return 0
-    source = read_settings(Path(arguments[0]), arguments[1:])
-    recipe, errors = check(source, TargetRecipe)
-    if errors:
-        raise UserError("\n".join(errors))
-    assert isinstance(recipe, TargetRecipe)
+    recipe = load_target_recipe(arguments[0], arguments[1:])
     folder = Path(recipe.output_dir)
     check_folder(folder, "output_dir")
-    heads, groups = recipe.model.num_attention_heads, recipe.model.num_key_value_heads
-    if heads % groups:
-        raise UserError(
-            f"model.num_attention_heads: expected a multiple of num_key_value_heads ({groups}), got {heads}"
-        )
     accelerator = make_accelerator(loop_settings(recipe))
     on_main(accelerator, lambda: prepare_text(recipe.tokenizer, recipe.data, folder))
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)
@@ -154,7 +103,7 @@ def _blockwise(
     return out.transpose(1, 2).contiguous(), None
 
 
-def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[tuple[torch.optim.Optimizer, float]]:
+def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[tuple[torch.optim.Optimizer, float]]:
     """(optimizer, peak learning rate) for the layers' matrices and for everything else."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]

@@ -19,11 +19,12 @@ from train.recipe import load_recipe
 from train.run_folder import RunFolder
 from train.sources import read_prompts
 from train.tracker import Tracker
+from train.usage import recipe_keys
 
 
 def regenerate(arguments: list[str]) -> int:
     """Answer, and write the records."""
-    if asks_usage("usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]", arguments):
+    if asks_usage("usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]", arguments, keys=recipe_keys):
         return 0
     recipe = load_recipe(arguments[0], arguments[1:])
     settings = recipe.data.regenerate

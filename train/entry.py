@@ -16,6 +16,7 @@ from train.loop import Outcome, fit
 from train.preparing import load_recipe_target
 from train.recipe import Eval, Recipe, load_recipe
 from train.run_folder import RunFolder
+from train.usage import recipe_keys
 
 USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
 KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
@@ -31,7 +32,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
     """The exit status of one run."""
 
     def run() -> int:
-        if asks_usage(USAGE.format(name=name), arguments):
+        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: recipe_keys(KINDS[name])):
             return 0
         recipe = load_recipe(arguments[0], arguments[1:])
         kind = recipe.head["kind"]
