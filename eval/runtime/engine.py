@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.backlog import BACKLOG, room_of
-from eval.runtime.controller import check_adaptive
+from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.hf import open_step
+from eval.runtime.judges import make_rule
 from eval.runtime.ladder import Ladder
 from eval.runtime.memory import check_memory, need_of
 from eval.runtime.prefill import read_prompts
@@ -28,8 +29,7 @@ from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.request import check_request
 from eval.runtime.round import Decoder
-from eval.runtime.rules import check_rule, make_rule
-from eval.runtime.sampling import RowSampling
+from eval.runtime.rules import check_adaptive, check_rule
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.seat import Seat
 from eval.runtime.state import RoundState, Settlement

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from heads.errors import UserError
 from heads.target import load_target
-from scripts.make_target import loop_settings, make_target
+from train.target_making import loop_settings, make_target
 from train.target_recipe import load_target_recipe
 from train.target_text import CHAT_TEMPLATE, chat_text
 
