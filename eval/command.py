@@ -80,12 +80,28 @@ def temperatures(text: str) -> tuple[float, ...]:
         return tuple(Sampling(temperature).temperature for temperature in found)
 
 
+def temperature(text: str) -> float:
+    """One temperature."""
+    found = temperatures(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
+    return found[0]
+
+
 def trees(text: str) -> tuple[str, ...]:
     """Trees that draft something, or `auto`, commas between."""
     parts = [part.strip() for part in text.split(",")]
     with _told():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
     return tuple(parts)
+
+
+def draft_tree(text: str) -> str:
+    """One tree that drafts something."""
+    found = trees(text)
+    if len(found) > 1 or AUTO in found:
+        raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
+    return found[0]
 
 
 def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:

@@ -15,6 +15,7 @@ from eval.files import is_file
 from eval.measure import Contender, Lap, Race, trace
 from eval.prompts import spread
 from eval.results import Results, finite
+from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import PHASES, Output
 from heads.base import Drafter
 from heads.checkpoint import CONFIG, read_config
@@ -230,13 +231,11 @@ def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
     A token may end inside a character; its text then comes with the token that completes it.
     """
     rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
-    found, shown = [], ""
-    for n, drafted in enumerate(output.drafted()):
-        text = str(tokenizer.decode(output.tokens[: n + 1]))
-        new = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(shown) :]
-        shown += new
-        found.append({"text": new, "round": rounds[n], "drafted": drafted})
-    return found
+    detokenizer = Detokenizer(tokenizer)
+    return [
+        {"text": detokenizer.push(token), "round": rounds[n], "drafted": drafted}
+        for n, (token, drafted) in enumerate(zip(output.tokens, output.drafted(), strict=True))
+    ]
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -45,7 +45,10 @@ def make_accelerator(settings: Train) -> Accelerator:
         "step_scheduler_with_optimizer": False,
     }
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1"):
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
+    if on_gpu:
         accelerator = Accelerator(kwargs_handlers=[group], **arguments)
     elif wanted == "deepspeed":
         accelerator = _deepspeed_on_cpu(arguments)
@@ -109,7 +112,6 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
     # It would be built in C++ at the first collective, which fails without ninja.

@@ -42,8 +42,9 @@ from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
-OnTokens = Callable[[int, list[int]], None]
-"""Called with a request's index and the tokens newly decided for it; they are never taken back."""
+OnTokens = Callable[[int, list[int]], bool | None]
+"""Called with a request's index and the tokens newly decided for it; they are never taken back. True ends the request
+with them."""
 
 
 @dataclass
@@ -317,10 +318,10 @@ class Engine:
             if seat is None or seats[row] is not seat:  # another has taken the row since
                 continue
             fresh = seat.learn(report, under_way, M)
+            if on_tokens is not None and fresh and on_tokens(seat.index, fresh):
+                seat.stopped = True
             if seat.stopped:
                 state.done[row] = True
-            if on_tokens is not None and fresh:
-                on_tokens(seat.index, fresh)
             if report.done or seat.stopped:
                 ended[row] = seat.index, self._output(row, seat)
                 # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
