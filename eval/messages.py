@@ -1,12 +1,15 @@
 """Records as conversations: `messages`, `conversations`, or a question with its answer."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from eval.records import Record
 from heads.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 

@@ -6,6 +6,8 @@ public suites come from the hub through `datasets`; every suite may also be a lo
 the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a hash of them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import sys
@@ -13,16 +15,18 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
 from eval.files import is_file
 from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns, shown
 from eval.records import Record, read_hub, read_records
 from heads.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
 

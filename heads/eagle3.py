@@ -39,19 +39,22 @@ class Eagle3Config(BlockConfig):
     num_target_layers: int
     """Decoder layers of the target."""
     taps: tuple[int, ...]
-    """Residual streams read, by the layer they enter; ascending."""
+    """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. By default
+    layers 2, n/2 and n - 3 of a target of n layers."""
     draft_vocab_size: int
-    """Tokens the head can draft."""
+    """Tokens the head can draft: the most frequent in the training data. By default 32,000, or the whole vocabulary of
+    a smaller target."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     depth: int = 7
     """Steps of the training-time test."""
     depth_decay: float = 0.8
-    """Weight of depth k in the loss is depth_decay^k."""
+    """Weight of step k in the loss is depth_decay^k, k from 0."""
     loss: str = "kl"
-    """One of heads.losses.LOSSES."""
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`."""
     fc_norm: bool = False
-    """EAGLE-3.1: an RMSNorm of its own for each tap before they are fused."""
+    """EAGLE-3.1: an RMSNorm of its own for each auxiliary hidden state before they are fused."""
     norm_output: bool = False
     """EAGLE-3.1: recycle the state after the final norm instead of before it."""
 

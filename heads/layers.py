@@ -23,12 +23,19 @@ class BlockConfig:
     """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
+    """Width of the residual stream: the target's."""
     intermediate_size: int
+    """Width of the MLP."""
     num_attention_heads: int
+    """Attention heads."""
     num_key_value_heads: int
+    """Heads of keys and values, shared by groups of attention heads."""
     head_dim: int
+    """Width of one attention head."""
     rms_norm_eps: float
+    """Epsilon of the norms."""
     rope_theta: float
+    """Base of the rotary positions."""
 
     def check_block(self) -> None:
         """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""

@@ -44,23 +44,25 @@ class MtpConfig(BlockConfig):
     num_target_layers: int
     """Decoder layers of the target; the families that number modules go on from there."""
     draft_vocab_size: int
-    """Tokens the head can draft: rows of the target's output head that it uses."""
+    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. By
+    default the target's whole vocabulary."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     native: bool = False
-    """Start from the modules that the target's checkpoint holds."""
+    """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     decoder: dict[str, Any] | None = None
     """Native: what the modules' blocks are made from, `heads.target_block.block_record`."""
     layout: str = "mimo"
-    """Names of the tensors and order of the projection, one of heads.mtp_formats.LAYOUTS."""
+    """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`."""
     num_modules: int = 1
-    """Modules; the last one is applied at all steps that are left."""
+    """Modules. The last one is applied at all remaining steps."""
     depth: int = 3
-    """Steps trained."""
+    """Steps to train."""
     depth_decay: float = 0.6
-    """beta: step k weighs beta^{k-1}, in parts of their sum."""
+    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of their sum."""
     loss: str = "kl"
-    """One of heads.losses.LOSSES."""
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)

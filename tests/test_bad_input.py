@@ -103,7 +103,7 @@ def train(*changes: str) -> int:
 
 def measure(head: str = "run", *options: str) -> int:
     given = ["--prompts", "prompts.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
-    return exit_status(lambda: bench.bench_command(bench.parse_arguments([head, *given, "--out", "out", *options])))
+    return exit_status(lambda: bench.main([head, *given, "--out", "out", *options]))
 
 
 def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> None:

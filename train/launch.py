@@ -48,6 +48,8 @@ def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerato
         "step_scheduler_with_optimizer": False,
     }
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
     if on_gpu:
         accelerator = Accelerator(kwargs_handlers=[group], **arguments)
     elif wanted == "deepspeed":
@@ -128,7 +130,6 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
     # It would be built in C++ at the first collective, which fails without ninja.
