@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eval.records import Record
-from heads.errors import UserError
+from heads.errors import UserError, shown
 
 Message = dict[str, Any]
 
@@ -70,12 +70,6 @@ def apply_template(
         raise UserError(
             f"{place}: the chat template refuses {what} ({said}); mend the record or the template"
         ) from None
-
-
-def shown(value: Any) -> str:
-    """A value in an error's line."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _read_turn(place: str, turn: Any) -> Message:

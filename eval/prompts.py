@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
 from eval.files import is_file
-from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns, shown
+from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
 from eval.records import Record, read_hub, read_records
-from heads.errors import UserError
+from heads.errors import UserError, shown
 
 Item = TypeVar("Item")
 

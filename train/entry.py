@@ -48,7 +48,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
         try:
             outcome = fit(recipe)
             with Interrupts():
-                return finish(recipe, outcome)
+                return finish(outcome)
         except Interrupted as interrupted:
             tell(f"interrupted{interrupted}; the same command goes on from there")
             return 130
@@ -56,8 +56,9 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
     return exit_status(run)
 
 
-def finish(recipe: Recipe, outcome: Outcome) -> int:
+def finish(outcome: Outcome) -> int:
     """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
+    recipe = outcome.recipe
 
     def act() -> int:
         folder, loaded = outcome.folder, outcome.loaded

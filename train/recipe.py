@@ -8,6 +8,7 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from eval.command import AUTO
+from eval.files import is_file
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -16,9 +17,13 @@ from heads.tree import parse_shape
 from train.head_settings import head_errors
 from train.strict_yaml import Key, Settings, check, read_settings
 
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Weight = Annotated[float, Field(gt=0)] | None
+MOST = 2**31
+"""No count, step or id is this large: below it no product of two of them overflows."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
@@ -32,15 +37,15 @@ class Adapter(Settings):
     `heads_weight` times the heads' own.
     """
 
-    first_step: Annotated[int, Field(ge=0)]
+    first_step: Step
     """Until then the heads are trained alone; with it the adapter begins, with a warm-up of its own."""
     rank: Count = 32
-    alpha: Annotated[float, Field(gt=0)] = 16.0
+    alpha: Positive = 16.0
     dropout: Fraction = 0.05
     modules: Annotated[list[Name], Field(min_length=1)] | None = None
     """Names of the layers adapted, by their last part; every linear layer but the output head if null."""
-    heads_weight: Annotated[float, Field(gt=0)] = 0.2
-    head_lr_multiple: Annotated[float, Field(gt=0)] = 4.0
+    heads_weight: Positive = 0.2
+    head_lr_multiple: Positive = 4.0
     """The heads' rate, in parts of `train.lr`."""
 
 
@@ -149,12 +154,12 @@ class Train(Settings):
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
     schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Step = 0
     decay_fraction: Share = 0.2
     """wsd only: the part of the run in which the rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The rate at the end of the run, in parts of `lr`."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Positive = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 is autocast over float32 weights."""
     checkpoint_every: Count = 500
@@ -187,7 +192,7 @@ class Eval(Settings):
     rule: Literal["match", "ratio", "ratio-wr", "block"] = "match"
     """By which sampled drafts are accepted (eval/runtime/rules.py); at temperature 0 all are one."""
     temperature: Temperature = 0.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
     top_p: Share = 1.0
     min_p: Fraction = 0.0
     seed: Seed = 0
@@ -217,7 +222,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
     errors += head_errors(source)
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and "kind" in recipe.head:
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if errors:
         raise UserError("\n".join(errors))
@@ -260,8 +265,7 @@ def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
         unweighted = source.weight is None or len(data.sources) == 1
         rules.append((("data", "sources", n, "weight"), unweighted, "with one source"))
         if isinstance(source, RecordSource):
-            is_file = Path(source.path).is_file()
-            rules.append((("data", "sources", n, "split"), is_file, "on a file, which has no splits"))
+            rules.append((("data", "sources", n, "split"), is_file(source.path), "on a file, which has no splits"))
     return [(key, why) for key, useless, why in rules if useless]
 
 

@@ -11,7 +11,6 @@ decoding equal to plain decoding token for token, and lets a draft use the very 
 Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from heads.tree import Pick
 GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
 MIX_1, MIX_2 = -4658895280553007687, -7723592293110705685  # splitmix64's two multipliers
 LOW_34, LOW_37, LOW_33, LOW_52 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1, (1 << 52) - 1
-COLDEST = 1e-6
+COLDEST, HOTTEST = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
-            raise UserError(f"temperature: expected 0 (greedy) or a number from {COLDEST} up, got {self.temperature}")
+        if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
+            raise UserError(
+                f"temperature: expected 0 (greedy) or a number from {COLDEST} to {HOTTEST:.0f}, got {self.temperature}"
+            )
         if not 0 <= self.top_k < 2**63:
             raise UserError(f"top_k: expected a count, or 0 to keep all tokens, got {self.top_k}")
         if not 0 < self.top_p <= 1:
