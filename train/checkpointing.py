@@ -30,7 +30,7 @@ from train.run_folder import whole_folder
 
 Say = Callable[[str], None]
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
-Natural = Annotated[int, pydantic.Field(ge=0)]
+Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))

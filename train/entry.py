@@ -4,14 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from eval.bench import run_bench
-from eval.command import asks_usage, exit_status, tell
+from eval.command import asks_usage, exit_status
 from eval.report import write_report
 from eval.results import read_results, weights_hash
 from eval.settings import BenchSettings
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
 from train.interrupts import Interrupted, Interrupts
-from train.launch import leave, on_main
+from train.launch import leave, on_main, tell_first
 from train.loop import Outcome, fit
 from train.preparing import load_recipe_target
 from train.recipe import Eval, Recipe, load_recipe
@@ -50,10 +50,10 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
             with Interrupts():
                 return finish(outcome)
         except Interrupted as interrupted:
-            tell(f"interrupted{interrupted}; the same command goes on from there")
+            tell_first(f"interrupted{interrupted}; the same command goes on from there")
             return 130
 
-    return exit_status(run)
+    return exit_status(run, tell_first)
 
 
 def finish(outcome: Outcome) -> int:

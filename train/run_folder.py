@@ -103,9 +103,10 @@ class RunFolder:
                 f"train.max_steps={_shown(now)}; train those from the first step on in another folder, such as "
                 f"output_dir={self.path}-{now}, or restore train.max_steps={_shown(was)}"
             )
-        what = "; ".join(f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in changed.items())
+        each = [f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in changed.items()]
+        more = [f"{len(each) - 4} more"] if len(each) > 4 else []
         raise UserError(
-            f"output_dir {self.path}: holds a run with other settings ({what}); "
+            f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); "
             "restore them to go on with it, or name another output_dir"
         )
 
