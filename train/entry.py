@@ -103,6 +103,7 @@ def report_settings(settings: Eval) -> BenchSettings:
         prompts=settings.prompts,
         num_prompts=report.num_prompts or settings.num_prompts,
         max_prompt_tokens=settings.max_prompt_tokens,
+        skip_long=settings.skip_long,
         trees=tuple(report.trees or [settings.tree]),
         rule=settings.rule,
         temperatures=tuple(report.temperatures or [settings.temperature]),

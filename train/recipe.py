@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from eval.command import AUTO
 from eval.files import is_file
+from eval.prompts import HELD_OUT_SUITE
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -186,6 +187,9 @@ class Eval(Settings):
     """A suite's name or a file of held-out prompts."""
     num_prompts: Count = 32
     max_prompt_tokens: Count = 256
+    """The most tokens of a prompt; a longer one in a file is an error, and held-out modules are cut to fit."""
+    skip_long: bool = False
+    """Leave longer prompts out instead."""
     max_new_tokens: Count = 128
     batch_size: Count = 8
     tree: str = "chain:5"
@@ -253,6 +257,7 @@ def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
         (("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd"),
     ]
     rules += [(("tracking", name), tracking.wandb == "off", "with tracking.wandb off") for name in ("project", "name")]
+    rules.append((("eval", "skip_long"), measure.prompts == HELD_OUT_SUITE, "on modules, which are cut to fit"))
     greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
     for name in ("rule", "top_k", "top_p", "min_p"):
         rules.append((("eval", name), greedy, "at eval.temperature 0, which is greedy"))
