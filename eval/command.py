@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from eval.environment import setup_line
 from eval.files import is_full_disk
 from eval.runtime.memory import is_out_of_memory
 from eval.runtime.sampling import Sampling
@@ -196,13 +197,15 @@ def open_target(
     """Load a target as the command line says; `quantize`: how, where it does not."""
     place = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     scheme = options.quantize or quantize
-    return load_pair(
+    target, tokenizer = load_pair(
         path,
         dtype=options.dtype,
         device=place,
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
+    tell(setup_line(target))
+    return target, tokenizer
 
 
 def load_pair(

@@ -1,6 +1,6 @@
 """Prompt suites: what a head is measured on.
 
-`python-heldout` cuts prompts out of Python modules of this machine that no training run here sees (`eval.corpus`). The
+`python-heldout` cuts prompts out of modules of Python's standard library that no training run sees (`eval.corpus`). The
 public suites come from the hub through `datasets`; every suite may also be a local file of records that hold `turns`,
 `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation is rendered with
 the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a hash of them.
@@ -121,8 +121,8 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -
 def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int) -> list[Prompt]:
     """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
 
-    The line and the length follow from the seed and the module's path alone, so a package more or less on the machine
-    changes no other module's prompt. Where there are fewer modules than prompts, each gives several.
+    The line and the length follow from the seed and the module's path alone. Where there are fewer modules than
+    prompts, each gives several.
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
@@ -144,7 +144,7 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens:
             break
     if not prompts:
         raise UserError(
-            f"{HELD_OUT_SUITE}: no held-out Python module found on this machine; name a prompt file instead"
+            f"{HELD_OUT_SUITE}: no held-out module found in the standard library; name a prompt file instead"
         )
     return prompts
 

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -41,6 +42,8 @@ class RunState:
     """Hash of the training data."""
     num_processes: Natural
     num_threads: Natural
+    precision: Literal["no", "bf16"]
+    """Of products, in Accelerate's words."""
     step: Natural = 0
     """Optimizer steps made."""
     tokens: Natural = 0
@@ -115,6 +118,12 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
             f"{path}: was trained by {state.num_processes} processes, this launch has {now.num_processes}; "
             f"launch {state.num_processes}, or name another output_dir"
         )
+    if state.precision != now.precision:
+        names = {"bf16": "bf16", "no": "fp32"}
+        raise UserError(
+            f"{path}: was trained in {names[state.precision]}, this run is in {names[now.precision]}; "
+            "leave train.precision as it was, or name another output_dir"
+        )
     if state.interval is not None and not state.interval.fits(depths):
         raise UserError(f"{path}: its figures are not of this head's {depths} depths; {OR_ELSE}")
     if state.num_threads != now.num_threads:
@@ -122,6 +131,20 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
             f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {now.num_threads}; "
             "it goes on, but not bit for bit"
         )
+
+
+def begun_in(folder: Path) -> str | None:
+    """The precision of the run whose newest checkpoint lies in `folder`; None where there is none to read."""
+    try:
+        found = list_checkpoints(folder)
+    except (OSError, ValueError):  # a path that cannot be is told by who takes the folder
+        return None
+    for path in reversed(found):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            precision = _read_json(path / "state.json").get("precision")
+            if precision in ("bf16", "no"):
+                return str(precision)
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

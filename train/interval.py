@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -104,6 +105,37 @@ class Interval:
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
+
+
+class Pace:
+    """The seconds that the steps to come will take, by the latest log lines.
+
+    The first step of a process is left out, in which libraries warm up, and so are measurements, which are timed apart.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        """`step` steps are made when the process begins with its own."""
+        self.began = (step, time.perf_counter())
+        self.marks: deque[tuple[int, float]] = deque(maxlen=6)
+        self.measurement = 0.0
+        """Seconds of the latest measurement."""
+
+    def mark(self, step: int) -> None:
+        """Note that `step` steps are made."""
+        self.marks.append((step, time.perf_counter()))
+
+    def measured(self, seconds: float) -> None:
+        """Leave out a measurement that took so long."""
+        self.measurement = seconds
+        self.began = (self.began[0], self.began[1] + seconds)
+        self.marks = deque(((step, at + seconds) for step, at in self.marks), maxlen=self.marks.maxlen)
+
+    def seconds_left(self, steps: int, measurements: int) -> float:
+        """Of `steps` steps and so many measurements."""
+        (first, begin), (last, end) = self.marks[0], self.marks[-1]
+        if first == last:  # the first step is all that there is
+            first, begin = self.began
+        return steps * (end - begin) / (last - first) + measurements * self.measurement
 
 
 def check_finite(loss: float, step: int) -> None:

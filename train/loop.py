@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eval.command import tell
 from eval.crowding import crowding
+from eval.environment import setup_line
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.base import DraftHead
@@ -22,6 +23,7 @@ from heads.errors import UserError
 from train.adapter import Joint, check_adapter, make_adapter
 from train.checkpointing import (
     RunState,
+    begun_in,
     check_continues,
     load_checkpoint,
     newest_checkpoint,
@@ -29,7 +31,7 @@ from train.checkpointing import (
     save_checkpoint,
 )
 from train.interrupts import Interrupted, Interrupts
-from train.interval import Interval, check_finite
+from train.interval import Interval, Pace, check_finite
 from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.lora import add_adapters, merged_weights
 from train.measuring import Measured, load_requests, measure, nodes_needed
@@ -72,12 +74,13 @@ def fit(recipe: Recipe) -> Outcome:
     """
     die_with_launcher()
     with Interrupts() as interrupts:
-        accelerator = make_accelerator(recipe.train)
         folder = RunFolder(Path(recipe.output_dir))
+        accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints))
         tracker = Tracker(recipe, folder, main=accelerator.is_main_process)
         try:
             on_main(accelerator, folder.lock)
             loaded = load_recipe_target(accelerator, recipe)
+            tracker.say(setup_line(loaded.target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
             drafts = check_head(recipe, loaded.target)
             recipe = tracker.recipe = with_head_defaults(recipe, drafts)
             found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
@@ -135,7 +138,10 @@ class Training:
         self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
         check_supervision(self.stepper.head, mixture)
         self.state = RunState(
-            data=mixture.digest(), num_processes=run.accelerator.num_processes, num_threads=torch.get_num_threads()
+            data=mixture.digest(),
+            num_processes=run.accelerator.num_processes,
+            num_threads=torch.get_num_threads(),
+            precision=run.accelerator.mixed_precision,
         )
         self.saved_step: int | None = None
         self.samples_of = 0
@@ -148,7 +154,7 @@ class Training:
         self.tracker.start(self.state.step)
         on_main(self.accelerator, self._write_records)
         self.interval = Interval.resumed(self.state.interval, self.accelerator)
-        self.started, self.started_step = time.perf_counter(), self.state.step
+        self.pace, self.started_step = Pace(self.state.step), self.state.step
         with self.interrupts.held():
             try:
                 self._between_steps()
@@ -181,6 +187,8 @@ class Training:
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
         self.tracker.advance()
+        if state.step == self.started_step + 1:
+            self.pace.mark(state.step)
         if state.step % train.log_every == 0 or state.step == train.max_steps:
             self._log()
         state.seconds += time.perf_counter() - started
@@ -198,8 +206,11 @@ class Training:
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
-        pace = (time.perf_counter() - self.started) / (state.step - self.started_step)
-        self.tracker.log_train(record, seconds_left=pace * (train.max_steps - state.step))
+        self.pace.mark(state.step)
+        steps = train.max_steps - state.step
+        measurements = 1 if train.eval_every is None else -(-train.max_steps // train.eval_every)
+        measurements -= state.step // train.eval_every if train.eval_every else 0
+        self.tracker.log_train(record, seconds_left=self.pace.seconds_left(steps, measurements))
         self.interval = Interval()
 
     def _measure(self) -> None:
@@ -220,6 +231,7 @@ class Training:
         seconds = time.perf_counter() - started
         state.seconds += seconds
         self.interval.leave_out(seconds)
+        self.pace.measured(seconds)
         self.tracker.log_eval(
             {
                 "step": state.step,

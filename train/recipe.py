@@ -62,7 +62,7 @@ class Target(Settings):
 
 
 class PythonSource(Settings):
-    """Python source found on this machine; some modules are held out by a hash of their path."""
+    """Modules of Python's standard library; some are held out by a hash of their path."""
 
     kind: Literal["python"]
     limit: Count | None = None
@@ -161,8 +161,9 @@ class Train(Settings):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """The rate at the end of the run, in parts of `lr`."""
     max_grad_norm: Positive = 1.0
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 is autocast over float32 weights."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """The dtype of products in training. bf16 is autocast over float32 weights; auto is bf16 where that is faster on
+    this machine, else fp32. A resumed run keeps what it began with."""
     checkpoint_every: Count = 500
     keep_checkpoints: Count = 2
     eval_every: Count | None = None
