@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
 """How long a process waits for the others: while one writes a checkpoint or measures, nothing must give up."""
+STORE_TIMEOUT = timedelta(seconds=5)
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 """Modes in which no process holds the whole head."""
 
@@ -187,6 +188,27 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def tell_first(text: str) -> None:
+    """Say on standard error why this process ends, if it is the first of its launch to end.
+
+    The others end for the same reason or, told by the launcher or by a broken connection, because of it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_first_to_end() -> bool:
+    """By a count in the store that the launcher, or the first process, keeps for the others; alone where it is gone."""
+    launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    try:
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
+        )
+        return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
+    except (KeyError, ValueError, RuntimeError):
+        return True
 
 
 def die_with_launcher() -> None:

@@ -16,6 +16,7 @@ from eval.crowding import crowding
 from eval.environment import setup_line
 from eval.files import write_json
 from eval.runtime.engine import Request
+from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.draft import Draft
 from heads.errors import UserError
@@ -43,6 +44,7 @@ from train.preparing import (
     load_recipe_target,
     load_samples,
     make_head,
+    with_head_defaults,
 )
 from train.provenance import make_provenance
 from train.recipe import Recipe
@@ -55,8 +57,10 @@ Checkpoint = tuple[Path, RunState]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `fit` leaves to its caller: the run folder, and the target still in memory."""
+    """What `fit` leaves to its caller: the recipe with its head's defaults, the run folder, and the target still in
+    memory."""
 
+    recipe: Recipe
     folder: RunFolder
     loaded: LoadedTarget
     accelerator: Accelerator
@@ -74,16 +78,22 @@ def fit(recipe: Recipe) -> Outcome:
         accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints))
         tracker = Tracker(recipe, folder, main=accelerator.is_main_process)
         try:
-            found = on_main(accelerator, lambda: _take_folder(folder, recipe, tracker))
-            outcome = Outcome(folder, load_recipe_target(accelerator, recipe), accelerator, tracker)
-            tracker.say(setup_line(outcome.loaded.target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
+            on_main(accelerator, folder.lock)
+            loaded = load_recipe_target(accelerator, recipe)
+            tracker.say(setup_line(loaded.target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
+            drafts = check_head(recipe, loaded.target)
+            recipe = tracker.recipe = with_head_defaults(recipe, drafts)
+            found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
+            outcome = Outcome(recipe, folder, loaded, accelerator, tracker)
             if accelerator.num_processes == 1:  # each other's threads are no others'
                 tell(crowding(accelerator.device))
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
             else:
-                Training(recipe, outcome, interrupts).run(found)
+                training = Training(outcome, drafts, interrupts)
+                del drafts  # the run has no room for a second head
+                training.run(found)
             return outcome
         except BaseException:
             tracker.finish(code=1)
@@ -91,9 +101,8 @@ def fit(recipe: Recipe) -> Outcome:
             raise
 
 
-def _take_folder(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpoint | None:
-    """Lock the folder; what an earlier run of the same recipe left there to go on from."""
-    folder.lock()
+def _take_up(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpoint | None:
+    """What an earlier run of the same recipe left in the folder to go on from."""
     folder.check_recipe(recipe)
     remove_leftovers(folder.checkpoints)
     return newest_checkpoint(folder.checkpoints, tracker.say)
@@ -102,11 +111,12 @@ def _take_folder(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpo
 class Training:
     """One run, from its data to its last step."""
 
-    def __init__(self, recipe: Recipe, run: Outcome, interrupts: Interrupts):
+    def __init__(self, run: Outcome, drafts: DraftHead, interrupts: Interrupts):
+        """`drafts`: a head such as will be trained, to be asked what it can draft."""
+        recipe = run.recipe
         self.recipe, self.interrupts = recipe, interrupts
         self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
         self.target = run.loaded.target
-        drafts = check_head(recipe, self.target)
         nodes = nodes_needed(recipe.eval, drafts)
         self.requests: Sequence[Request] = load_requests(
             recipe.eval, run.loaded.tokenizer, self.target.context_length, nodes
@@ -143,8 +153,8 @@ class Training:
             self._resume(*found)
         self.tracker.start(self.state.step)
         on_main(self.accelerator, self._write_records)
-        self.interval = Interval()
-        self.pace, self.started_step = Pace(), self.state.step
+        self.interval = Interval.resumed(self.state.interval, self.accelerator)
+        self.pace, self.started_step = Pace(self.state.step), self.state.step
         with self.interrupts.held():
             try:
                 self._between_steps()
@@ -278,6 +288,7 @@ class Training:
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:
             return
+        self.state.interval = self.interval.cut(self.accelerator)
         with self.interrupts.held():
             save_checkpoint(
                 self.accelerator,
@@ -291,7 +302,7 @@ class Training:
 
     def _resume(self, path: Path, state: RunState) -> None:
         """Take up a checkpoint."""
-        check_continues(path, state, self.state, self.tracker.say)
+        check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
         load_checkpoint(self.accelerator, path, self.stepper.module, self.stepper.optimizer)
         self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
         self.tracker.say(f"resumed from {path}")

@@ -21,6 +21,17 @@ def test_the_time_left_leaves_out_the_first_step_and_measurements(monkeypatch: p
     assert pace.seconds_left(80, measurements=1) == pytest.approx(160 + 30)
 
 
+def test_the_first_step_is_better_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a run goes on right before a line of the log."""
+    clock = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+    pace = Pace(199)
+    clock += 3.0
+    for _ in range(2):
+        pace.mark(200)
+    assert pace.seconds_left(10, measurements=0) == pytest.approx(30)
+
+
 def test_a_machine_that_becomes_slower_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: clock)
