@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from torch.distributed import TCPStore
 
 from heads.errors import UserError
 from heads.processor import fastest_dtype
@@ -203,7 +204,7 @@ def _is_first_to_end() -> bool:
     """By a count in the store that the launcher, or the first process, keeps for the others; alone where it is gone."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
-        store = torch.distributed.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
         )
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
