@@ -3,7 +3,9 @@
 python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
 """
 
+import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -15,12 +17,17 @@ from eval.roofline import Part, copy_bandwidth
 from heads.errors import UserError
 
 
-def main() -> int:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = Parser("Kernels beside their floors.")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--rows", type=count, nargs="+", default=list(ROWS))
     parser.add_argument("--length", type=count, default=2048, help="tokens in the cache")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse_arguments()
     if not torch.cuda.is_available():
         raise UserError("no GPU is at hand: the kernels run on one; take a machine that has one")
     device = torch.device("cuda")
