@@ -75,23 +75,4 @@ def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
     ours = ("written to", "this machine")
     assert all("decodes in" in line or line.startswith(ours) for line in said)
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert not names & {*HEAVY}
-
-
-@pytest.mark.slow
-def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
-    """One that loads a model: nothing but our own lines on either stream, and torchao is left alone."""
-    options = ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--repeats", "1", "--tree", "chain:2"]
-    (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "def main("}\n')
-    options[1] = str(tmp_path / "prompts.jsonl")
-    done = run(
-        *("-X", "importtime", "eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target"),
-        *("--out", str(tmp_path / "out"), *options),
-    )
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert [
-        line for line in said if "decodes in" not in line and not line.startswith(("written to", "this machine"))
-    ] == []
-    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers" in names and "torchao.quantization" not in names
