@@ -16,9 +16,9 @@ from eval.report import CARD, model_card, quoted
 from eval.results import Results, read_results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.checkpoint import CONFIG, find_head, load_head, read_config, seal
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
 from heads.errors import UserError, first_line
-from heads.formats.contract import Verdict, check_folder, why_unfit
+from heads.formats.contract import Verdict, why_unfit
 from heads.formats.eagle3 import convert_command
 from heads.formats.loaders import ENGINES
 from heads.hub import repo_and_revision
@@ -38,7 +38,6 @@ BASE = "TARGET"
 """What commands call a target that is not named."""
 STEPS = 5
 """Tokens drafted a round by a head that was neither measured nor trained to a depth."""
-SUBSTITUTE = "an EAGLE-3 head is the form that both engines load for most targets"
 
 Contents = dict[str, Path | bytes]
 
@@ -92,7 +91,7 @@ def collect(
     files = head_files(folder, record, base)
     verdicts = head_verdicts(folder, record, results, repo_id, base)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
-        raise UserError(f"{folder}: {doubt}; {SUBSTITUTE}, or publish it --unserved")
+        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
     about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
     data: dict[str, Any] = {
         "rights": rights(base or ""),
@@ -155,17 +154,10 @@ def head_verdicts(
     """What engines make of the head, drafting as many tokens as its headline setting or its training."""
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
-    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, or again and again with all of them
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
     target = BASE if base is None else repo_and_revision(base)[0]
-    return check_folder(
-        folder,
-        record["kind"],
-        HEADS[record["kind"]].weights_file,
-        record["target"],
-        name=repo_id,
-        base=f"{target}-WITH-ADAPTER" if record["target"].get("adapter") else target,
-        steps=max(depth // modules, 1) * modules,
-    )
+    target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
+    return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
 
 
 def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:

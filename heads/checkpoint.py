@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, check_folder
 from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
 from heads.target import FrozenTarget
@@ -242,6 +243,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if record.get("seal", seal(record)) != seal(record):  # heads of before there was one have none
         raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
+
+
+def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
+    """What engines make of a saved head, as `heads.formats.contract.check_folder` says."""
+    folder = find_head(path)
+    record = read_config(folder)
+    kind = record["kind"]
+    return check_folder(folder, kind, HEADS[kind].weights_file, record["target"], name=name, base=base, steps=steps)
 
 
 def adapt_target(path: str | Path, target: FrozenTarget) -> None:

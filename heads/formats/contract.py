@@ -36,6 +36,11 @@ from heads.mimo import register_mimo
 
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Tensors of a draft vocabulary."""
+PORTABLE = (
+    "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
+    "hidden state alone"
+)
+"""What both engines load for the most targets."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,11 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why it does not, in one line."""
-        more = len(self.faults) - 1
-        return self.lacks or self.faults[0] + (f" (and {more} more)" if more > 0 else "")
+        """Why it does not, in words that follow the reader's name."""
+        if not self.faults:
+            return str(self.lacks)
+        more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
+        return f"would misread it: {self.faults[0]}{more}"
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,11 @@ def check_folder(
     """
     found = read_folder(folder / "config.json", folder / weights, target)
     base = shlex.quote(base) + (" --trust-remote-code" if "auto_map" in found.config else "")
-    verdicts = []
-    for reader in dict.fromkeys((*ENGINES, *COMMANDS[kind])):
-        if reader in COMMANDS[kind]:
+    commands, verdicts = COMMANDS.get(kind, {}), []
+    for reader in dict.fromkeys((*ENGINES, *commands)):
+        if reader in commands:
             lacks, faults = CHECKS[kind](found, reader)
-            verdicts.append(Verdict(reader, COMMANDS[kind][reader](base, name, steps), lacks, tuple(faults)))
+            verdicts.append(Verdict(reader, commands[reader](base, name, steps), lacks, tuple(faults)))
         else:
             verdicts.append(Verdict(reader, "", f"has no method for heads of kind {kind}", ()))
     return verdicts
@@ -95,9 +102,11 @@ def check_folder(
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
     """Why a head is not fit for engines: none serves it, or one would misread it. None where it is fit."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
-    if any(verdict.serves for verdict in engines) and not any(verdict.faults for verdict in engines):
+    served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
+    if served and not misread:
         return None
-    return "; ".join(f"{verdict.reader}: {verdict.reason}" for verdict in engines if not verdict.serves)
+    why = "; ".join(f"{verdict.reader} {verdict.reason}" for verdict in engines if not verdict.serves)
+    return why if misread else f"no engine serves it: {why}; {PORTABLE}"
 
 
 def read_folder(config_file: Path, weights: Path, target: Mapping[str, Any]) -> Folder:
@@ -140,15 +149,15 @@ def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
     where, expected = ".".join(loader.ids), [k + loader.offset for k in ours]
     faults = []
     if not loader.ids and ours != default:
-        faults.append(f"reads no layer ids: it would capture {default} in the place of {ours}")
+        faults.append(f"no layer ids are read: {default} would be captured in the place of {ours}")
     if loader.ids and read != expected:
         faults.append(f"config.json: {where}: expected {expected}, found {read!r}: other layers would be captured")
     if config["num_aux_hidden_states"] != len(ours) or sorted(set(ours)) != ours:
         faults.append(f"config.json: num_aux_hidden_states: {config['num_aux_hidden_states']} of the layers {ours}")
     if not all(0 <= k < layers + loader.last for k in ours):
-        faults.append(f"never captures layer {max(ours)} of {layers}, the last one's output: take lower ones")
+        faults.append(f"layer {max(ours)} of {layers}, the last one's output, is never captured: take lower ones")
     if len(ours) < loader.fewest:
-        faults.append(f"leaves fc out where {len(ours)} layer is read: take {loader.fewest} or more")
+        faults.append(f"fc is left out where {len(ours)} layer is read: take {loader.fewest} or more")
     return faults
 
 

@@ -91,10 +91,10 @@ def test_an_eagle3_head_is_what_every_reader_loads(
     [
         ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
         ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
-        ({"taps": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] in the place of [1, 4, 6]"),
-        ({"taps": [0, 7]}, {VLLM, SGLANG}, "reads no layer ids"),
-        ({"taps": [2, 4, 8]}, {VLLM}, "never captures layer 8 of 8"),
-        ({"taps": [4]}, {VLLM}, "leaves fc out"),
+        ({"taps": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
+        ({"taps": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
+        ({"taps": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
+        ({"taps": [4]}, {VLLM}, "fc is left out"),
     ],
 )
 def test_which_options_each_reader_takes(
