@@ -24,7 +24,7 @@ from eval.prompts import spread
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
-from heads.checkpoint import CONFIG, read_config
+from heads.checkpoint import weights_hash
 from heads.errors import UserError
 from heads.quantization import weight_bytes
 from heads.registry import kind_of
@@ -200,17 +200,11 @@ def head_facts(head: Drafter, path: str) -> Results:
     return {
         "kind": kind_of(head),
         "path": path,
-        "sha256": weights_hash(Path(path)),
+        "sha256": weights_hash(path),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
         "taps": list(head.taps),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
     }
-
-
-def weights_hash(path: Path) -> str | None:
-    """What a head's folder, or the one of its run, says of its weights; None where it is not here."""
-    folder = next((place for place in (path, path / "head") if is_file(place / CONFIG)), None)
-    return None if folder is None else read_config(folder).get("sha256")
 
 
 def environment(target: FrozenTarget) -> Results:

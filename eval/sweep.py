@@ -33,7 +33,7 @@ from eval.results import Results, read_results
 from eval.settings import to_settings
 from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
 from eval.wording import MISSING, busy_warning, exact_cell, is_exact, number
-from heads.checkpoint import find_head, read_config
+from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.registry import untrained_kind
 
@@ -81,7 +81,10 @@ def place_of(sweep: Sweep, setting: Setting) -> str:
         options = parse_bench(sweep.arguments(setting))
         settings = to_settings(options)
         head = options.head
-        weights = None if untrained_kind(head) else read_config(find_head(head)).get("sha256")
+        weights = None
+        if not untrained_kind(head):
+            read_config(find_head(head))
+            weights = weights_hash(find_head(head))
     except UserError as error:
         raise UserError(f"{sweep.path}: {sweep.text(setting)}: {error}") from None
     texts = [Path(name).read_bytes() for name in settings.prompts.split(",") if is_file(name)]

@@ -1,7 +1,11 @@
 """Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
 
 Each kind of head says which tensors it saves and what engines want to read in config.json. Everything of ours stands
-there under one key, `draftsmith`, which engines ignore. A save is complete or absent.
+there under one key, `draftsmith`, which engines ignore.
+
+A save is complete or absent, by what every POSIX file system has: no rename puts a folder in the place of another that
+holds something, so the old one is first moved into a hidden folder beside it. Whoever reads a head at that instant, or
+after a save was killed there, reads it from where it was moved. Readers write nothing; the next save tidies up.
 """
 
 import hashlib
@@ -12,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +32,20 @@ from heads.target import FrozenTarget
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Floating-point numbers that weights may be held in."""
+TARGET_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str, type(None)),
+    "fingerprint": (str,),
+    "hidden_size": (int,),
+    "vocab_size": (int,),
+    "num_layers": (int,),
+    "quantize": (str, type(None)),
+    "adapter": (dict, type(None)),
+}
+"""What a head's record says of its target; the last two may be absent."""
+
+Found = TypeVar("Found")
 
 
 @runtime_checkable
@@ -66,10 +84,12 @@ def save_head(
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to.
 
-    `write_adapter` writes the adapter of that target into a folder, and returns what is to be said of it.
+    Where `folder` is a symbolic link, the head is written where it leads. `write_adapter` writes the adapter of that
+    target into a folder, and returns what is to be said of it.
     """
-    folder = Path(folder)
-    fresh, old = _beside(folder, "new"), _beside(folder, "old")
+    folder = Path(os.path.realpath(folder))
+    old = _replaced(folder)
+    fresh = old.with_name("new")
     ours: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind_of(head),
@@ -79,7 +99,7 @@ def save_head(
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
+        _put_back(folder)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.saved().items()}
         save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
@@ -92,17 +112,14 @@ def save_head(
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if isinstance(head, WithFiles):
             head.write_beside(fresh, target)
-        for path in sorted(path for path in fresh.rglob("*") if path.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in (*fresh.rglob("*"), fresh):
+            _sync(path)
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
+        _sync(folder.parent)
     finally:
-        _restore(folder)
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _put_back(folder)
 
 
 def file_hash(path: Path) -> str:
@@ -117,15 +134,88 @@ def seal(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")
+def _replaced(folder: Path) -> Path:
+    """Where a head's folder is moved while another one takes its place."""
+    real = Path(os.path.realpath(folder))
+    return real.parent / f".{real.name}.saving" / "old"
 
 
-def _restore(folder: Path) -> None:
-    """Put the old head back where a save was cut off between its two renames."""
+def _put_back(folder: Path) -> None:
+    """Undo a save that was cut off, and delete what it left."""
+    old = _replaced(folder)
     if not folder.exists():
-        with suppress(OSError):
-            _beside(folder, "old").rename(folder)
+        with suppress(FileNotFoundError):
+            old.rename(folder)
+    shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _place(folder: Path) -> Path:
+    """Where the files of a head's folder are at this instant."""
+    old = _replaced(folder)
+    return old if not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG) else folder
+
+
+def _settled(path: Path, read: Callable[[], Found]) -> Found:
+    """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
+    while True:
+        before = _stamps(path)
+        try:
+            found = read()
+        except (UserError, OSError):
+            if _stamps(path) == before:
+                raise
+        else:
+            if found is not None or _stamps(path) == before:
+                return found
+
+
+def _stamps(path: Path) -> list[tuple[int, int] | None]:
+    """What tells the saves of the heads at a path apart."""
+    found: list[tuple[int, int] | None] = []
+    for folder in _folders(path):
+        for place in (folder, _replaced(folder)):
+            try:
+                state = (place / CONFIG).stat()
+                found.append((state.st_ino, state.st_mtime_ns))
+            except OSError:
+                found.append(None)
+    return found
+
+
+def _folders(path: Path) -> tuple[Path, Path]:
+    """The folders that may hold the head that a path names."""
+    return path, path / "head"
+
+
+def _head_here(path: Path) -> Path | None:
+    """The folder of the head that a path names; None where none is here."""
+
+    def look() -> Path | None:
+        for folder in _folders(path):
+            place = _place(folder)
+            if (place / CONFIG).is_file() and (place / WEIGHTS).is_file():
+                return folder
+        return None
+
+    return _settled(path, look)
+
+
+def weights_hash(path: str | Path) -> str | None:
+    """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
+    try:
+        folder = _head_here(Path(path))
+        return None if folder is None else _settled(folder, lambda: file_hash(_place(folder) / WEIGHTS))
+    except (OSError, ValueError):  # no path at all
+        return None
 
 
 def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
@@ -134,10 +224,15 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = find_head(path)
-    record, file = read_config(folder), folder / WEIGHTS
+    head = _settled(folder, lambda: _load(_place(folder)))
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def _load(folder: Path) -> Any:
+    record, file = _read_config(folder), folder / WEIGHTS
     try:
         weights = load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     head = _make_head(folder, record, weights)
     expected, found = forms(head.saved()), forms(weights)
@@ -152,13 +247,13 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
     head.restore(weights)
-    return head.to(device=device, dtype=dtype).eval()
+    return head
 
 
 def forms(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Shape and kind of number of each tensor; floating-point tensors may come in any width."""
+    """Shape and kind of number of each tensor; floating-point tensors may come in any width of at least 16 bits."""
     return {
-        name: f"{tuple(value.shape)} {'floating-point' if value.is_floating_point() else value.dtype}"
+        name: f"{tuple(value.shape)} {'floating-point' if value.dtype in FLOATS else value.dtype}"
         for name, value in weights.items()
     }
 
@@ -176,12 +271,11 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
 
 
 def find_head(path: str | Path) -> Path:
-    """The folder with the head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
+    """The folder of a head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
     try:
-        for folder in (Path(path), Path(path) / "head"):
-            _restore(folder)
-            if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
-                return folder
+        here = _head_here(Path(path))
+        if here is not None:
+            return here
         is_here = Path(path).exists()
     except (OSError, ValueError) as error:  # a name too long, a null byte
         raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
@@ -207,6 +301,10 @@ def find_head(path: str | Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
+    return _settled(folder, lambda: _read_config(_place(folder)))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
         record: Any = json.loads(file.read_text()).get("draftsmith")
@@ -218,12 +316,20 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: format {record.get('format')}, this version reads {FORMAT}; use the one that wrote it"
         )
-    target_keys = {"name", "fingerprint", "hidden_size", "vocab_size", "num_layers"}
-    for section, keys in (("config", HEADS[record["kind"]].FROM_TARGET), ("target", target_keys)):
-        held = record[section].keys() if isinstance(record.get(section), dict) else set()
-        if absent := keys - held:
+    needed = {"config": HEADS[record["kind"]].FROM_TARGET, "target": TARGET_TYPES.keys() - {"quantize", "adapter"}}
+    for section, keys in {**needed, "provenance": set()}.items():
+        if not isinstance(record.get(section), dict):
+            raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
+        if absent := keys - record[section].keys():
             raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
-    if record.get("seal", seal(record)) != seal(record):  # heads of before there was one have none
+    for name, types in TARGET_TYPES.items():
+        if not isinstance(record["target"].get(name), types):
+            raise UserError(f"{file}: draftsmith.target.{name}: unusable; fetch or train it again")
+    try:
+        sealed = record.get("seal") == seal(record)
+    except RecursionError:
+        sealed = False
+    if not sealed:
         raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
 
@@ -235,7 +341,7 @@ def adapt_target(path: str | Path, target: FrozenTarget) -> None:
     trained_for = read_config(folder)["target"]
     if facts := trained_for.get("adapter"):
         _check_base(path, trained_for, target)
-        merge_adapter(target, folder / ADAPTER, facts)
+        merge_adapter(target, _place(folder) / ADAPTER, facts)
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:

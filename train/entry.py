@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from eval.bench import run_bench
 from eval.command import asks_usage, exit_status, tell
 from eval.report import write_report
-from eval.results import read_results, weights_hash
+from eval.results import read_results
 from eval.settings import BenchSettings
-from heads.checkpoint import adapt_target, load_head
+from heads.checkpoint import adapt_target, load_head, weights_hash
 from heads.errors import UserError
 from train.interrupts import Interrupted, Interrupts
 from train.launch import leave, on_main
