@@ -3,11 +3,13 @@
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
 
-Writes results.json, report.html, plots and a model card's section into --out. Exit status 0; 1 if an output was not the
-target's own (then no speedup is printed); 2 with one line for what the caller can mend.
+Writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
+runs/quickstart/bench, or into --out. Exit status 0; 1 if an output was not the target's own (then no speedup is
+printed); 2 with one line for what the caller can mend.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from eval.command import Parser, add_head_options, draft_shapes, exit_status, op
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.crowding import crowding
 from eval.files import check_folder
+from eval.measurements import BENCH, own_folder, plain_name
 from eval.prompts import Prompt
 from eval.report import check_card, print_report, write_report
 from eval.results import (
@@ -35,6 +38,7 @@ from eval.results import (
 from eval.roofline import lines, run_roofline
 from eval.runtime.engine import Engine
 from eval.settings import BenchSettings, add_measure_options, to_settings
+from eval.wording import short_name
 from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.registry import untrained_kind
@@ -135,31 +139,34 @@ def parts_of_headline(
 def bench_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = to_settings(options)
-    untrained = untrained_kind(options.head)
-    out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
-    check_folder(out, "--out")
-    check_card(out, "--out")
+    parent = default_out(options.head)
+    check_folder(options.out or parent, "--out")
+    if options.out:
+        check_card(options.out, "--out")
     opened = open_head(options)
     tell(crowding(opened.target.device))
-    results = run_bench(
-        opened.target,
-        opened.head,
-        opened.tokenizer,
-        settings,
-        head_path=options.head,
-        out=out,
-        with_roofline=options.roofline,
-    )
+    with own_folder(parent, settings, options) as out:
+        results = run_bench(
+            opened.target,
+            opened.head,
+            opened.tokenizer,
+            settings,
+            head_path=options.head,
+            out=out,
+            with_roofline=options.roofline,
+        )
     print(f"written to {out}", file=sys.stderr)
     return 1 if results["exact"]["divergences"] else 0
 
 
-def default_out(folder: Path) -> Path:
-    """bench/ in the run the head is of, else runs/bench-NAME; never the run's own results."""
-    run = folder.resolve().parent
-    if folder.name == "head" and (run / "recipe.yaml").is_file():
-        return run / "bench"
-    return Path("runs", f"bench-{folder.resolve().name}")
+def default_out(head: str) -> Path:
+    """The folder in which measurements of a head get folders of their own: bench/ in its run, else runs/bench-NAME."""
+    if not untrained_kind(head):
+        folder = Path(os.path.abspath(find_head(head)))  # as it was named: where a link leads there is no run
+        if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
+            return folder.parent / BENCH
+    name = os.path.abspath(head) if os.path.exists(head) else head
+    return Path("runs", plain_name(f"bench-{short_name(name)}"))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,7 +4,8 @@
     python eval/compare.py runs/eagle early_exit:4 --tree auto --prompts humaneval
 
 A head is measured with every tree that it can draft; with `--tree auto`, with what suits it best. Prints a table and
-writes compare.json and compare.md into --out. Exit status as of eval/bench.py.
+writes compare.json and compare.md into a new folder in runs/compare for every measurement, or into --out. Exit status
+as of eval/bench.py.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from eval.command import (
 from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
 from eval.crowding import crowding
 from eval.files import check_folder, write_text
+from eval.measurements import own_folder
 from eval.pilot import can_draft
 from eval.report import print_audit
 from eval.results import (
@@ -71,6 +73,7 @@ from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 WIDE = 160
+FOLDER = Path("runs/compare")
 DEFAULT_TREES = ("chain:5", "chain:3", HEAD_TREE)
 """Something for heads that reach no depth of 5, too."""
 COLUMNS = (
@@ -253,7 +256,7 @@ def title(results: Results) -> str:
 def compare_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and compare: the exit status."""
     settings = to_settings(options)
-    check_folder(options.out, "--out")
+    check_folder(options.out or FOLDER, "--out")
     trained = [path for path in options.heads if not untrained_kind(path)]
     target, tokenizer = open_target_of((trained or options.heads)[0], options)
     names = head_names(options.heads)
@@ -261,8 +264,9 @@ def compare_command(options: argparse.Namespace) -> int:
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
     tell(crowding(target.device))
-    results = compare(target, contestants, tokenizer, settings, out=options.out)
-    print(f"written to {options.out}", file=sys.stderr)
+    with own_folder(FOLDER, settings, options) as out:
+        results = compare(target, contestants, tokenizer, settings, out=out)
+    print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 
 
@@ -281,7 +285,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--target", help="the target's path; by default the one the first head was trained for")
     add_target_options(parser)
     add_measure_options(parser)
-    parser.set_defaults(out=Path("runs/compare"), trees=",".join(DEFAULT_TREES))
+    parser.set_defaults(trees=",".join(DEFAULT_TREES))
     return parser.parse_args(arguments)
 
 

@@ -12,7 +12,7 @@ from eval.audit import audit, find_divergences
 from eval.auto import Search, start_search
 from eval.command import prompt_room
 from eval.measure import Entry, Race, check_decoded, race
-from eval.prompts import Prompt, follow_up, load_prompts
+from eval.prompts import Prompt, follow_up, load_prompts, split_prompts
 from eval.results import Results, by_suite, figures, samples
 from eval.runtime.engine import Engine, Request
 from eval.settings import BenchSettings
@@ -30,7 +30,7 @@ def choose_prompts(
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
-    for suite in map(str.strip, settings.prompts.split(",")):
+    for suite in split_prompts(settings.prompts):
         if not suite:
             raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
         prompts += load_prompts(

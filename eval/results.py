@@ -10,34 +10,31 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval import metrics
 from eval.environment import device_facts, versions
-from eval.files import is_file, write_text
+from eval.files import write_text
 from eval.measure import Contender, Lap, Race, trace
 from eval.prompts import spread
+from eval.results_schema import ResultsFile
 from eval.runtime.engine import PHASES, Output
 from eval.wording import Results as Results
 from heads.base import Drafter
 from heads.checkpoint import weights_hash
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.quantization import weight_bytes
 from heads.registry import kind_of
 from heads.target import FrozenTarget
 
 SCHEMA_VERSION = 1
 NUM_SAMPLES = 4
-
-RESULT_KEYS = frozenset(
-    {"target", "head", "device", "dtype", "versions", "settings", "tree", "temperature", "exact", "tau", "alpha"}
-    | {"accepted_histogram", "baseline", "speculative", "speedup", "suites", "measurements", "samples"}
-)
-"""What stands at the top level of every results.json, beside schema_version."""
 
 
 def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]], units: Sequence[int]) -> Results:
@@ -208,8 +205,9 @@ def head_facts(head: Drafter, path: str) -> Results:
 
 
 def environment(target: FrozenTarget) -> Results:
-    """Where it was measured."""
+    """When and where it was measured."""
     return {
+        "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "device": device_facts(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
@@ -259,15 +257,20 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a results.json; UserError where it is none."""
+    """Read a results.json; UserError where it is none, or where something that is read of it is not what it has to
+    be."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {first_line(error)}") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: expected a results.json with schema_version {SCHEMA_VERSION}; measure again")
-    if absent := RESULT_KEYS - results.keys():
-        raise UserError(f"{path}: lacks {min(absent)}; measure again")
+    try:
+        ResultsFile.model_validate(results)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "the whole"
+        raise UserError(f"{path}: {place}: {fault['msg']}; measure again") from None
     return results
 
 

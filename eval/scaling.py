@@ -3,8 +3,8 @@
     python eval/scaling.py runs/quickstart --batch-sizes 1,2,4,8 --contexts 64,256,768 [--adaptive] [--out DIR]
 
 Every point is a race: the same prompts decoded plainly and with each draft in turns, every token compared. Prompts are
-windows of the suite's texts, as long as the context asked for. Writes scaling.json and scaling.png into --out. Exit
-status as eval/bench.py's.
+windows of the suite's texts, as long as the context asked for. Writes scaling.json and scaling.png into a new folder in
+runs/scaling-NAME for every measurement, or into --out. Exit status as eval/bench.py's.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
 from eval.corpus import read_split
 from eval.files import check_folder
 from eval.measure import Entry, race
+from eval.measurements import own_folder, plain_name
 from eval.plots import LIGHT, STYLE, save
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.report import print_audit
@@ -223,10 +224,13 @@ def show(results: Results, console: Console) -> None:
 def scaling_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
-    out = options.out or Path("runs", f"scaling-{Path(short_name(options.head)).name.replace(':', '-')}")
-    check_folder(out, "--out")
+    parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
+    check_folder(options.out or parent, "--out")
     opened = open_head(options)
-    results = measure_scaling(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
+    with own_folder(parent, settings, options) as out:
+        results = measure_scaling(
+            opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out
+        )
     print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 
@@ -247,7 +251,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--temperature", type=float, default=known.temperature, help="0 is greedy")
     add("--repeats", type=count, default=known.repeats, help="how often each point is measured")
     add("--seed", type=seed_number, default=known.seed, help="of the sampling")
-    add("--out", type=Path, help="where the results go; runs/scaling-NAME by default")
+    add("--out", type=Path, help="the folder of the results; by default a new one in runs/scaling-NAME")
     return parser.parse_args(arguments)
 
 

@@ -29,6 +29,7 @@ from rich.table import Table
 from eval.bench import parse_arguments as parse_bench
 from eval.command import Parser, count, exit_status, seed
 from eval.files import check_folder, is_file, write_json, write_text
+from eval.prompts import split_prompts
 from eval.results import Results, read_results
 from eval.settings import to_settings
 from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
@@ -87,7 +88,7 @@ def place_of(sweep: Sweep, setting: Setting) -> str:
             weights = weights_hash(find_head(head))
     except UserError as error:
         raise UserError(f"{sweep.path}: {sweep.text(setting)}: {error}") from None
-    texts = [Path(name).read_bytes() for name in settings.prompts.split(",") if is_file(name)]
+    texts = [Path(name).read_bytes() for name in split_prompts(settings.prompts) if is_file(name)]
     held = [hashlib.sha256(text).hexdigest() for text in texts]
     said = json.dumps([sorted(sweep.arguments(setting)), weights, held])
     return folder_name(sweep.text(setting), hashlib.sha256(said.encode()).hexdigest())

@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
@@ -164,6 +165,10 @@ def _place(folder: Path) -> Path:
     return old if not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG) else folder
 
 
+def _weights_file(place: Path) -> Path:
+    return place / WEIGHTS
+
+
 def _settled(path: Path, read: Callable[[], Found]) -> Found:
     """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
     while True:
@@ -202,7 +207,7 @@ def _head_here(path: Path) -> Path | None:
     def look() -> Path | None:
         for folder in _folders(path):
             place = _place(folder)
-            if (place / CONFIG).is_file() and (place / WEIGHTS).is_file():
+            if (place / CONFIG).is_file() and _weights_file(place).is_file():
                 return folder
         return None
 
@@ -213,7 +218,7 @@ def weights_hash(path: str | Path) -> str | None:
     """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
     try:
         folder = _head_here(Path(path))
-        return None if folder is None else _settled(folder, lambda: file_hash(_place(folder) / WEIGHTS))
+        return None if folder is None else _settled(folder, lambda: file_hash(_weights_file(_place(folder))))
     except (OSError, ValueError):  # no path at all
         return None
 
@@ -229,7 +234,7 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
 
 def _load(folder: Path) -> Any:
-    record, file = _read_config(folder), folder / WEIGHTS
+    record, file = _read_config(folder), _weights_file(folder)
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
@@ -261,13 +266,33 @@ def forms(weights: dict[str, Tensor]) -> dict[str, str]:
 def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Any:
     """The empty head that the record describes."""
     try:
-        return HEADS[record["kind"]].from_record(record["config"], weights)
+        with _no_larger_than(weights):
+            return HEADS[record["kind"]].from_record(record["config"], weights)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError) as error:
+    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
         raise UserError(
             f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
         ) from error
+
+
+@contextmanager
+def _no_larger_than(weights: dict[str, Tensor]) -> Iterator[None]:
+    """Refuse modules of more or larger parameters than a file holds, before they take memory."""
+    left = 2 * len(weights) + 16  # tied ones are saved once, and a family's class may hold a few that are not
+    size = sum(value.numel() for value in weights.values())
+
+    def check(module: torch.nn.Module, name: str, parameter: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 or parameter.numel() > size:
+            raise UserError(f"{CONFIG}: describes a larger head than {WEIGHTS} holds; fetch or train it again")
+
+    hook = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def find_head(path: str | Path) -> Path:

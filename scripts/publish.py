@@ -31,6 +31,7 @@ def publish(options: argparse.Namespace) -> int:
     publication = collect(
         options.run,
         options.repo_id,
+        results=options.results,
         base_model=options.base_model,
         license=options.license,
         unmeasured=options.unmeasured,
@@ -39,6 +40,7 @@ def publish(options: argparse.Namespace) -> int:
         print(f"{size:>12,} bytes  {name}")
     base = publication.base_model or "a local model, which is not named; --base-model OWNER/NAME names it"
     print(f"base model: {base}")
+    print(f"figures: {publication.measurement or 'none'}")
     if options.dry_run:
         print(f"\n{publication.card}", end="")
         return 0
@@ -137,6 +139,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")
     add("repo_id", type=hub_id, help="OWNER/NAME; made if it is not there")
+    add("--results", type=Path, metavar="FOLDER", help="the measurement to tell of; the newest of the run by default")
     add("--private", action="store_true", help="where the repository is made, make it private")
     add("--revision", metavar="BRANCH", help="commit to a branch, made if it is not there; main by default")
     add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0")

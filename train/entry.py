@@ -90,7 +90,10 @@ def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
     """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
     if not folder.results.is_file():
         return False
-    measured = read_results(folder.results)["head"]["sha256"]
+    try:
+        measured = read_results(folder.results)["head"]["sha256"]
+    except UserError:  # damaged: as good as none
+        return False
     was = load_recipe(folder.recipe)
     return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
 
