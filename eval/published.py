@@ -211,4 +211,4 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def as_json(value: Any) -> bytes:
     """As a head's files are written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -35,6 +36,8 @@ FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Floating-point numbers that weights may be held in."""
+MOST_NESTED = 64
+"""Levels of a config.json."""
 TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "name": (str, type(None)),
     "fingerprint": (str,),
@@ -239,8 +242,8 @@ def _load(folder: Path) -> Any:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    head = _make_head(folder, record, weights)
-    expected, found = forms(head.saved()), forms(weights)
+    head, expected = _make_head(folder, record, weights)
+    found = forms(weights)
     for name in sorted(expected.keys() | found.keys()):
         ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
         if ours != theirs:
@@ -263,11 +266,12 @@ def forms(weights: dict[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Any:
-    """The empty head that the record describes."""
+def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
+    """The empty head that the record describes, and the forms of the tensors that it has."""
     try:
         with _no_larger_than(weights):
-            return HEADS[record["kind"]].from_record(record["config"], weights)
+            head = HEADS[record["kind"]].from_record(record["config"], weights)
+        return head, forms(head.saved())
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
@@ -280,10 +284,12 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
 def _no_larger_than(weights: dict[str, Tensor]) -> Iterator[None]:
     """Refuse modules of more or larger parameters than a file holds, before they take memory."""
     left = 2 * len(weights) + 16  # tied ones are saved once, and a family's class may hold a few that are not
-    size = sum(value.numel() for value in weights.values())
+    size, thread = sum(value.numel() for value in weights.values()), get_ident()
 
     def check(module: torch.nn.Module, name: str, parameter: Any) -> None:
         nonlocal left
+        if get_ident() != thread:  # the hook is of the whole process
+            return
         left -= 1
         if left < 0 or parameter.numel() > size:
             raise UserError(f"{CONFIG}: describes a larger head than {WEIGHTS} holds; fetch or train it again")
@@ -332,14 +338,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
-        record: Any = json.loads(file.read_text()).get("draftsmith")
+        config: Any = json.loads(file.read_text())
+        record: Any = config.get("draftsmith")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
+    if _is_deeper(config, MOST_NESTED):
+        raise UserError(f"{file}: nested more than {MOST_NESTED} deep; fetch or train the head again")
     if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(
-            f"{file}: format {record.get('format')}, this version reads {FORMAT}; use the one that wrote it"
+            f"{file}: format {record.get('format')!r:.40}, this version reads {FORMAT}; use the one that wrote it"
         )
     needed = {"config": HEADS[record["kind"]].FROM_TARGET, "target": TARGET_TYPES.keys() - {"quantize", "adapter"}}
     for section, keys in {**needed, "provenance": set()}.items():
@@ -348,15 +357,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if absent := keys - record[section].keys():
             raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
     for name, types in TARGET_TYPES.items():
-        if not isinstance(record["target"].get(name), types):
-            raise UserError(f"{file}: draftsmith.target.{name}: unusable; fetch or train it again")
-    try:
-        sealed = record.get("seal") == seal(record)
-    except RecursionError:
-        sealed = False
-    if not sealed:
+        value = record["target"].get(name)
+        if not isinstance(value, types) or (isinstance(value, str) and not value.isprintable()):
+            raise UserError(f"{file}: draftsmith.target.{name}: got {value!r:.80}; fetch or train it again")
+    if record.get("seal") != seal(record):
         raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects of a JSON value lie more than so many levels in each other."""
+    holders = [value]
+    for _ in range(levels + 1):
+        items = [holder.values() if isinstance(holder, dict) else holder for holder in holders]
+        holders = [item for group in items for item in group if isinstance(item, dict | list)]
+    return bool(holders)
 
 
 def adapt_target(path: str | Path, target: FrozenTarget) -> None:

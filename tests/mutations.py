@@ -36,7 +36,7 @@ def _damage(value: Any, rng: random.Random) -> Any:
             other, name = rng.choice(places)
             holder[key] = copy.deepcopy(other[name]) if name in _keys(other) else None
         case 3 if isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
-            holder[key] = rng.choice((-holder[key], holder[key] * 10**9, holder[key] + 1, float(holder[key]), 0))
+            holder[key] = rng.choice((-holder[key], holder[key] * 10**9, holder[key] + 1, str(holder[key]), 0))
         case 3:
             holder[key] = [holder[key]]
         case _:

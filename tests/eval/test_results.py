@@ -134,6 +134,7 @@ def refuse_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
 def test_a_whole_results_file_is_rendered(
     results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    results["measurements"][1]["speedup"]["ci95"] = [1.625, 1.75]  # beside the point itself, as of few prompts
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert not refuse_in_one_line(tmp_path / "results.json", capsys)
     assert {"report.html", "README.md", "plots"} < {path.name for path in tmp_path.iterdir()}
@@ -192,6 +193,7 @@ def test_speeds_of_an_audit_that_failed_are_refused(failed_results: dict[str, An
         place["speedup"] = None
 
 
+@pytest.mark.filterwarnings("ignore:Creating legend")  # said where the machine is busy
 @pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
 def test_mutated_results_are_rendered_or_refused_in_one_line(
     count: int, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -203,17 +205,16 @@ def test_mutated_results_are_rendered_or_refused_in_one_line(
             path.write_text(json.dumps(mutate(results, rng)))
         else:
             path.write_bytes(damage_bytes(whole, rng))
-        if count > 60:
-            refused += refuse_in_one_line(path, capsys)
-            continue
         try:
             found = read_results(path)
         except UserError as error:
             assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
             refused += 1
-        else:
-            print_report(found, Console(file=io.StringIO()))
-            assert render_page(found) and model_card(found) and figures_of(found)
+            continue
+        print_report(found, Console(file=io.StringIO()))
+        assert render_page(found) and model_card(found) and figures_of(found)
+        if count > 60 and n % 5 == 0:  # plots take half a second
+            assert not refuse_in_one_line(path, capsys)
     assert count / 2 < refused < count
 
 

@@ -326,6 +326,10 @@ def test_truncated_and_damaged_weights(folder: Path) -> None:
     assert "no head there" in refusal(load_head, folder)
 
 
+def narrow(weights: dict[str, Tensor]) -> None:
+    weights["fc.weight"] = weights["fc.weight"].to(torch.float8_e4m3fn)
+
+
 def set_nan(weights: dict[str, Tensor]) -> None:
     weights["fc.weight"][3, 4] = torch.nan
 
@@ -339,6 +343,7 @@ def set_nan(weights: dict[str, Tensor]) -> None:
         (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
         (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\) .*, found \(16, 32\)"),
         (lambda w: w.update({"fc.weight": w["fc.weight"].int()}), r"expected .* floating-point, found .* torch.int32"),
+        (narrow, r"fc.weight: .* expected .* floating-point, found .* torch.float8"),
         (set_nan, "fc.weight holds values that are not finite"),
         (lambda w: w.update(d2t=w["d2t"][:-1]), "d2t"),
         (lambda w: w.update(d2t=w["d2t"].float()), "d2t"),
@@ -362,6 +367,9 @@ def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: 
         {"intermediate_size": 0},
         {"head_dim": 7},
         {"rope_theta": "b"},
+        {"rope_theta": 10**30},
+        {"rope_theta": float("inf")},
+        {"depth": 10**12},
         {"hidden_size": None},
         {"num_attention_heads": True},
         {"depth": []},
@@ -402,6 +410,7 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     [
         ("format", 99),
         ("kind", []),
+        ("provenance", None),
         ("config", {}),
         ("config", "wide"),
         ("target", []),
@@ -417,6 +426,20 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
 def test_damaged_records(section: str, value: object, folder: Path) -> None:
     set_config(folder, **{section: value})
     assert str(folder) in refusal(load_head, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("adapter", "one"), ("quantize", 8), ("fingerprint", None), ("name", 3), ("hidden_size", "16")]
+)
+def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
+    set_config(folder, target={**TARGET, name: value})
+    assert f"draftsmith.target.{name}" in refusal(load_head, folder)
+
+
+def test_a_config_larger_than_the_weights_takes_no_memory(folder: Path) -> None:
+    set_config(folder, config={**dataclasses.asdict(CONFIG), "intermediate_size": 10**7})
+    text = refusal(load_head, folder)
+    assert "describes a larger head" in text and str(folder) in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:
