@@ -22,6 +22,28 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+PROCESSES = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the files of a whole run, or of a folder's, between processes, where pytest-xdist is installed and the
+    command line says nothing of it. A file stays whole, since its tests share what is costly to make."""
+    options = config.option
+    if not config.pluginmanager.hasplugin("xdist") or options.numprocesses is not None or options.dist != "no":
+        return
+    if options.usepdb or options.collectonly or all(Path(name.partition("::")[0]).is_file() for name in config.args):
+        return
+    options.numprocesses, options.dist, options.loadscopereorder = PROCESSES, "loadfile", False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process waits long for another at the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
