@@ -348,7 +348,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.settings.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.contest.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
