@@ -74,8 +74,8 @@ def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "def main("}\n')
     options[1] = str(tmp_path / "prompts.jsonl")
     done = run(
-        *("-X", "importtime", "eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target"),
-        *("--out", tmp_path / "out", *options),
+        *("-X", "importtime", "eval/bench.py", "lookup:2", "--target", "recipes/quickstart/target", *options),
+        *("--out", tmp_path / "out"),
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
