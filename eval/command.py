@@ -155,7 +155,13 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
     return False
 
 
-def exit_status(act: Callable[[], int]) -> int:
+def tell(text: str | None) -> None:
+    """Say on standard error what there is to say, once where every process of a launch says it."""
+    if text and os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
+
+
+def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
     """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
     # `heads.quantization`, which has a use for it, takes it back.
@@ -167,27 +173,19 @@ def exit_status(act: Callable[[], int]) -> int:
     try:
         return act()
     except UserError as error:
-        return _refuse(str(error))
+        refusal = str(error)
     except KeyboardInterrupt:
-        tell("interrupted")
+        say("interrupted")
         return 130
     except Exception as error:
         from eval.runtime.memory import is_out_of_memory  # which needs torch, and a command that broke had it
 
         if is_full_disk(error):
-            return _refuse(f"no space left on the device ({error}); free some and run the same command again")
-        if is_out_of_memory(error):
-            return _refuse(f"the memory does not suffice ({first_line(error)}); ask for less, or for smaller batches")
-        traceback.print_exc()
-        return 1
-
-
-def tell(text: str | None) -> None:
-    """Say on standard error what there is to say, once where every process of a launch says it."""
-    if text and os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
-
-
-def _refuse(text: str) -> int:
-    tell("\n".join(f"error: {line}" for line in text.splitlines()))
+            refusal = f"no space left on the device ({error}); free some and run the same command again"
+        elif is_out_of_memory(error):
+            refusal = f"the memory does not suffice ({first_line(error)}); ask for less, or for smaller batches"
+        else:
+            say(traceback.format_exc().rstrip())
+            return 1
+    say("\n".join(f"error: {line}" for line in refusal.splitlines()))
     return 2

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval import metrics
-from eval.environment import device_facts, versions
+from eval.environment import decoder_facts, device_facts, versions
 from eval.files import is_file
 from eval.measure import Contender, Lap, Race, trace
 from eval.prompts import spread
@@ -204,6 +204,7 @@ def environment(target: FrozenTarget) -> Results:
     return {
         "device": device_facts(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "decoder": decoder_facts(target),
         "versions": versions(),
     }
 

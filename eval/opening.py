@@ -8,6 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from eval.command import tell
+from eval.environment import setup_line
 from eval.prompts import Prompt, load_prompts, prompts_hash
 from eval.results import Results
 from heads.base import Drafter
@@ -70,13 +72,15 @@ def open_target(
     """Load a target as the command line says; `quantize`: how, where it does not."""
     place = find_device(options.device)
     scheme = options.quantize or quantize
-    return load_pair(
+    target, tokenizer = load_pair(
         path,
         dtype=options.dtype,
         device=place,
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
+    tell(setup_line(target))
+    return target, tokenizer
 
 
 def find_device(name: str | None) -> torch.device:

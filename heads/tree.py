@@ -18,7 +18,7 @@ from itertools import accumulate, product
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
-from heads.errors import UserError
+from heads.errors import UserError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,12 +66,12 @@ def parse_shape(text: str) -> TreeShape:
     """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of a node, level by level)."""
     if text == "none":
         return ROOT_ONLY
-    if match := re.fullmatch(r"chain:(\d+)", text):
+    if match := re.fullmatch(r"chain:(\d{1,9})", text):
         depth = int(match[1])
         if depth >= 1:
             _check_size(text, depth + 1)
             return TreeShape(depth=depth, top_k=1, nodes=depth + 1, text=text)
-    elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", text):
+    elif match := re.fullmatch(r"tree:(\d{1,9})x(\d{1,9})x(\d{1,9})", text):
         depth, top_k, nodes = map(int, match.groups())
         if depth >= 1 and top_k >= 1 and nodes >= 2:
             _check_size(text, nodes)
@@ -79,21 +79,22 @@ def parse_shape(text: str) -> TreeShape:
             if nodes > most:
                 raise UserError(f"tree {text!r}: {depth} levels of {top_k} give at most {most} nodes; ask for no more")
             return TreeShape(depth=depth, top_k=top_k, nodes=nodes, text=text)
-    elif match := re.fullmatch(r"static:(\d+(?:\.\d+)*)", text):
+    elif match := re.fullmatch(r"static:(\d{1,9}(?:\.\d{1,9})*)", text):
         branching = [int(part) for part in match[1].split(".")]
         if min(branching) >= 1:
             _check_size(text, 1 + sum(accumulate(branching, mul)))
             levels = [product(*map(range, branching[: i + 1])) for i in range(len(branching))]
             return static_shape([path for level in levels for path in level], text)
     raise UserError(
-        f"tree {text!r}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
+        f"tree {shown(text)}: expected none, chain:K, tree:DEPTHxTOP_KxNODES or static:B1.B2..., "
         "such as chain:5, tree:5x8x32 or static:3.2.1"
     )
 
 
 def _check_size(text: str, nodes: int) -> None:
     if nodes > MOST_NODES:
-        raise UserError(f"tree {text!r}: {nodes} nodes are more than a round verifies; ask for at most {MOST_NODES}")
+        what = f"{nodes} nodes are more than a round verifies; ask for at most {MOST_NODES}"
+        raise UserError(f"tree {shown(text)}: {what}")
 
 
 def check_width(shape: TreeShape, known: int) -> None:

@@ -39,7 +39,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         "target": {"path": str(tiny_target_dir)},
         "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
         "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
-        "train": {"max_steps": 2, "batch_size": 2, "lr": 0.01, "log_every": 1, "checkpoint_every": 1},
+        "train": {
+            "max_steps": 2,
+            "batch_size": 2,
+            "lr": 0.01,
+            "precision": "fp32",
+            "log_every": 1,
+            "checkpoint_every": 1,
+        },
         "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -245,7 +252,7 @@ def poison(weights: dict[str, torch.Tensor]) -> None:
 
 
 def point_elsewhere(weights: dict[str, torch.Tensor]) -> None:
-    weights["d2t"] += 1000
+    weights["d2t"] = torch.arange(128)
 
 
 @pytest.mark.parametrize("change", [drop, add, reshape, poison, point_elsewhere])

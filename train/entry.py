@@ -1,9 +1,10 @@
 """What the entries train/*.py share: arguments and the end of the process."""
 
+import os
 import sys
 from collections.abc import Sequence
 
-from eval.command import asks_usage, exit_status
+from eval.command import asks_usage, exit_status, tell
 from train.usage import recipe_keys
 
 LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
@@ -27,7 +28,17 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 
         return train_head(arguments, name, KINDS)
 
-    return exit_status(run)
+    return exit_status(run, say_why)
+
+
+def say_why(text: str) -> None:
+    """Say why the process ends; of several processes the first to end does."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        tell(text)
+        return
+    from train.launch import tell_first
+
+    tell_first(text)
 
 
 def end(status: int) -> None:

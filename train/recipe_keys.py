@@ -24,6 +24,7 @@ from train.usage import HEADING, RECIPE_PART, TARGET_PART, find_part
 
 NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "mapping", Any: "any value"}
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+OVERFLOW = 1e9
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ def type_text(annotation: Any, constraints: Sequence[Any] = (), *, plural: bool 
 
 
 def bound_text(constraint: Any) -> str:
-    """`>= 1` for a bound on a number; nothing for other constraints."""
+    """`>= 1` for a bound on a number; nothing for other constraints and for bounds against overflow."""
     sign, attribute = BOUNDS.get(type(constraint), ("", ""))
-    return f"{sign} {getattr(constraint, attribute):.10g}" if sign else ""
+    return f"{sign} {bound:g}" if sign and abs(bound := getattr(constraint, attribute)) < OVERFLOW else ""
 
 
 def default_text(field: FieldInfo) -> str:

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 from eval.benchmark.run import run_bench
-from eval.command import tell
 from eval.figures import weights_hash
 from eval.report import write_report
 from eval.results import read_results
 from eval.settings import BenchSettings
-from heads.checkpoint import adapt_target, load_head
+from heads.checkpoint import adapt_target, check_loaders, load_head
 from heads.errors import UserError
+from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import on_main
+from train.launch import on_main, tell_first
 from train.loop import Outcome, fit
 from train.preparing import load_recipe_target
 from train.recipe import Eval, Recipe, load_recipe
@@ -32,17 +32,20 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
     try:
         outcome = fit(recipe)
         with Interrupts():
-            return finish(recipe, outcome)
+            return finish(outcome)
     except Interrupted as interrupted:
-        tell(f"interrupted{interrupted}; the same command goes on from there")
+        tell_first(f"interrupted{interrupted}; the same command goes on from there")
         return 130
 
 
-def finish(recipe: Recipe, outcome: Outcome) -> int:
+def finish(outcome: Outcome) -> int:
     """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
+    recipe = outcome.recipe
 
     def act() -> int:
         folder, loaded = outcome.folder, outcome.loaded
+        if (doubt := why_unfit(check_loaders(folder.head))) is not None:
+            outcome.tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 write_report(read_results(folder.results), folder.path)
@@ -84,6 +87,7 @@ def report_settings(settings: Eval) -> BenchSettings:
         prompts=settings.prompts,
         num_prompts=report.num_prompts or settings.num_prompts,
         max_prompt_tokens=settings.max_prompt_tokens,
+        skip_long=settings.skip_long,
         trees=tuple(report.trees or [settings.tree]),
         rule=settings.rule,
         temperatures=tuple(report.temperatures or [settings.temperature]),

@@ -184,7 +184,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim
             path / "model.safetensors",
         )
         for number, optimizer in enumerate(optimizers):
-            save_file(split_optimizer(optimizer.state_dict())[0], path / f"optimizer-{number}.safetensors")
+            save_file(split_optimizer(optimizer.state_dict()), path / f"optimizer-{number}.safetensors")
     for old in list_checkpoints(folder / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
@@ -200,8 +200,8 @@ def resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimize
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     for number, optimizer in enumerate(optimizers):
-        rest = {"param_groups": optimizer.state_dict()["param_groups"], "values": {}}
-        optimizer.load_state_dict(join_optimizer(load_file(newest / f"optimizer-{number}.safetensors"), rest))
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(join_optimizer(load_file(newest / f"optimizer-{number}.safetensors"), groups))
     return int(newest.name.removeprefix("step-"))
 
 

@@ -27,8 +27,9 @@ def compare(options: argparse.Namespace) -> int:
     prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, max_length=longest + options.max_new_tokens + 1)
-    run_engine(engine, prompts[0], WARM_UP_TOKENS)
-    run_generate(target, prompts[0], WARM_UP_TOKENS)
+    warm_up = min(WARM_UP_TOKENS, options.max_new_tokens)
+    run_engine(engine, prompts[0], warm_up)
+    run_generate(target, prompts[0], warm_up)
     ours, theirs = [0.0] * len(prompts), [0.0] * len(prompts)
     tokens = different = 0
     for repeat in range(options.repeats):

@@ -3,12 +3,11 @@
 The command line reads these settings, so this file imports no torch.
 """
 
-import math
 from dataclasses import dataclass
 
 from heads.errors import UserError
 
-COLDEST = 1e-6
+COLDEST, HOTTEST = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
-            raise UserError(f"temperature: expected 0 (greedy) or a number from {COLDEST} up, got {self.temperature}")
+        if not (self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST):
+            raise UserError(
+                f"temperature: expected 0 (greedy) or a number from {COLDEST} to {HOTTEST:.0f}, got {self.temperature}"
+            )
         if not 0 <= self.top_k < 2**63:
             raise UserError(f"top_k: expected a count, or 0 to keep all tokens, got {self.top_k}")
         if not 0 < self.top_p <= 1:

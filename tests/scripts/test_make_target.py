@@ -27,7 +27,7 @@ TINY = [
 def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few modules in place of the machine's."""
 
-    def modules(*, held_out: bool) -> Iterator[tuple[str, str]]:
+    def modules(*, held_out: bool, roots: object) -> Iterator[tuple[str, str]]:
         for i in range(3 if held_out else 9):
             body = "".join(f"def f{n}(x):\n    return x + {n * i}\n\n\n" for n in range(60))
             yield f"m{i}.py", body
