@@ -23,7 +23,7 @@ from eval.prompts import render
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling
-from eval.wording import number
+from eval.wording import number, plural
 from heads.errors import UserError
 from heads.tree import TreeShape
 
@@ -196,7 +196,7 @@ class Stream:
 def figures_line(tokens: int, tau: float | None, tokens_per_second: float | None = None) -> str:
     """`128 tokens, tau 2.84, 412.0 tokens/s`."""
     rate = "" if tokens_per_second is None else f", {number(tokens_per_second, 1)} tokens/s"
-    return f"{tokens} tokens, tau {number(tau)}{rate}"
+    return f"{plural(tokens, 'token')}, tau {number(tau)}{rate}"
 
 
 @contextmanager

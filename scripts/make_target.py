@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from eval.command import asks_usage, exit_status
-from train.entry import end
+from train.entry import LAUNCH, end
 from train.usage import target_recipe_keys
 
-USAGE = "usage: accelerate launch scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
+USAGE = f"usage: {LAUNCH} scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny random target with a tokenizer, saved as a user would have it."""
 
+import logging
 import os
 
 # Before torch is imported: with more threads than free cores, OpenMP's barriers make small models many times slower.
@@ -7,6 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torchao is, which transformers imports where it is installed: four lines of warnings.
+for talkative in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(talkative).setLevel(logging.ERROR)
 # Before triton is: kernels run in its interpreter where there is no GPU.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,6 +25,31 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PROCESSES = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the files of a whole run, or of a folder's, between processes, where pytest-xdist is installed and the
+    command line says nothing of it. A file stays whole, since its tests share what is costly to make."""
+    options = config.option
+    is_one_of_them = "PYTEST_XDIST_WORKER" in os.environ  # which asks this hook, too, and must not share in its turn
+    if is_one_of_them or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if options.numprocesses is not None or options.dist != "no":
+        return
+    if options.usepdb or options.collectonly or all(Path(name.partition("::")[0]).is_file() for name in config.args):
+        return
+    options.numprocesses, options.dist, options.loadscopereorder = PROCESSES, "loadfile", False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process waits long for another at the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHAT_TEMPLATE = (

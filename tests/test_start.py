@@ -61,6 +61,13 @@ def test_a_mistyped_command_is_refused_without_importing_anything_heavy(words: l
 
 
 @pytest.mark.slow
+def test_a_launch_by_the_configuration_that_comes_with_it_says_nothing_itself() -> None:
+    launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
+    done = run(*launch, "recipes/accelerate/local.yaml", "train/eagle.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+@pytest.mark.slow
 def test_no_library_speaks_before_a_command_does(tmp_path: Path) -> None:
     """One that loads a model: nothing but our own lines on either stream, and torchao is left alone."""
     options = ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--repeats", "1", "--tree", "chain:2"]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from eval.command import asks_usage, exit_status, tell
 from train.usage import recipe_keys
 
-USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
+LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
+USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...]"
 KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
 """Entry -> the kind of head that it trains."""
 

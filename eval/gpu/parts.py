@@ -36,6 +36,7 @@ LENGTH, CONTEXT = 2048, 1024
 VERIFIED = (8, 16, 32, 64)
 """Nodes of the steps that are compared with a step of one."""
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
+"""Rows, each behind a text of the first of the contexts; and contexts, each of one row."""
 
 
 @dataclass
@@ -255,7 +256,7 @@ def scaling(bench: Bench, found: Found) -> None:
     """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
     speedup."""
     found |= {"batch": {}, "context": {}}
-    cases = [("batch", b, 512) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
+    cases = [("batch", b, CONTEXTS[0]) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
     for kind, batch_size, length in cases:
         if bench.leaves_out(f"{kind} {batch_size if kind == 'batch' else length}", found):
             continue

@@ -156,6 +156,7 @@ def front_matter(card: bytes) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +439,7 @@ def test_anothers_repository_and_another_model_are_left_alone(
     assert call(monkeypatch, run, "Good-People/a-head") == 0
 
 
+@pytest.mark.slow
 def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(
     run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

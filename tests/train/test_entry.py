@@ -127,4 +127,4 @@ def test_an_interrupt_outside_the_steps_is_told_too(
 
 def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert attempt("eagle", []) == 2
-    assert "usage: accelerate launch train/eagle.py RECIPE" in capsys.readouterr().err
+    assert " train/eagle.py RECIPE.yaml" in capsys.readouterr().err

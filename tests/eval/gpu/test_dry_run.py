@@ -41,13 +41,13 @@ def few_requests(count: int, tokens: int, new_tokens: int, temperature: float = 
 def bench() -> Iterator[parts.Bench]:
     """One small size of everything."""
     sizes = dict(
-        NEW=4, PROMPT=8, LONG=3, LENGTH=70, CONTEXT=16, VERIFIED=(4,), BATCHES=(2,), CONTEXTS=(40,), ROWS=(1, 16)
+        NEW=3, PROMPT=6, LONG=3, LENGTH=70, CONTEXT=16, VERIFIED=(4,), BATCHES=(2,), CONTEXTS=(20,), ROWS=(1, 16)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.kernels.backend.ON_CPU", True)
         for name in ("eval.runtime.draws", "eval.runtime.state", "heads.native.drafting", "heads.native.stack"):
             patch.setattr(importlib.import_module(name), "load", lambda: None)
-        for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128).items():
+        for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
             patch.setitem(checks.SHAPE, size, value)
         patch.setitem(SHAPES, "small", ModelShape(64, 2, 4, 2, 16, 64, 300))
         for size, number in sizes.items():

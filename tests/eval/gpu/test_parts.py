@@ -23,7 +23,7 @@ for without in ("checks", "kernels", "draft_steps", "idle"):  # of the device al
 def bench() -> Iterator[parts.Bench]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
-        for name, value in (("NEW", 8), ("PROMPT", 24), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
+        for name, value in (("NEW", 8), ("PROMPT", 24), ("LONG", 12), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
             patch.setattr(parts, name, value)
         patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
         patch.setattr("eval.roofline.TRIES", {"cpu": 1})
