@@ -120,7 +120,7 @@ def test_heads_of_different_targets_are_refused(
     capsys.readouterr()
     assert exit_status(lambda: module.main(arguments)) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
+    assert error.count("error:") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
     assert not (tmp_path / "out").exists()
 
 
