@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -17,8 +18,8 @@ from eval.wording import Results, is_disturbed, number, percent, reached, sampli
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
 """Of an axis; beyond it, some places have none."""
-LONGEST_LABEL = 34
-"""Of a row, in letters."""
+LETTERS = 47
+"""Of a row's name and its figure."""
 ROW = 0.4
 """Of a row with its label above, in inches."""
 GAP = 0.26
@@ -65,15 +66,15 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
                 height=2.4,
             )
         )
-        found.append(speedups([(setting_text(m), m) for m in results["measurements"]]))
+        found.append(speedups("speedup", results["measurements"]))
     if (curves := depth_curves(results)) is not None:
         model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
         found += [
             Chart(
                 "depth",
                 "Speedup by depth",
-                f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals{model}. 1x is plain "
-                "decoding.",
+                f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals{model}. 1x is "
+                "plain decoding.",
                 partial(draw_depths, curves=curves),
             ),
             Chart(
@@ -113,11 +114,10 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
 
 def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     """Speedup and tau of the measurements that a comparison's table shows."""
-    rows = [(f"{m['head']}, {setting_text(m)}", m) for m in shown]
-    tau = [Row(label, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for label, m in rows]
+    tau = [row(m, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for m in shown]
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
     found = [Chart("compare-tau", "tau", note, partial(draw_rows, rows=tau, colour="accept"), rows_height(tau))]
-    return [speedups(rows, "compare-speedup"), *found] if all(m["speedup"] for m in shown) else found
+    return [speedups("compare-speedup", shown), *found] if all(m["speedup"] for m in shown) else found
 
 
 def setting_text(figures: Results) -> str:
@@ -127,21 +127,37 @@ def setting_text(figures: Results) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A value with its interval and its name."""
+    """A setting of a head, and a figure with its interval."""
 
-    label: str
+    head: str
+    """Empty where all rows are of one head."""
+    setting: str
     value: float
     interval: Sequence[float | None] | None
     text: str
 
+    def label(self, room: int) -> str:
+        """The name of the row; that of the head as far as there is room."""
+        left = room - len(self.setting) - 2
+        name = self.head
+        if len(name) > left:
+            half = max(left // 2, 3)
+            name = f"{name[:half]}…{name[1 - half :]}"
+        return f"{name}, {self.setting}" if name else self.setting
 
-def speedups(measured: Sequence[tuple[str, Results]], name: str = "speedup") -> Chart:
+
+def row(figures: Results, value: float, interval: Sequence[float | None] | None, text: str) -> Row:
+    """The row of a measurement."""
+    return Row(figures.get("head", ""), setting_text(figures), value, interval, text)
+
+
+def speedups(name: str, measured: Sequence[Results]) -> Chart:
     """The speedup of each setting."""
     rows = []
-    for label, m in measured:
+    for m in measured:
         speed = m["speedup"]
         text = speedup_text(m) if is_disturbed(m) else f"{number(speed['measured'])}x"
-        rows.append(Row(label, speed["measured"], speed["ci95"], text))
+        rows.append(row(m, speed["measured"], speed["ci95"], text))
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
     return Chart(name, "Speedup", note, partial(draw_rows, rows=rows), rows_height(rows))
 
@@ -159,8 +175,9 @@ def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None
         low, high = ends(row.value, row.interval)
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
         axes.plot(row.value, n, "o", color=COLOURS[colour], ms=7)
-        axes.text(0, n - GAP, shortened(row.label), transform=across, color=COLOURS["soft"], fontsize=SMALL, bbox=CLEAR)
-        axes.text(1, n - GAP, row.text, transform=across, ha="right", fontweight="bold", fontsize=SMALL, bbox=CLEAR)
+        look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
+        axes.text(0, n - GAP, row.label(LETTERS - len(row.text)), color=COLOURS["soft"], **look)
+        axes.text(1, n - GAP, row.text, ha="right", fontweight="bold", **look)
     axes.set_ylim(len(rows) - 0.6, -0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -174,17 +191,14 @@ def ends(value: float, interval: Sequence[float | None] | None) -> tuple[float, 
     return (value, value) if low is None or high is None else (low, high)
 
 
-def shortened(label: str) -> str:
-    """A label as far as there is room for it."""
-    return label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL // 2]}…{label[-LONGEST_LABEL // 2 + 1 :]}"
-
-
 def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
     """alpha_k as bars; as rings the share of all rounds that came so far."""
     draw_bars(axes, range(1, len(alpha) + 1), [value or 0.0 for value in alpha], list(map(percent, alpha)), "draft")
     reach = [math.prod(value or 0.0 for value in alpha[:depth]) for depth in range(1, len(alpha) + 1)]
-    ring = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": "", "clip_on": False}
-    rings = axes.plot(range(1, len(alpha) + 1), reach, "o", label="share of all rounds that came so far", **ring)
+    ring: dict[str, Any] = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": ""}
+    rings = axes.plot(
+        range(1, len(alpha) + 1), reach, "o", label="share of all rounds that came so far", clip_on=False, **ring
+    )
     axes.set_ylim(0, 1.15)
     axes.set_xlabel("depth of the draft")
     bars = Patch(color=COLOURS["draft"], label="accepted, given the depths before")

@@ -108,6 +108,8 @@ def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
         chart.draw(figure.subplots())
         if caption:
             title(figure, chart.title, "\n".join(lines))
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # found once, not anew for each file
         yield figure
 
 

@@ -304,8 +304,8 @@ def footer(results: Results) -> str:
     """The definitions of the figures."""
     defined = (
         "tau counts tokens after the prefill over target passes after the prefill. Speedup is the ratio of total "
-        "decode seconds, prefill left out, against plain decoding in the same runtime, on the same prompts, in the same "
-        "run."
+        "decode seconds, prefill left out, against plain decoding in the same runtime, on the same prompts, in the "
+        "same run."
     )
     if "kind" in results["exact"]:
         return (

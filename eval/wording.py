@@ -121,7 +121,7 @@ def speedup_text(figures: Results) -> str:
 
 def as_markdown(text: str) -> str:
     """A text as Markdown that shows it as it is: the names of folders may hold any character."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", text)
+    return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
 def code_span(name: str) -> str:
