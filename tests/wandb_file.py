@@ -23,7 +23,7 @@ def records(file: Path) -> Iterator[Any]:
         at += PART_HEADER + length
         held = part if kind in (1, FIRST) else held + part
         if kind in (1, LAST):
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined] # made when it is imported
             record.ParseFromString(held)
             yield record
 
