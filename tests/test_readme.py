@@ -55,7 +55,7 @@ TRAIN = (
     "eval.report.repeats=1 eval.report.temperatures=[0]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
-SMALL = (
+GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512"
     "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512 --num-hidden-layers 20"
 )
 TINY = {
@@ -69,7 +69,7 @@ TINY = {
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     "scripts/bench_rules.py": "--num-prompts 2 --seeds 1 --max-new-tokens 8",
     "scripts/bench_training_memory.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128",
-    "scripts/grow_target.py": SMALL,
+    "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
 }
 """Program -> the options that make it quick."""
 METHODS = {"eagle3": "EAGLE-3", "mtp": "MTP", "draft": "draft model", "medusa": "Medusa", "lookup": "prompt lookup"}
