@@ -56,8 +56,6 @@ TRAIN = (
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
 GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512"
-    "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512 --num-hidden-layers 20"
-)
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
