@@ -1,9 +1,9 @@
 """Python source found on this machine, as training text.
 
-Every machine that can run this project holds some hundred megabytes of real Python: the standard library and the
-installed packages. Modules are split by a hash of their path relative to the folder that is on `sys.path`, so the split
-is the same on every machine and for every version of a package: a module held out here was held out when the quickstart
-target was trained.
+Heads and prompts take it from the standard library, which is the same wherever the same Python is, whatever packages
+are installed beside it. A target trained from scratch needs more, and takes the installed packages too. Modules are
+split by a hash of their path relative to the folder that is on `sys.path`, so the split is the same on every machine
+and for every version: a module held out here was held out when the quickstart target was trained.
 """
 
 import hashlib
@@ -19,14 +19,19 @@ HELD_OUT_PERCENT = 3
 MIN_BYTES, MAX_BYTES = 1_000, 120_000
 SKIPPED_FOLDERS = frozenset(
     {"tests", "test", "testing", "idlelib", "lib2to3", "__pycache__", "_vendor", "vendor", "node_modules"}
-    | {"site-packages"}  # inside the standard library's folder; the interpreter's own is a root of its own
+    | {"site-packages", "dist-packages"}  # inside the standard library's folder; the interpreter's own is another root
+    | {"encodings"}  # tables of characters
 )
 
 
-def source_roots() -> tuple[Path, ...]:
+def standard_library() -> tuple[Path, ...]:
+    """The folder of the running interpreter's standard library."""
+    return (Path(sysconfig.get_paths()["stdlib"]),)
+
+
+def installed_source() -> tuple[Path, ...]:
     """The standard library's folder and the installed packages' folder of the running interpreter."""
-    paths = sysconfig.get_paths()
-    return (Path(paths["stdlib"]), Path(paths["purelib"]))
+    return (*standard_library(), Path(sysconfig.get_paths()["purelib"]))
 
 
 def is_held_out(relative_path: str) -> bool:
@@ -86,13 +91,14 @@ def protected_lines(roots: tuple[Path, ...]) -> frozenset[str]:
 
 
 def read_split(*, held_out: bool, roots: tuple[Path, ...] | None = None) -> Iterator[tuple[str, str]]:
-    """(relative path, text) of each module of a split, read one by one as they are asked for.
+    """(relative path, text) of each module of a split, read one by one as they are asked for; of the standard library
+    by default.
 
     A module that repeats another is no evidence. Exact copies are given once. A training module of which more than half
     the long lines stand in held-out modules is left out, so that the held-out split is not learnt by heart from a near
     copy.
     """
-    roots = source_roots() if roots is None else roots
+    roots = standard_library() if roots is None else roots
     seen = set()
     for name, path in list_modules(roots)[held_out]:
         text = read_module(path)

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 
+from eval.runtime.kernel_step import kernels_fit
+from heads.native.architectures import native_decoder, why_not_native
+from heads.native.compiling import find_compiler
+from heads.target import FrozenTarget
+
 PACKAGES = (
     *("torch", "triton", "torchao", "transformers", "tokenizers"),
     *("accelerate", "datasets", "safetensors", "numpy"),
@@ -22,6 +27,29 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         facts = torch.cuda.get_device_properties(device)
         return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
     return {"type": device.type, "name": cpu_name(), "threads": torch.get_num_threads()}
+
+
+def decoder_facts(target: FrozenTarget) -> str:
+    """The code that decodes the target here, and why it is not faster code."""
+    decoder = native_decoder(target)
+    if decoder is None:
+        return f"its Hugging Face model ({why_not_native(target)})"
+    if kernels_fit(target):
+        return "Triton kernels"
+    if decoder.stack is not None:
+        return "C kernels"
+    if target.device.type == "cpu" and find_compiler() is None:
+        return "torch (no C compiler)"
+    return "torch"
+
+
+def setup_line(target: FrozenTarget, training: str | None = None) -> str:
+    """The device, dtypes, threads and kernels of a run in one line; `training`: the dtype of products in training."""
+    facts = device_facts(target.device)
+    threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
+    dtype = str(target.dtype).removeprefix("torch.")
+    trains = "" if training is None else f", trains in {training}"
+    return f"{facts['name']}{threads}: decodes in {dtype} by {decoder_facts(target)}{trains}"
 
 
 def cpu_name() -> str:

@@ -1,12 +1,15 @@
 """Records as conversations: `messages`, `conversations`, or a question with its answer."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from eval.records import Record
-from heads.errors import UserError
+from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 
@@ -70,12 +73,6 @@ def apply_template(
         raise UserError(
             f"{place}: the chat template refuses {what} ({said}); mend the record or the template"
         ) from None
-
-
-def shown(value: Any) -> str:
-    """A value in an error's line."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _read_turn(place: str, turn: Any) -> Message:

@@ -1,28 +1,32 @@
 """Prompt suites: what a head is measured on.
 
-`python-heldout` cuts prompts out of Python modules of this machine that no training run here sees (`eval.corpus`). The
+`python-heldout` cuts prompts out of modules of Python's standard library that no training run sees (`eval.corpus`). The
 public suites come from the hub through `datasets`; every suite may also be a local file of records that hold `turns`,
 `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation is rendered with
 the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a hash of them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
+from eval.command import tell
 from eval.corpus import read_split
 from eval.files import is_file
-from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns, shown
+from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
 from eval.records import Record, read_hub, read_records
-from heads.errors import UserError
+from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
 
@@ -71,10 +75,12 @@ def load_prompts(
     max_prompt_tokens: int,
     seed: int = 0,
     skip_long: bool = False,
+    remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
 ) -> list[Prompt]:
     """The prompts of one suite or file, at most `num_prompts`, spread evenly over the suite.
 
-    A prompt of more than `max_prompt_tokens` is an error that says where it stands, or left out with `skip_long`.
+    A prompt of more than `max_prompt_tokens` is an error that says where it stands and what to do, or left out with
+    `skip_long`.
     """
     if suite_or_path == HELD_OUT_SUITE:
         prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
@@ -87,14 +93,12 @@ def load_prompts(
             if len(prompt.ids) <= max_prompt_tokens:
                 prompts.append(prompt)
             elif not skip_long:
-                raise UserError(
-                    f"{record[0]}: the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit; "
-                    "leave long prompts out (--skip-long), or ask for fewer new tokens"
-                )
+                what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
+                raise UserError(f"{record[0]}: {what}; {remedy}")
         if len(prompts) < len(records):
             longer = len(records) - len(prompts)
             said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
-            print(f"{suite_or_path}: {said}", file=sys.stderr)
+            tell(f"{suite_or_path}: {said}")
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts
@@ -121,8 +125,8 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -
 def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int) -> list[Prompt]:
     """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
 
-    The line and the length follow from the seed and the module's path alone, so a package more or less on the machine
-    changes no other module's prompt. Where there are fewer modules than prompts, each gives several.
+    The line and the length follow from the seed and the module's path alone. Where there are fewer modules than
+    prompts, each gives several.
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
@@ -144,7 +148,7 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens:
             break
     if not prompts:
         raise UserError(
-            f"{HELD_OUT_SUITE}: no held-out Python module found on this machine; name a prompt file instead"
+            f"{HELD_OUT_SUITE}: no held-out module found in the standard library; name a prompt file instead"
         )
     return prompts
 
@@ -182,6 +186,9 @@ def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) ->
     where, fields = record
     key = next((key for key in TEXT_KEYS if fields.get(key)), None)
     if key is None:
+        if empty := next((key for key in TEXT_KEYS if key in fields), None):
+            got = shown(fields[empty])
+            raise UserError(f"{where}: {empty}: expected a prompt, got {got}; write one, or take the record out")
         raise UserError(
             f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
         )

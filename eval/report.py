@@ -16,7 +16,6 @@ from rich.table import Table
 from eval.command import Parser, exit_status
 from eval.files import write_text
 from eval.page import render_page
-from eval.plots import write_plots
 from eval.results import Results, read_results
 from eval.wording import (
     LOCAL_MODEL,
@@ -125,6 +124,8 @@ def check_card(folder: Path, name: str) -> None:
 
 def write_report(results: Results, folder: Path) -> None:
     """plots/*.png, report.html and README.md."""
+    from eval.plots import write_plots  # matplotlib, which reading the arguments is not to wait for
+
     write_plots(results, folder / "plots")
     write_text(folder / "report.html", render_page(results))
     write_model_card(results, folder / CARD)

@@ -4,16 +4,18 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, 
 included), M rows of one observation, S cache slots.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
-
-from torch import Tensor
 
 from heads.tree import Pick as Pick
 from heads.tree import Proposal, TreeShape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from heads.target import FrozenTarget
 
 
@@ -110,7 +112,7 @@ class DraftHead(Drafter, Protocol):
     """Settings of Config that only the target decides, or a measurement; a recipe does not name them."""
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: "FrozenTarget", token_counts: Tensor) -> Self:
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Self:
         """A new head. `settings`: the recipe's, none of FROM_TARGET; token_counts (V,): labels in the training data."""
 
     @classmethod

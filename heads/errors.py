@@ -5,6 +5,12 @@ class UserError(ValueError):
     """One clear line: what was expected, what came, what to do. Commands print it and exit with status 2."""
 
 
+def shown(value: object) -> str:
+    """A value in an error's line, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without its trailing stop."""
     text = str(error).strip()

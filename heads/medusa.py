@@ -22,12 +22,13 @@ from torch.nn.functional import silu
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
+from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
 from heads.native.linear import Product
 from heads.target import FrozenTarget, check_one_width
-from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, grow
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, kept_ids
 
 AHEAD = 2

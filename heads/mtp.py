@@ -152,16 +152,20 @@ class Mtp(Recurrent):
             "num_target_layers": target.num_layers,
             "max_position_embeddings": target.context_length,
             "draft_vocab_size": target.vocab_size,
-            **block_settings(target.config, settings.get("num_attention_heads")),
+            **block_settings(target.config, None if settings.get("native") else settings.get("num_attention_heads")),
         }
         if settings.get("native"):
-            if useless := OF_THE_CHECKPOINT & settings.keys():
-                raise UserError(f"head.{min(useless)}: has no effect with head.native; leave it out")
             embed: Any = target.ends.embed
             ends = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
             native = read_native(target.name, target.config, ends)
             defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
             defaults["decoder"] = block_record(target.config, native.count)
+            for name in sorted(OF_THE_CHECKPOINT & settings.keys()):
+                if settings[name] != defaults[name]:
+                    raise UserError(
+                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {settings[name]}; "
+                        "leave it out, or leave head.native out"
+                    )
         config = MtpConfig(**{**defaults, **settings})
         try:
             head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
+from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
@@ -33,7 +34,7 @@ from heads.native.drafting import KernelMemory
 from heads.places import Drafted, Observed
 from heads.recurrent_memory import Memory, TorchMemory, open_memory
 from heads.recurrent_parts import HeadParts
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, grow, is_chain, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from eval.command import Parser, exit_status
 from eval.files import write_text
-from train.recipe_keys import with_tables
 from train.usage import PAGE
 
 
@@ -15,12 +14,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return Parser("Write the tables of keys in recipes/README.md anew.").parse_args(arguments)
 
 
-def write_tables() -> int:
-    """Rewrite the page in place."""
-    parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    parse_arguments(arguments)
+    from train.recipe_keys import with_tables
+
     write_text(PAGE, with_tables(PAGE.read_text(encoding="utf-8")))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(write_tables))
+    sys.exit(exit_status(main))

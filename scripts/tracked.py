@@ -21,7 +21,6 @@ from eval.files import read_given
 from eval.results import read_results
 from eval.sweep_file import figures_of, read_sweep
 from heads.errors import UserError, first_line
-from train.tracker import quiet_settings
 
 
 def run_tracked(words: list[str]) -> int:
@@ -47,6 +46,8 @@ def run_tracked(words: list[str]) -> int:
 def start(words: list[str], folder: Path) -> Any:
     """A wandb run whose config are the options; an agent's run where one started this process."""
     import wandb
+
+    from train.tracker import quiet_settings
 
     options = [word[2:].partition("=") for word in words if word.startswith("--") and not word.startswith("--out=")]
     config = {name.replace("_", "-"): value if equals else True for name, equals, value in options}

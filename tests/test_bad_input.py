@@ -39,7 +39,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         "target": {"path": str(tiny_target_dir)},
         "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
         "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
-        "train": {"max_steps": 2, "batch_size": 2, "lr": 0.01, "log_every": 1, "checkpoint_every": 1},
+        "train": {
+            "max_steps": 2,
+            "batch_size": 2,
+            "lr": 0.01,
+            "precision": "fp32",
+            "log_every": 1,
+            "checkpoint_every": 1,
+        },
         "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -96,7 +103,7 @@ def train(*changes: str) -> int:
 
 def measure(head: str = "run", *options: str) -> int:
     given = ["--prompts", "prompts.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
-    return exit_status(lambda: bench.bench_command(bench.parse_arguments([head, *given, "--out", "out", *options])))
+    return exit_status(lambda: bench.main([head, *given, "--out", "out", *options]))
 
 
 def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> None:

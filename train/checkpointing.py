@@ -2,18 +2,20 @@
 
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
 `manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
-the step, so the step is all of them. Under DeepSpeed and FSDP the weights and the optimizer are in Accelerate's own
-sharded form.
+the step, so the step is all of them; the optimizer's settings are the recipe's. Under DeepSpeed and FSDP the weights
+and the optimizer are in Accelerate's own sharded form.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import pydantic
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -22,30 +24,44 @@ from torch import Tensor, nn
 
 from eval.files import is_full_disk, sync_folder
 from heads.checkpoint import file_hash
-from heads.errors import UserError
+from heads.errors import UserError, first_line
+from train.interval import Sums
 from train.launch import SHARDED, on_main
 from train.run_folder import whole_folder
 
 Say = Callable[[str], None]
+OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
+Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 
-@dataclass
+@pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class RunState:
     """Where a run stands."""
 
     data: str
     """Hash of the training data."""
-    num_processes: int
-    num_threads: int
-    step: int = 0
+    num_processes: Natural
+    num_threads: Natural
+    precision: Literal["no", "bf16"]
+    """Of products, in Accelerate's words."""
+    step: Natural = 0
     """Optimizer steps made."""
-    tokens: int = 0
+    tokens: Natural = 0
     """Tokens seen, padding left out."""
-    seconds: float = 0.0
+    seconds: Annotated[float, pydantic.Field(ge=0)] = 0.0
     best_tau: float | None = None
-    best_step: int | None = None
-    measured_step: int | None = None
+    best_step: Natural | None = None
+    measured_step: Natural | None = None
     """The last step after which tau was measured."""
+    interval: Sums | None = None
+    """Figures of the steps since the last line of the log."""
+
+    def __post_init__(self) -> None:
+        measured = [self.best_tau, self.best_step, self.measured_step]
+        if any(value is None for value in measured) and any(value is not None for value in measured):
+            raise ValueError("best_tau, best_step and measured_step go together")
+        if max(self.best_step or 0, self.measured_step or 0) > self.step:
+            raise ValueError("a measurement after the last step")
 
 
 def save_checkpoint(
@@ -65,17 +81,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's weights and optimizer state in place. Called by every process."""
+    """Put a checkpoint's weights and optimizer state in place. Called by every process. UserError if they are another
+    head's."""
     if accelerator.distributed_type in SHARDED:
         accelerator.load_state(str(folder / "sharded"))
         return
-    device = accelerator.device
-    weights = {name: tensor.to(device) for name, tensor in load((folder / "head.safetensors").read_bytes()).items()}
-    head.load_state_dict(weights, strict=True)
-    inner = inner_optimizer(optimizer)
-    inner.load_state_dict(
-        join_optimizer(load((folder / "optimizer.safetensors").read_bytes()), _read_json(folder / "optimizer.json"))
-    )
+    device, inner = accelerator.device, inner_optimizer(optimizer)
+    try:
+        weights, state = (load((folder / f"{name}.safetensors").read_bytes()) for name in ("head", "optimizer"))
+        head.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, strict=True)
+        inner.load_state_dict(join_optimizer(state, inner.state_dict()["param_groups"]))
+    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+        raise UserError(f"{folder}: cannot be gone on from ({first_line(error)}); {OR_ELSE}") from error
 
 
 def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
@@ -83,13 +100,14 @@ def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
     for path in reversed(list_checkpoints(folder)):
         fault = find_fault(path)
         if fault is None:
-            return path, RunState(**_read_json(path / "state.json"))
+            return path, read_state(path)
         say(f"warning: {path}: {fault}; using the checkpoint before it")
     return None
 
 
-def check_continues(path: Path, state: RunState, now: RunState, say: Say) -> None:
-    """Refuse to go on from a checkpoint whose run this one is not; `now` is the state of a run that begins."""
+def check_continues(path: Path, state: RunState, now: RunState, depths: int, say: Say) -> None:
+    """Refuse to go on from a checkpoint whose run this one is not; `now` is the state of a run that begins, with a head
+    of `depths`."""
     if state.data != now.data:
         raise UserError(
             f"{path}: was trained on other data than the recipe's sources give now; "
@@ -100,6 +118,14 @@ def check_continues(path: Path, state: RunState, now: RunState, say: Say) -> Non
             f"{path}: was trained by {state.num_processes} processes, this launch has {now.num_processes}; "
             f"launch {state.num_processes}, or name another output_dir"
         )
+    if state.precision != now.precision:
+        names = {"bf16": "bf16", "no": "fp32"}
+        raise UserError(
+            f"{path}: was trained in {names[state.precision]}, this run is in {names[now.precision]}; "
+            "leave train.precision as it was, or name another output_dir"
+        )
+    if state.interval is not None and not state.interval.fits(depths):
+        raise UserError(f"{path}: its figures are not of this head's {depths} depths; {OR_ELSE}")
     if state.num_threads != now.num_threads:
         say(
             f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {now.num_threads}; "
@@ -107,9 +133,23 @@ def check_continues(path: Path, state: RunState, now: RunState, say: Say) -> Non
         )
 
 
+def begun_in(folder: Path) -> str | None:
+    """The precision of the run whose newest checkpoint lies in `folder`; None where there is none to read."""
+    try:
+        found = list_checkpoints(folder)
+    except (OSError, ValueError):  # a path that cannot be is told by who takes the folder
+        return None
+    for path in reversed(found):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
+            precision = _read_json(path / "state.json").get("precision")
+            if precision in ("bf16", "no"):
+                return str(precision)
+    return None
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, oldest first."""
-    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit()]
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -125,12 +165,29 @@ def find_fault(path: Path) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
             if file_hash(file) != expected["sha256"]:
                 return f"{name} was changed after it was written"
-        state = _read_json(path / "state.json")
-        if "state.json" not in manifest or set(state) != {field.name for field in fields(RunState)}:
-            return "state.json is not what this version writes"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if "state.json" not in manifest:
+            return "its manifest lacks state.json"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its manifest is missing or unreadable"
+    try:
+        state = read_state(path)
+    except (OSError, ValueError) as error:  # pydantic's are ValueErrors
+        return f"state.json is not what this version writes ({_fault(error)})"
+    if path.name != f"step-{state.step}":
+        return f"state.json is of step {state.step}"
     return None
+
+
+def read_state(path: Path) -> RunState:
+    """The state in a checkpoint's folder. ValueError for one that is none."""
+    return pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
+
+
+def _fault(error: Exception) -> str:
+    if not isinstance(error, pydantic.ValidationError):
+        return first_line(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -146,12 +203,11 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _save_whole(folder: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    tensors, rest = split_optimizer(inner_optimizer(optimizer).state_dict())
+    tensors = split_optimizer(inner_optimizer(optimizer).state_dict())
     try:
         with whole_folder(folder / f"step-{state.step}") as path:
             _write(path / "head.safetensors", save(_plain(head.state_dict())))
             _write(path / "optimizer.safetensors", save(_plain(tensors)))
-            _write(path / "optimizer.json", _json(rest))
             _finish(path, state)
     except (OSError, SafetensorError) as error:
         raise _explain(error, folder, state) from error
@@ -211,23 +267,18 @@ def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
     )
 
 
-def split_optimizer(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state_dict as named tensors and plain values."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for index, entries in state["state"].items():
-        for name, value in entries.items():
-            part: dict[str, Any] = tensors if isinstance(value, Tensor) else values
-            part[f"{index}.{name}"] = value
-    return tensors, {"param_groups": state["param_groups"], "values": values}
+def split_optimizer(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer's state_dict holds of each parameter, by number and name."""
+    return {f"{index}.{name}": value for index, entries in state["state"].items() for name, value in entries.items()}
 
 
-def join_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *rest["values"].items()]:
+def join_optimizer(tensors: dict[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The state_dict of an optimizer with those groups, as `split_optimizer` took it apart."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": rest["param_groups"]}
+    return {"state": state, "param_groups": param_groups}
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

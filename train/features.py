@@ -14,14 +14,15 @@ from train.packing import Rows
 def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: torch.dtype) -> Batch:
     """Features of `rows` in the head's dtype, on the target's device.
 
-    Called under autocast, the target reads in bfloat16 as the head does: by its native decoder where it has one. Its
-    logits, the law that is learnt, are never narrowed.
+    The target's products are in autocast's dtype where that is on, as the head's are, else in the target's own. Its
+    logits, the distribution that is learnt, are never narrowed.
     """
     tokens, positions, documents = (
         part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
     )
-    whole = whole_pass(target) if torch.is_autocast_enabled("cpu") and target.device.type == "cpu" else None
-    features = (whole or target.packed_features)(tokens, positions, documents, taps)
+    narrowed = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else target.dtype
+    read = whole_pass(target, narrowed) or target.packed_features
+    features = read(tokens, positions, documents, taps)
     with torch.no_grad():
         embeddings = target.ends.embed(tokens)
     return Batch(

@@ -1,11 +1,12 @@
 """A recipe's `head`: the settings of whichever kind it names, checked against that kind's own Config."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
+from heads.errors import shown
 from heads.registry import HEADS, recipe_settings
 from train.strict_yaml import Settings, Source, suggest
 
@@ -20,7 +21,7 @@ def head_errors(source: Source) -> list[str]:
     if kind is None:
         return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
     if not isinstance(kind, str) or kind not in HEADS:
-        return [source.line(("head", "kind"), f"unknown kind {kind!r}" + suggest(str(kind), HEADS))]
+        return [source.line(("head", "kind"), f"unknown kind {shown(kind)}" + suggest(str(kind), HEADS))]
     config = HEADS[kind].Config
     hints = get_type_hints(config)
     names = {name: (_from_yaml(hints[name]) | None, None) for name in recipe_settings(kind)}
@@ -37,10 +38,22 @@ def head_errors(source: Source) -> list[str]:
             elif error["type"] == "extra_forbidden":
                 what = "unknown key" + suggest(name, _parts(hints[str(error["loc"][0])]))
             else:
-                what = f"{error['msg'].removeprefix('Input ')}, got {error['input']!r}"
+                what = f"{error['msg'].removeprefix('Input ')}, got {shown(error['input'])}"
             lines.append(source.line(("head", *error["loc"]), what))
         return lines
     return []
+
+
+def resolved_settings(kind: str, config: Any) -> dict[str, Any]:
+    """A recipe's `head` with every setting that it may give a head of `kind`, as a head of this `config` has them."""
+    own = {name: getattr(config, name) for name in recipe_settings(kind)}
+    return {
+        "kind": kind,
+        **{
+            name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            for name, value in own.items()
+        },
+    }
 
 
 def _parts(hint: Any) -> list[str]:
@@ -50,7 +63,10 @@ def _parts(hint: Any) -> list[str]:
 
 
 def _from_yaml(hint: Any) -> Any:
-    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list."""
+    """A type hint with lists for tuples: YAML has no tuples, and strict checking would refuse every list. Numbers that
+    no tensor's shape can have are refused."""
+    if hint is int:
+        return Annotated[int, Field(gt=-(2**31), lt=2**31)]
     arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
     if get_origin(hint) is tuple:
         return list[arguments[0]]  # type: ignore[valid-type]

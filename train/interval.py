@@ -2,14 +2,35 @@
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+import pydantic
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from heads.errors import UserError
+
+LOSS = "loss_by_depth"
+
+
+@pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid"))
+class Sums:
+    """An interval that a checkpoint cuts in two, as plain numbers."""
+
+    seconds: float
+    """Spent on its steps so far."""
+    tokens: int
+    counts: list[float]
+    """Supervised rows by depth."""
+    sums: dict[str, list[float]]
+    """The loss and the head's other metrics by depth, over all processes."""
+
+    def fits(self, depths: int) -> bool:
+        """Whether these are figures of a head of so many depths."""
+        return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
 
 
 @dataclass
@@ -37,24 +58,84 @@ class Interval:
         """Time that was not spent on steps."""
         self.started += seconds
 
+    def cut(self, accelerator: Accelerator) -> Sums | None:
+        """What a resumed run goes on from; None between two intervals. Called by every process."""
+        if self.counts is None:
+            return None
+        names, sums = self._sums(accelerator)
+        return Sums(
+            seconds=time.perf_counter() - self.started,
+            tokens=self.tokens,
+            counts=self.counts.tolist(),
+            sums=dict(zip(names, sums.tolist(), strict=True)),
+        )
+
+    @classmethod
+    def resumed(cls, before: Sums | None, accelerator: Accelerator) -> Self:
+        """The rest of an interval that began with `before`, if anything; the main process has all its sums."""
+        if before is None:
+            return cls()
+        share = 1.0 if accelerator.is_main_process else 0.0
+        device = accelerator.device
+        sums = {name: share * torch.tensor(value, device=device) for name, value in before.sums.items()}
+        counts = torch.tensor(before.counts, dtype=torch.float64, device=device)
+        started = time.perf_counter() - before.seconds
+        return cls(counts, sums.pop(LOSS), sums, before.tokens, started)
+
     def averages(self, accelerator: Accelerator, weights: Tensor) -> dict[str, Any]:
         """`loss`, and by depth `loss_by_depth`, `accuracy` and the head's other metrics; None where no row was."""
-        assert self.counts is not None and self.sums is not None
-        names = ["loss_by_depth", *self.metrics]
-        sums = torch.stack([self.sums.double(), *(value.double() for value in self.metrics.values())])
-        if accelerator.num_processes > 1:
-            sums = accelerator.reduce(sums, reduction="sum")
+        assert self.counts is not None
+        names, sums = self._sums(accelerator)
         counts = self.counts.tolist()
         rows = {
             name: [value / count if count else None for value, count in zip(values, counts, strict=True)]
             for name, values in zip(names, sums.tolist(), strict=True)
         }
-        by_depth = zip(weights.tolist(), rows["loss_by_depth"], strict=True)
+        by_depth = zip(weights.tolist(), rows[LOSS], strict=True)
         rows["accuracy"] = rows.pop("correct")
         return {"loss": sum(weight * value for weight, value in by_depth if value is not None), **rows}
 
+    def _sums(self, accelerator: Accelerator) -> tuple[list[str], Tensor]:
+        """Names, and a row of sums (K,) float64 over all processes for each."""
+        assert self.sums is not None
+        sums = torch.stack([self.sums.double(), *(value.double() for value in self.metrics.values())])
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums, reduction="sum")
+        return [LOSS, *self.metrics], sums
+
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
+
+
+class Pace:
+    """The seconds that the steps to come will take, by the latest log lines.
+
+    The first step of a process is left out, in which libraries warm up, and so are measurements, which are timed apart.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        """`step` steps are made when the process begins with its own."""
+        self.began = (step, time.perf_counter())
+        self.marks: deque[tuple[int, float]] = deque(maxlen=6)
+        self.measurement = 0.0
+        """Seconds of the latest measurement."""
+
+    def mark(self, step: int) -> None:
+        """Note that `step` steps are made."""
+        self.marks.append((step, time.perf_counter()))
+
+    def measured(self, seconds: float) -> None:
+        """Leave out a measurement that took so long."""
+        self.measurement = seconds
+        self.began = (self.began[0], self.began[1] + seconds)
+        self.marks = deque(((step, at + seconds) for step, at in self.marks), maxlen=self.marks.maxlen)
+
+    def seconds_left(self, steps: int, measurements: int) -> float:
+        """Of `steps` steps and so many measurements."""
+        (first, begin), (last, end) = self.marks[0], self.marks[-1]
+        if first == last:  # the first step is all that there is
+            first, begin = self.began
+        return steps * (end - begin) / (last - first) + measurements * self.measurement
 
 
 def check_finite(loss: float, step: int) -> None:

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without a word of it
 
 from heads.errors import UserError
+from heads.processor import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Train
 
@@ -28,24 +30,29 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
 """How long a process waits for the others: while one writes a checkpoint or measures, nothing must give up."""
+STORE_TIMEOUT = timedelta(seconds=5)
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 """Modes in which no process holds the whole head."""
 
 
-def make_accelerator(settings: Train) -> Accelerator:
-    """The Accelerator of this launch. UserError where the launch cannot be what it says."""
+def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerator:
+    """The Accelerator of this launch, whose `mixed_precision`, "bf16" or "no", is what `train.precision` comes to;
+    `begun_in` is that of a run to go on with. UserError where the launch cannot be what it says."""
     wanted = wanted_mode()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     _check_environment(settings, wanted)
     # Accelerate lets this variable, which its launcher always sets under DeepSpeed, win over the argument.
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     arguments: dict[str, Any] = {
-        "mixed_precision": "bf16" if settings.precision == "bf16" else "no",
+        "mixed_precision": _mixed_precision(settings, torch.device("cuda" if on_gpu else "cpu"), begun_in),
         "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
     }
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1"):
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
+    if on_gpu:
         accelerator = Accelerator(kwargs_handlers=[group], **arguments)
     elif wanted == "deepspeed":
         accelerator = _deepspeed_on_cpu(arguments)
@@ -65,6 +72,10 @@ def make_accelerator(settings: Train) -> Accelerator:
             f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
             f"{made}; check the flags of accelerate launch against `accelerate env`"
         )
+    if world > 1 and len(set(gather_object([accelerator.mixed_precision]))) > 1:
+        raise UserError(
+            "train.precision: auto is bf16 on some of the machines and fp32 on others; set train.precision=fp32 or bf16"
+        )
     if accelerator.state.deepspeed_plugin is not None:
         _configure_deepspeed(accelerator, settings)
     return accelerator
@@ -83,10 +94,22 @@ def is_launched() -> bool:
     return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None) -> str:
+    """What `train.precision` comes to, in Accelerate's words."""
+    if settings.precision != "auto":
+        return "bf16" if settings.precision == "bf16" else "no"
+    if begun_in is not None:
+        return begun_in
+    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "0":  # keeps no float32 weights in bf16
+        return "no"
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    return "bf16" if asked or fastest_dtype(device) == torch.bfloat16 else "no"
+
+
 def _check_environment(settings: Train, wanted: str) -> None:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision = "bf16" if settings.precision == "bf16" else "no"
-    if launched not in ("no", precision):
+    allowed = {"auto": ("no", "bf16"), "fp32": ("no",), "bf16": ("no", "bf16")}
+    if launched not in allowed[settings.precision]:
         raise UserError(
             f"launched with --mixed_precision {launched}, the recipe says train.precision {settings.precision}; "
             "leave the flag out"
@@ -109,7 +132,6 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
     # It would be built in C++ at the first collective, which fails without ninja.
@@ -126,7 +148,7 @@ def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
             "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
         )
     zero = config.setdefault("zero_optimization", {})
-    if settings.precision == "bf16" and zero.get("stage", 0) == 0:
+    if accelerator.mixed_precision == "bf16" and zero.get("stage", 0) == 0:
         raise UserError(
             "DeepSpeed stage 0 keeps no float32 weights in bf16; use --zero_stage 1, 2 or 3, or train.precision fp32"
         )
@@ -167,6 +189,27 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def tell_first(text: str) -> None:
+    """Say on standard error why this process ends, if it is the first of its launch to end.
+
+    The others end for the same reason or, told by the launcher or by a broken connection, because of it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
+        print(text, file=sys.stderr, flush=True)
+
+
+def _is_first_to_end() -> bool:
+    """By a count in the store that the launcher, or the first process, keeps for the others; alone where it is gone."""
+    launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    try:
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
+        )
+        return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
+    except (KeyError, ValueError, RuntimeError):
+        return True
 
 
 def die_with_launcher() -> None:

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from eval.command import tell
 from eval.crowding import crowding
+from eval.environment import setup_line
 from eval.files import write_json
 from eval.runtime.engine import Request
+from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.draft import Draft
 from heads.errors import UserError
 from train.adapter import Joint, check_adapter, make_adapter
 from train.checkpointing import (
     RunState,
+    begun_in,
     check_continues,
     load_checkpoint,
     newest_checkpoint,
@@ -28,7 +31,7 @@ from train.checkpointing import (
     save_checkpoint,
 )
 from train.interrupts import Interrupted, Interrupts
-from train.interval import Interval, check_finite
+from train.interval import Interval, Pace, check_finite
 from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.lora import add_adapters, merged_weights
 from train.measuring import Measured, load_requests, measure, nodes_needed
@@ -41,6 +44,7 @@ from train.preparing import (
     load_recipe_target,
     load_samples,
     make_head,
+    with_head_defaults,
 )
 from train.provenance import make_provenance
 from train.recipe import Recipe
@@ -53,8 +57,10 @@ Checkpoint = tuple[Path, RunState]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `fit` leaves to its caller: the run folder, and the target still in memory."""
+    """What `fit` leaves to its caller: the recipe with its head's defaults, the run folder, and the target still in
+    memory."""
 
+    recipe: Recipe
     folder: RunFolder
     loaded: LoadedTarget
     accelerator: Accelerator
@@ -68,19 +74,26 @@ def fit(recipe: Recipe) -> Outcome:
     """
     die_with_launcher()
     with Interrupts() as interrupts:
-        accelerator = make_accelerator(recipe.train)
         folder = RunFolder(Path(recipe.output_dir))
+        accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints))
         tracker = Tracker(recipe, folder, main=accelerator.is_main_process)
         try:
-            found = on_main(accelerator, lambda: _take_folder(folder, recipe, tracker))
-            outcome = Outcome(folder, load_recipe_target(accelerator, recipe), accelerator, tracker)
+            on_main(accelerator, folder.lock)
+            loaded = load_recipe_target(accelerator, recipe)
+            tracker.say(setup_line(loaded.target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
+            drafts = check_head(recipe, loaded.target)
+            recipe = tracker.recipe = with_head_defaults(recipe, drafts)
+            found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
+            outcome = Outcome(recipe, folder, loaded, accelerator, tracker)
             if accelerator.num_processes == 1:  # each other's threads are no others'
                 tell(crowding(accelerator.device))
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
             else:
-                Training(recipe, outcome, interrupts).run(found)
+                training = Training(outcome, drafts, interrupts)
+                del drafts  # the run has no room for a second head
+                training.run(found)
             return outcome
         except BaseException:
             tracker.finish(code=1)
@@ -88,9 +101,8 @@ def fit(recipe: Recipe) -> Outcome:
             raise
 
 
-def _take_folder(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpoint | None:
-    """Lock the folder; what an earlier run of the same recipe left there to go on from."""
-    folder.lock()
+def _take_up(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpoint | None:
+    """What an earlier run of the same recipe left in the folder to go on from."""
     folder.check_recipe(recipe)
     remove_leftovers(folder.checkpoints)
     return newest_checkpoint(folder.checkpoints, tracker.say)
@@ -99,11 +111,12 @@ def _take_folder(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpo
 class Training:
     """One run, from its data to its last step."""
 
-    def __init__(self, recipe: Recipe, run: Outcome, interrupts: Interrupts):
+    def __init__(self, run: Outcome, drafts: DraftHead, interrupts: Interrupts):
+        """`drafts`: a head such as will be trained, to be asked what it can draft."""
+        recipe = run.recipe
         self.recipe, self.interrupts = recipe, interrupts
         self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
         self.target = run.loaded.target
-        drafts = check_head(recipe, self.target)
         nodes = nodes_needed(recipe.eval, drafts)
         self.requests: Sequence[Request] = load_requests(
             recipe.eval, run.loaded.tokenizer, self.target.context_length, nodes
@@ -125,7 +138,10 @@ class Training:
         self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
         check_supervision(self.stepper.head, mixture)
         self.state = RunState(
-            data=mixture.digest(), num_processes=run.accelerator.num_processes, num_threads=torch.get_num_threads()
+            data=mixture.digest(),
+            num_processes=run.accelerator.num_processes,
+            num_threads=torch.get_num_threads(),
+            precision=run.accelerator.mixed_precision,
         )
         self.saved_step: int | None = None
         self.samples_of = 0
@@ -137,8 +153,8 @@ class Training:
             self._resume(*found)
         self.tracker.start(self.state.step)
         on_main(self.accelerator, self._write_records)
-        self.interval = Interval()
-        self.started, self.started_step = time.perf_counter(), self.state.step
+        self.interval = Interval.resumed(self.state.interval, self.accelerator)
+        self.pace, self.started_step = Pace(self.state.step), self.state.step
         with self.interrupts.held():
             try:
                 self._between_steps()
@@ -171,6 +187,8 @@ class Training:
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
         self.tracker.advance()
+        if state.step == self.started_step + 1:
+            self.pace.mark(state.step)
         if state.step % train.log_every == 0 or state.step == train.max_steps:
             self._log()
         state.seconds += time.perf_counter() - started
@@ -188,8 +206,11 @@ class Training:
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
-        pace = (time.perf_counter() - self.started) / (state.step - self.started_step)
-        self.tracker.log_train(record, seconds_left=pace * (train.max_steps - state.step))
+        self.pace.mark(state.step)
+        steps = train.max_steps - state.step
+        measurements = 1 if train.eval_every is None else -(-train.max_steps // train.eval_every)
+        measurements -= state.step // train.eval_every if train.eval_every else 0
+        self.tracker.log_train(record, seconds_left=self.pace.seconds_left(steps, measurements))
         self.interval = Interval()
 
     def _measure(self) -> None:
@@ -210,6 +231,7 @@ class Training:
         seconds = time.perf_counter() - started
         state.seconds += seconds
         self.interval.leave_out(seconds)
+        self.pace.measured(seconds)
         self.tracker.log_eval(
             {
                 "step": state.step,
@@ -266,6 +288,7 @@ class Training:
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:
             return
+        self.state.interval = self.interval.cut(self.accelerator)
         with self.interrupts.held():
             save_checkpoint(
                 self.accelerator,
@@ -279,7 +302,7 @@ class Training:
 
     def _resume(self, path: Path, state: RunState) -> None:
         """Take up a checkpoint."""
-        check_continues(path, state, self.state, self.tracker.say)
+        check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
         load_checkpoint(self.accelerator, path, self.stepper.module, self.stepper.optimizer)
         self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
         self.tracker.say(f"resumed from {path}")

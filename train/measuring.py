@@ -11,7 +11,7 @@ from eval.auto import LARGEST_TREE
 from eval.command import AUTO
 from eval.measure import check_decoded, trace
 from eval.metrics import acceptance_by_depth, tau
-from eval.prompts import load_prompts
+from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Batch, DraftHead, TreeHead
@@ -41,15 +41,31 @@ def nodes_needed(settings: Eval, head: DraftHead) -> int:
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
-    """The held-out prompts as requests. UserError now, not after hours of training, if they and a tree of `nodes` do
-    not fit the context."""
-    prompts = load_prompts(
-        settings.prompts,
-        tokenizer,
-        num_prompts=settings.num_prompts,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        seed=settings.seed,
-    )
+    """The held-out prompts as requests. UserError now, not after hours of training, if they, or the ones of the report,
+    do not fit the context with a tree of `nodes`."""
+    report = settings.report
+    room = context_length - max(settings.max_new_tokens, report.max_new_tokens or 0) - nodes
+    if room < 1:
+        raise UserError(
+            f"eval.max_new_tokens: the new tokens and a tree of {nodes} nodes leave no room for a prompt in the "
+            f"target's {context_length} positions; lower it, or eval.report.max_new_tokens"
+        )
+
+    limit = min(settings.max_prompt_tokens, room) if settings.skip_long else settings.max_prompt_tokens
+
+    def load(num_prompts: int) -> list[Prompt]:
+        return load_prompts(
+            settings.prompts,
+            tokenizer,
+            num_prompts=num_prompts,
+            max_prompt_tokens=limit,
+            seed=settings.seed,
+            skip_long=settings.skip_long,
+            remedy="raise eval.max_prompt_tokens, or leave long prompts out with eval.skip_long=true",
+        )
+
+    prompts = load(settings.num_prompts)
+    others = load(report.num_prompts) if report.num_prompts and settings.prompts != HELD_OUT_SUITE else []
     sampling = Sampling(
         temperature=settings.temperature,
         top_k=settings.top_k,
@@ -57,12 +73,12 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
         min_p=settings.min_p,
         seed=settings.seed,
     )
-    longest = max(len(prompt.ids) for prompt in prompts)
-    needed = longest + max(settings.max_new_tokens, settings.report.max_new_tokens or 0) + nodes
-    if needed > context_length:
+    longest = max(len(prompt.ids) for prompt in (*prompts, *others))
+    if longest > room:
         raise UserError(
             f"eval.max_new_tokens: prompts of up to {longest} tokens, the new ones and a tree of {nodes} nodes need "
-            f"{needed} positions, the target has {context_length}; lower eval.max_new_tokens or eval.max_prompt_tokens"
+            f"{longest - room + context_length} positions, the target has {context_length}; lower it, or leave long "
+            "prompts out with eval.skip_long=true"
         )
     return [
         Request(prompt.ids, settings.max_new_tokens, replace(sampling, seed=settings.seed + n))

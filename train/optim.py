@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from train.adapter import Joint
 from train.recipe import Train
 
 
-def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.Optimizer:
+def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
@@ -26,10 +26,7 @@ def make_optimizer(head: nn.Module, settings: Train) -> torch.optim.Optimizer:
     adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
     if settings.optimizer == "adamw":
         return adamw
-    orthogonal = torch.optim.Muon(
-        inner, lr=settings.lr, momentum=0.95, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return Paired(orthogonal, adamw)
+    return Paired(Muon(inner, lr=settings.lr, weight_decay=settings.weight_decay, products=products), adamw)
 
 
 def _groups(
@@ -49,6 +46,54 @@ def _groups(
 def _is_end(name: str) -> bool:
     """Whether a matrix has a row for each token or position: no update of those should be orthogonal."""
     return any(part in name for part in ("lm_head", "embed", "wte", "wpe"))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024): the momentum of each matrix, made orthogonal by five Newton-Schulz iterations.
+
+    The same update as `torch.optim.Muon` with `match_rms_adamw`, which computes in bfloat16 on every machine; here the
+    dtype of the iterations' products is an argument. They need no more than bfloat16, but some processors emulate it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        products: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.products = products
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                buffer.lerp_(p.grad, 1 - momentum)
+                update = orthogonal(p.grad.lerp(buffer, momentum), self.products)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update.to(p.dtype), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix with its singular values near 1: between 0.5 and 1.5, by a quintic iteration that favours speed."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.to(dtype)
+    tall = len(x) > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 class Paired(torch.optim.Optimizer):

@@ -9,12 +9,13 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import load_pair
+from eval.opening import load_pair
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target import FrozenTarget
 from train.answers import answer_documents, make_answers
+from train.head_settings import resolved_settings
 from train.launch import unpartitioned
 from train.on_policy import Samples
 from train.packing import Document, Mixture, Pool
@@ -55,6 +56,11 @@ def check_head(recipe: Recipe, target: FrozenTarget) -> DraftHead:
     """Refuse settings of the head that the target cannot bear, before time is spent on data; else such a head."""
     head: DraftHead = build_head(*_head_settings(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
     return head
+
+
+def with_head_defaults(recipe: Recipe, head: DraftHead) -> Recipe:
+    """The recipe with all settings of its head, those that follow the target included."""
+    return recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], head.config)})
 
 
 def load_data(

@@ -8,6 +8,8 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from eval.command import AUTO
+from eval.files import is_file
+from eval.prompts import HELD_OUT_SUITE
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
@@ -16,9 +18,13 @@ from heads.tree import parse_shape
 from train.head_settings import head_errors
 from train.strict_yaml import Key, Settings, check, read_settings
 
-Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Weight = Annotated[float, Field(gt=0)] | None
+MOST = 2**31
+"""No count, step or id is this large: below it no product of two of them overflows."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
@@ -32,20 +38,20 @@ class Adapter(Settings):
     `heads_weight` times the heads' own. The published text is then the adapted target's.
     """
 
-    first_step: Annotated[int, Field(ge=0)]
+    first_step: Step
     """First step that trains the adapter too, with a warm-up of its own. The steps before it train the heads alone."""
     rank: Count = 32
     """Rank of the low-rank matrices."""
-    alpha: Annotated[float, Field(gt=0)] = 16.0
+    alpha: Positive = 16.0
     """Scale of the update, which is alpha / rank times the product of the two matrices."""
     dropout: Fraction = 0.05
     """Dropout on the adapter's input."""
     modules: Annotated[list[Name], Field(min_length=1)] | None = None
     """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
     output head."""
-    heads_weight: Annotated[float, Field(gt=0)] = 0.2
+    heads_weight: Positive = 0.2
     """Weight of the heads' loss beside the target's."""
-    head_lr_multiple: Annotated[float, Field(gt=0)] = 4.0
+    head_lr_multiple: Positive = 4.0
     """The heads' learning rate, as a multiple of `train.lr`."""
 
 
@@ -65,7 +71,7 @@ class Target(Settings):
 
 
 class PythonSource(Settings):
-    """Python source code found on this machine. No download is needed; some modules are held out for evaluation."""
+    """Modules of Python's standard library. No download is needed; some modules are held out for evaluation."""
 
     kind: Literal["python"]
     """The form of the source."""
@@ -184,16 +190,17 @@ class Train(Settings):
     """Weight decay of matrices. Norms and biases have none."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """Learning rate after the warm-up: `cosine` falls along a cosine, `wsd` stays, then falls at the end."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Step = 0
     """Steps in which the learning rate rises to `lr`."""
     decay_fraction: Share = 0.2
     """`wsd` only: last part of the run, in which the learning rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the end of the run, as a fraction of `lr`."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients of a larger norm are scaled down to it."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number type of the products. bf16 is autocast over float32 weights."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number type of the products. `bf16` is autocast over float32 weights; `auto` is bf16 where this machine computes
+    it faster, else fp32. A resumed run keeps what it began with."""
     checkpoint_every: Count = 500
     """Steps between checkpoints, from which an interrupted run resumes."""
     keep_checkpoints: Count = 2
@@ -230,7 +237,9 @@ class Eval(Settings):
     num_prompts: Count = 32
     """Prompts to measure on, evenly spread over the suite."""
     max_prompt_tokens: Count = 256
-    """Most tokens of a prompt."""
+    """Most tokens of a prompt. A longer one in a file is an error; modules of `python-heldout` are cut to fit."""
+    skip_long: bool = False
+    """Leave longer prompts out instead."""
     max_new_tokens: Count = 128
     """Most tokens of an answer."""
     batch_size: Count = 8
@@ -242,7 +251,7 @@ class Eval(Settings):
     """Acceptance rule of sampled drafts (see eval/README.md). At temperature 0 all rules are one."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
     """Sample from this many most likely tokens; 0 keeps all."""
     top_p: Share = 1.0
     """Sample from the most likely tokens that together have this probability; 1 keeps all."""
@@ -289,7 +298,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
     errors += head_errors(source)
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and "kind" in recipe.head:
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if errors:
         raise UserError("\n".join(errors))
@@ -320,6 +329,7 @@ def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
         (("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd"),
     ]
     rules += [(("tracking", name), tracking.wandb == "off", "with tracking.wandb off") for name in ("project", "name")]
+    rules.append((("eval", "skip_long"), measure.prompts == HELD_OUT_SUITE, "on modules, which are cut to fit"))
     greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
     for name in ("rule", "top_k", "top_p", "min_p"):
         rules.append((("eval", name), greedy, "at eval.temperature 0, which is greedy"))
@@ -332,8 +342,7 @@ def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
         unweighted = source.weight is None or len(data.sources) == 1
         rules.append((("data", "sources", n, "weight"), unweighted, "with one source"))
         if isinstance(source, RecordSource):
-            is_file = Path(source.path).is_file()
-            rules.append((("data", "sources", n, "split"), is_file, "on a file, which has no splits"))
+            rules.append((("data", "sources", n, "split"), is_file(source.path), "on a file, which has no splits"))
     return [(key, why) for key, useless, why in rules if useless]
 
 

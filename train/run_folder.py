@@ -8,12 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from eval.files import check_folder, sync_folder, write_text
 from eval.report import check_card
-from heads.errors import UserError
+from heads.errors import UserError, shown
 from train.recipe import Recipe, dump_recipe, plain_settings
+from train.strict_yaml import read_settings
 
 FREE_SETTINGS = (
     ("output_dir",),
@@ -26,6 +25,7 @@ FREE_SETTINGS = (
 )
 """What may change between the parts of one run without changing what it computes."""
 
+MAX_STEPS = ("train", "max_steps")
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
 """Absent where nothing is sampled; where only `eval.report.temperatures` made that so, they are the report's own."""
 
@@ -85,21 +85,30 @@ class RunFolder:
         if not self.recipe.is_file():
             return
         try:
-            old = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            raise UserError(f"{self.recipe}: not readable as a recipe; name another output_dir") from None
-        new = plain_settings(recipe)
-        changed = [
-            f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}"
-            for key, was, now in differences(old, new)
+            old = read_settings(self.recipe).tree
+        except UserError as error:
+            raise UserError(f"{error}; name another output_dir") from None
+        changed = {
+            key: (was, now)
+            for key, was, now in differences(old, plain_settings(recipe))
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
             and not (key in REPORT_SAMPLING and None in (was, now))
-        ]
-        if changed and any(self.checkpoints.glob("step-*")):
+        }
+        if not changed or not any(self.checkpoints.glob("step-*")):
+            return
+        if changed.keys() == {MAX_STEPS}:
+            was, now = changed[MAX_STEPS]
             raise UserError(
-                f"output_dir {self.path}: holds a run with other settings ({'; '.join(changed)}); "
-                "restore them to go on with it, or name another output_dir"
+                f"output_dir {self.path}: holds a run whose learning rates are laid out over {_shown(was)} steps, got "
+                f"train.max_steps={_shown(now)}; train those from the first step on in another folder, such as "
+                f"output_dir={self.path}-{now}, or restore train.max_steps={_shown(was)}"
             )
+        each = [f"{'.'.join(key)} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in changed.items()]
+        more = [f"{len(each) - 4} more"] if len(each) > 4 else []
+        raise UserError(
+            f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); "
+            "restore them to go on with it, or name another output_dir"
+        )
 
     def write_recipe(self, recipe: Recipe) -> None:
         write_text(
@@ -136,4 +145,4 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def _shown(value: Any) -> str:
-    return "absent" if value is None else repr(value)
+    return "absent" if value is None else shown(value)

@@ -51,7 +51,8 @@ class Stepper:
         self.module, self.head = head, cast(DraftHead, head)
         self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
-        self.model, self.optimizer = accelerator.prepare(LossModule(head), make_optimizer(head, settings))
+        products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        self.model, self.optimizer = accelerator.prepare(LossModule(head), make_optimizer(head, settings, products))
         self.dtype = next(parameter for parameter in self.model.parameters()).dtype
         self.norm: Any = None
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eval.files import read_given
-from heads.errors import UserError
+from heads.errors import UserError, shown
 
 Key = tuple[str | int, ...]
 
@@ -54,7 +54,8 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> Source:
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(_yaml_error(str(path), error)) from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}:1: expected a mapping of settings, got {type(tree).__name__}")
+        got = "an empty file" if tree is None else f"a {type(tree).__name__}"
+        raise UserError(f"{path}:1: expected settings, each as `name: value`, got {got}")
     places = {key: f"{path}:{line}" for key, line in _lines(root)}
     source = Source(str(path), tree, {**places, (): str(path)})
     errors = [fault for override in overrides if (fault := _override(source, override))]
@@ -149,7 +150,7 @@ def _override(source: Source, override: str) -> str | None:
     place = f"override '{override}'"
     if not equals or not all(name.split(".")):
         return f"{place}: expected key.sub=value"
-    key: Key = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    key: Key = tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split("."))
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:
@@ -187,19 +188,17 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
     if kind == "missing":
         return source.line(key, "is missing; give it a value")
     if kind == "union_tag_not_found":
-        kinds = [
-            str(get_args(section.model_fields["kind"].annotation)[0]) for section in _sections(model, source.tree, key)
-        ]
+        kinds = [kind for section in _sections(model, source.tree, key) for kind in _kinds(section)]
         return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        return source.line((*key, "kind"), f"unknown kind '{context['tag']}'" + suggest(context["tag"], tags))
+        return source.line((*key, "kind"), f"unknown kind {shown(context['tag'])}" + suggest(context["tag"], tags))
     if kind == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])
-        return source.line(key, f"got {error['input']!r}" + suggest(str(error["input"]), choices))
+        return source.line(key, f"got {shown(error['input'])}" + suggest(str(error["input"]), choices))
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     given = error["input"]
-    return source.line(key, message if isinstance(given, dict) else f"{message}, got {given!r}")
+    return source.line(key, message if isinstance(given, dict) else f"{message}, got {shown(given)}")
 
 
 def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
@@ -208,7 +207,7 @@ def _unknown(source: Source, model: type[BaseModel], key: Key) -> str:
     known = list(dict.fromkeys(field for section in sections[:1] for field in section.model_fields))
     siblings = [section for section in sections[1:] if name in section.model_fields]
     if siblings:
-        kinds = " or ".join(str(get_args(section.model_fields["kind"].annotation)[0]) for section in siblings)
+        kinds = " or ".join(kind for section in siblings for kind in _kinds(section))
         return f"has no effect here: it belongs to kind {kinds}; leave it out"
     return "unknown key" + suggest(name, known)
 
@@ -225,8 +224,13 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
         if not found:
             return []
     if isinstance(tree, dict) and "kind" in tree:
-        found.sort(key=lambda section: tree["kind"] not in get_args(section.model_fields["kind"].annotation))
+        found.sort(key=lambda section: tree["kind"] not in _kinds(section))
     return found
+
+
+def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
+    """The kind by which a section is told from others in its place; none where there are no others."""
+    return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

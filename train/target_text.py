@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval.corpus import is_held_out, read_split
+from eval.corpus import installed_source, is_held_out, read_split
 from eval.messages import Message, read_messages
 from eval.records import read_records
 from heads.errors import UserError
@@ -52,7 +52,7 @@ def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) 
     chats = read_chats(data.chats)
     folder.mkdir(parents=True, exist_ok=True)
     modules = {
-        name: [text for _, text in read_split(held_out=held_out)]
+        name: [text for _, text in read_split(held_out=held_out, roots=installed_source())]
         for name, held_out in (("train", False), ("held_out", True))
     }
     learnt_from = modules["train"][: settings.train_modules] + chats["train"][: settings.train_modules]

@@ -114,15 +114,15 @@ class Tracker:
 
 
 def keep_metrics(path: Path, step: int) -> None:
-    """Drop lines of later steps, and a last line cut short, so that a resumed run records every step once."""
+    """Drop lines of later steps, and lines cut short or damaged, so that a resumed run records every step once."""
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+                kept.append(line.decode() + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     write_text(path, "".join(kept))
 

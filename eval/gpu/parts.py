@@ -19,10 +19,10 @@ from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
-from eval.grown import SHAPES
 from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
+from eval.shapes import SHAPES
 from heads.tree import parse_shape
 
 Found = dict[str, Any]
@@ -44,7 +44,7 @@ class Bench:
 
     device: torch.device
     shape: str
-    """Of `eval.grown.SHAPES`."""
+    """Of `eval.shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""

@@ -1,9 +1,14 @@
-"""C beside our Python: compiled on first use, for this processor, where there is a compiler."""
+"""C beside our Python: compiled on first use, for this processor, where there is a compiler.
+
+CC names the compiler and CFLAGS adds to its flags, as they do elsewhere: CFLAGS=-march=x86-64-v3 compiles for
+processors without AVX-512, and CC=none does without C.
+"""
 
 import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,8 +37,9 @@ def compiled(*sources: Path) -> ctypes.CDLL | None:
 
 @cache
 def find_compiler() -> str | None:
-    """The path of a C compiler."""
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    """The path of a C compiler: the one that CC names, else the first there is."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None or sys.platform == "win32":
         logger.info("no C compiler found: decoding on this CPU takes torch's operations, which are slower")
         return None
@@ -45,7 +51,8 @@ def build(sources: Sequence[Path], compiler: str) -> Path:
     since a process that loads half a library is killed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
     text = b"".join(source.read_bytes() for source in sources)
-    digest = hashlib.sha256(text + repr((compiler, FLAGS, processor())).encode())
+    flags = [*FLAGS, *shlex.split(os.environ.get("CFLAGS", ""))]
+    digest = hashlib.sha256(text + repr((compiler, flags, processor())).encode())
     name = f"{sources[0].stem}-{digest.hexdigest()[:16]}"
     for path in folder.glob(f"{name}-*.so"):
         if path.stem == f"{name}-{short_hash(path)}":
@@ -54,7 +61,7 @@ def build(sources: Sequence[Path], compiler: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
         files = [str(source) for source in sources if source.suffix == ".c"]
-        command = [compiler, *FLAGS, *files, "-o", str(made), "-lm"]
+        command = [compiler, *flags, *files, "-o", str(made), "-lm"]
         if run([*command, "-fopenmp"]).returncode:
             run(command).check_returncode()  # one thread then
         return made.replace(folder / f"{name}-{short_hash(made)}.so")

@@ -175,7 +175,7 @@ class KernelMemory:
         depth: int,
         extent: int,
     ) -> Proposal:
-        """What `heads.tree.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
+        """What `heads.growth.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
         (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
         assert self.single and self.table is not None
         B, D = recycled.shape

@@ -1,8 +1,9 @@
-"""A native decoder over whole rows of packed documents, its products in bfloat16: features for training on a CPU.
+"""A native decoder over whole rows of packed documents, its products in a dtype of choice: features for training on a
+CPU.
 
 It is what autocast makes of the Hugging Face model, with weights that are narrowed once and not in every pass, and
-attention by matrix products, which on a CPU take less time than the library's fused kernel in bfloat16. The residual
-stream keeps the target's dtype.
+attention by matrix products, which on a CPU take less time than the library's fused kernel. The residual stream keeps
+the target's dtype.
 
 Letters: B rows, T tokens, R = B * T, H query heads, G query heads per key head, d head dimension, D hidden, L taps.
 """
@@ -29,22 +30,23 @@ BLOCK = 128
 _made: "WeakKeyDictionary[FrozenTarget, tuple[NativeDecoder, WholePass]]" = WeakKeyDictionary()
 
 
-def whole_pass(target: FrozenTarget) -> "WholePass | None":
-    """The pass of a target, made once; None where its layers are not attention in groups and a gated MLP."""
-    decoder = native_decoder(target)
+def whole_pass(target: FrozenTarget, dtype: torch.dtype) -> "WholePass | None":
+    """The pass of a target with products in `dtype`, made once; None off a CPU, and where its layers are not attention
+    in groups and a gated MLP."""
+    decoder = native_decoder(target) if target.device.type == "cpu" else None
     if decoder is None:
         return None
     known = _made.get(target)
-    if known is None or known[0] is not decoder:
+    if known is None or known[0] is not decoder or known[1].dtype != dtype:
         parts = [(layer.attention, layer.feedforward) for layer in decoder.layers]
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for a, m in parts):
             return None
-        _made[target] = known = decoder, WholePass(decoder)
+        _made[target] = known = decoder, WholePass(decoder, dtype)
     return known[1]
 
 
 class _Narrow:
-    """A product in another dtype."""
+    """A product in a dtype that may be another than the target's; where it is not, the weight is shared."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -75,7 +77,7 @@ class _Layer:
 class WholePass:
     """Token ids in, tapped residual streams and the last hidden state out."""
 
-    def __init__(self, decoder: NativeDecoder, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, decoder: NativeDecoder, dtype: torch.dtype) -> None:
         self.config, self.embedding, self.dtype = decoder.config, decoder.embedding, dtype
         self.norm, self.turns = decoder.norm, decoder.turns
         self.layers = []

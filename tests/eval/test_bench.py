@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
-from eval.bench import run_bench
+from eval.benchmark.run import default_out, run_bench
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.page import render_page
@@ -22,8 +22,8 @@ from eval.prompts import load_prompts
 from eval.report import model_card, print_report
 from eval.results import Results, read_results
 from eval.runtime.engine import Engine, Request
+from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict
-from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
 from eval.wording import MISSING, percent, warnings
 from heads.errors import UserError
@@ -348,7 +348,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.settings.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.contest.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
@@ -410,7 +410,7 @@ def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exit_status(lambda: module.bench_command(module.parse_arguments(arguments))) == 2
+    assert exit_status(lambda: module.main(arguments)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
     assert list(tmp_path.iterdir()) == []
@@ -419,5 +419,5 @@ def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(
 def test_a_run_keeps_its_own_results(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
     (tmp_path / "head").mkdir()
-    assert module.default_out(tmp_path / "head") == tmp_path / "bench"
-    assert module.default_out(tmp_path) == Path(f"runs/bench-{tmp_path.name}")
+    assert default_out(tmp_path / "head") == tmp_path / "bench"
+    assert default_out(tmp_path) == Path(f"runs/bench-{tmp_path.name}")

@@ -12,8 +12,8 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import compare as module
+from eval.benchmark.compare_run import Contestant, compare, head_names, named_shapes
 from eval.command import exit_status
-from eval.compare import Contestant, compare, head_names, named_shapes
 from eval.results import Results
 from eval.settings import BenchSettings, to_settings
 from heads.checkpoint import save_head, target_record
@@ -118,7 +118,7 @@ def test_heads_of_different_targets_are_refused(
         save_head(head, tmp_path / name, target=target_record(target))
     arguments = [str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")]
     capsys.readouterr()
-    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 2
+    assert exit_status(lambda: module.main(arguments)) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
     assert not (tmp_path / "out").exists()
@@ -132,7 +132,7 @@ def test_the_command_compares_trained_heads_with_others(
     prompts, out = settings(tmp_path).prompts, tmp_path / "out"
     given = ["--prompts", prompts, "--max-new-tokens", "6", "--tree", "chain:2,chain:3", "--out", str(out)]
     arguments = [str(tmp_path / "one"), "lookup:2", *given, "--repeats", "1"]
-    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 0
+    assert exit_status(lambda: module.main(arguments)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
     assert [row[1:4:2] for row in rows] == [["medusa", "chain:2"], ["lookup", "chain:2"], ["lookup", "chain:3"]]
     assert json.loads((out / "compare.json").read_text())["exact"]["identical"] == 9

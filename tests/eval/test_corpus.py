@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from eval import corpus
-from eval.corpus import is_held_out, list_modules, read_split
+from eval.corpus import is_held_out, list_modules, read_split, standard_library
 from heads.errors import UserError
 
 
@@ -58,6 +58,15 @@ def test_a_near_copy_of_a_held_out_module_is_left_out(root: Path) -> None:
     list_modules.cache_clear()
     assert copy in [name for name, _ in list_modules((root,))[False]]
     assert copy not in [name for name, _ in read_split(held_out=False, roots=(root,))]
+
+
+def test_text_comes_from_the_standard_library_alone() -> None:
+    (library,) = standard_library()
+    names = [name for names in list_modules((library,)).values() for name, _ in names]
+    assert "functools.py" in names and "json/decoder.py" in names
+    assert not any(part in name for name in names for part in ("site-packages", "dist-packages", "encodings/"))
+    first = next(name for name, _ in read_split(held_out=False))
+    assert (library / first).is_file()
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:

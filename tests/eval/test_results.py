@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from eval.figures import headline, pieces, pooled_exactness
 from eval.files import write_text
-from eval.results import headline, pieces, pooled_exactness, read_results, write_results
+from eval.results import read_results, write_results
 from eval.runtime.engine import Output
 from eval.wording import (
     audit_line,

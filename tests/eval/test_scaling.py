@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import measure
 from eval import scaling as module
+from eval.benchmark.scaling_run import measure_scaling, windows
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results
-from eval.scaling import ScalingSettings, measure_scaling, windows
+from eval.settings import ScalingSettings
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -92,7 +93,7 @@ def test_what_does_not_fit_is_left_out(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measure.race(target, entries, prompts, *rest, **settings)
 
-    monkeypatch.setattr(module, "race", small_memory)
+    monkeypatch.setattr("eval.benchmark.scaling_run.race", small_memory)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
@@ -136,7 +137,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
         (["nowhere", "--batch-sizes", "0"], "--batch-sizes: expected at least 1, got 0"),
         (["lookup:2"], "drafts for any target; give --target"),
     ):
-        assert exit_status(lambda: module.scaling_command(module.parse_arguments(arguments))) == 2  # noqa: B023
+        assert exit_status(lambda: module.main(arguments)) == 2  # noqa: B023
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

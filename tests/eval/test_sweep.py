@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from eval import environment, sweep
-from eval.bench import bench_command
 from eval.bench import parse_arguments as parse_bench
+from eval.benchmark.run import bench_command
+from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
 from eval.settings import to_settings
 from eval.sweep_file import Sweep, ranked, read_sweep
@@ -40,7 +41,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def call(*words: object) -> int:
-    return exit_status(lambda: sweep.run_sweep(sweep.parse_arguments([str(word) for word in words])))
+    return exit_status(lambda: sweep.main([str(word) for word in words]))
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
     file, out = write(tmp_path), tmp_path / "out"
     found = read_sweep(file)
     for setting in found.settings():
-        place = out / sweep.place_of(found, setting)
+        place = out / place_of(found, setting)
         place.mkdir(parents=True)
         (place / "results.json").write_text(json.dumps(failed_results()))
     assert call(file, "--out", out) == 1 and not calls

@@ -343,7 +343,7 @@ def test_what_the_checkpoint_decides_is_no_setting(
     targets: dict[str, tuple[FrozenTarget, dict[str, Tensor]]],
 ) -> None:
     target, _ = targets["mimo1"]
-    with pytest.raises(UserError, match=r"head.intermediate_size: has no effect with head.native"):
+    with pytest.raises(UserError, match=r"head.intermediate_size: the checkpoint's own modules have"):
         build_head("mtp", {"native": True, "intermediate_size": 64}, target, COUNTS)
     with pytest.raises(UserError, match=r"head.num_modules: expected 1 to head.depth \(1\)"):
         build_head("mtp", {"native": True, "depth": 1}, targets["mimo2"][0], COUNTS)

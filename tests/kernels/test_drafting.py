@@ -19,8 +19,8 @@ from eval.gpu.drafts import (
     some_news,
 )
 from eval.gpu.launches import Launches
-from eval.grown import SHAPES, ModelShape
 from eval.runtime.engine import Engine, Request
+from eval.shapes import SHAPES, ModelShape
 from heads.kernels.drafting import TritonMemory, triton_drafts
 from heads.kernels.inputs import enter, enter_twin, stand, stand_twin, take_newest
 from heads.layers import RMSNorm

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from heads.errors import UserError
 from heads.target import load_target
-from scripts.make_target import loop_settings, make_target
+from train.target_making import loop_settings, make_target
 from train.target_recipe import load_target_recipe
 from train.target_text import CHAT_TEMPLATE, chat_text
 
@@ -27,7 +27,7 @@ TINY = [
 def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few modules in place of the machine's."""
 
-    def modules(*, held_out: bool) -> Iterator[tuple[str, str]]:
+    def modules(*, held_out: bool, roots: object) -> Iterator[tuple[str, str]]:
         for i in range(3 if held_out else 9):
             body = "".join(f"def f{n}(x):\n    return x + {n * i}\n\n\n" for n in range(60))
             yield f"m{i}.py", body

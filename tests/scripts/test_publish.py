@@ -20,7 +20,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
-from eval.bench import run_bench
+from eval import upload
+from eval.benchmark.run import run_bench
 from eval.command import exit_status
 from eval.settings import BenchSettings
 from heads.checkpoint import load_head, read_config, save_head, target_record
@@ -139,14 +140,13 @@ def run(measured: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
     hub = StandInHub(tmp_path / "hub")
-    monkeypatch.setattr(publish, "HfApi", lambda token: hub if token == TOKEN else None)
-    monkeypatch.setattr(publish, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(upload, "HfApi", lambda token: hub if token == TOKEN else None)
+    monkeypatch.setattr(upload, "get_token", lambda: TOKEN)
     return hub
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["publish.py", *map(str, words)])
-    return exit_status(lambda: publish.publish(publish.parse_arguments()))
+    return exit_status(lambda: publish.main([str(word) for word in words]))
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def test_a_path_that_nobody_cleans_stops_it(
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "HfApi", lambda token: pytest.fail("the hub was asked"))
-    monkeypatch.setattr(publish, "get_token", lambda: pytest.fail("a token was asked for"))
+    monkeypatch.setattr(upload, "HfApi", lambda token: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(upload, "get_token", lambda: pytest.fail("a token was asked for"))
     (run / "plots/acceptance.png").unlink()
     assert call(monkeypatch, run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_what_goes_wrong_between_is_one_line_without_the_token(
 def test_without_a_token_nothing_is_tried(
     run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "get_token", lambda: None)
+    monkeypatch.setattr(upload, "get_token", lambda: None)
     assert call(monkeypatch, run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
 

@@ -144,7 +144,14 @@ def settings(tmp_path: Path, tiny_target_dir: Path) -> dict[str, Any]:
         "target": {"path": str(tiny_target_dir)},
         "head": {"kind": "linear"},
         "data": {"sources": [{"kind": "text", "path": str(tmp_path / "data.jsonl")}], "context_length": 48},
-        "train": {"max_steps": 6, "batch_size": 2, "lr": 0.01, "log_every": 2, "checkpoint_every": 2},
+        "train": {
+            "max_steps": 6,
+            "batch_size": 2,
+            "lr": 0.01,
+            "precision": "fp32",
+            "log_every": 2,
+            "checkpoint_every": 2,
+        },
         "eval": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8, "tree": "chain:2"},
     }
 

@@ -1,8 +1,10 @@
 """Launches that are not what they say are refused."""
 
 import pytest
+import torch
 
 from heads.errors import UserError
+from heads.processor import fastest_dtype
 from train.launch import make_accelerator
 from train.recipe import Train
 
@@ -12,7 +14,7 @@ SETTINGS = Train(max_steps=1)
 @pytest.mark.parametrize(
     ("environment", "fault"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "launched with --mixed_precision fp16, the recipe says .* fp32"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "launched with --mixed_precision fp16, the recipe says .* auto"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "launched with --gradient_accumulation_steps 3, .* 1"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "--fsdp_version 2"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP needs a GPU"),
@@ -34,3 +36,13 @@ def test_the_recipe_decides_precision_and_accumulation(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     accelerator = make_accelerator(Train(max_steps=1, grad_accum=3, precision="bf16"))
     assert accelerator.gradient_accumulation_steps == 3 and accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("begun", ["bf16", "no"])
+def test_a_resumed_run_keeps_the_precision_that_auto_came_to(begun: str) -> None:
+    assert make_accelerator(Train(max_steps=1), begun).mixed_precision == begun
+
+
+def test_auto_is_what_the_processor_is_fast_in() -> None:
+    fast = fastest_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert make_accelerator(Train(max_steps=1)).mixed_precision == ("bf16" if fast == torch.bfloat16 else "no")

@@ -74,7 +74,7 @@ def test_accumulation_is_the_same_step_cut_up(settings: Settings, write_recipe: 
     settings["train"] |= {"batch_size": 1, "grad_accum": 4}
     cut = run(settings | {"output_dir": str(tmp_path / "cut")}, write_recipe)
     for name, tensor in weights_at(whole, 3).items():
-        torch.testing.assert_close(weights_at(cut, 3)[name], tensor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(weights_at(cut, 3)[name], tensor, rtol=1e-3, atol=1e-4)
     norms = [[line["grad_norm"] for line in lines(folder) if line["kind"] == "train"] for folder in (whole, cut)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from train.optim import lr_factor, make_optimizer, set_lr
+from train.optim import Muon, lr_factor, make_optimizer, orthogonal, set_lr
 from train.recipe import Train
 
 
@@ -30,6 +30,29 @@ def test_norms_and_biases_do_not_decay() -> None:
     optimizer = make_optimizer(head, Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
+def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(weight) for weight in torch.randn(1, *shape).repeat(2, 1, 1))
+    library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    pair = Muon([ours], lr=0.1, weight_decay=0.1, products=torch.bfloat16), library
+    for _ in range(3):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_updates_in_float32_are_orthogonal_too() -> None:
+    matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    wide, narrow = orthogonal(matrix, torch.float32), orthogonal(matrix, torch.bfloat16).float()
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    assert all(0.6 < value < 1.3 for value in torch.linalg.svdvals(wide))
+    assert float((left.T @ wide @ right.T).diagonal().min()) > 0.6, "the singular vectors are the matrix's own"
+    assert float((wide - narrow).norm() / wide.norm()) < 0.1
 
 
 def test_paired_optimizers_resume_as_one() -> None:

@@ -161,8 +161,8 @@ def test_weights_are_given_to_all_sources_or_none(tmp_path: Path) -> None:
     [
         ("a: 1\na: 2\n", "r.yaml:2: key 'a' is given twice"),
         ("a: [1\nb: 2\n", "r.yaml:2: "),
-        ("- 1\n", "r.yaml:1: expected a mapping of settings, got list"),
-        ("", "r.yaml:1: expected a mapping of settings, got NoneType"),
+        ("- 1\n", "r.yaml:1: expected settings, each as `name: value`, got a list"),
+        ("", "r.yaml:1: expected settings, each as `name: value`, got an empty file"),
         ("a: !!python/object:os.system {}\n", "r.yaml:1: could not determine a constructor"),
     ],
 )

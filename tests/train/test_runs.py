@@ -31,13 +31,25 @@ def small(settings: Settings) -> Settings:
     return settings
 
 
-def start(recipe: Path, *overrides: str, launcher: list[str] | None = None) -> subprocess.Popen[str]:
-    """One run of train/eagle.py in a session of its own, so that a signal can reach the process that trains."""
+def start(
+    recipe: Path,
+    *overrides: str,
+    launcher: list[str] | None = None,
+    script: Path = ROOT / "train/eagle.py",
+    folder: Path = ROOT,
+) -> subprocess.Popen[str]:
+    """One run of an entry in a session of its own, so that a signal can reach the process that trains."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*(launcher or [sys.executable]), str(ROOT / "train/eagle.py"), str(recipe), *overrides]
+    command = [*(launcher or [sys.executable]), str(script), str(recipe), *overrides]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -164,3 +176,47 @@ def test_deepspeed_is_the_same_run(stage: int, small: Settings, write_recipe: Wr
     assert "resumed from" in finish(start(recipe, f"output_dir={two}", launcher=launcher(*flags)))
     again = load_file(two / "head/model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in heads[1].items())
+
+
+# Each process has a folder of its own, as on two machines; `data.jsonl` is wherever the recipe's sources are.
+TWO_MACHINES = """
+import os
+from train import step
+from train.entry import run_entry
+from heads.errors import UserError
+
+rank, make_batch = os.environ["RANK"], step.make_batch
+os.chdir(f"machine-{rank}")
+
+def make(*arguments):
+    if os.path.exists("broken"):
+        raise UserError(f"no more batches on machine {rank}")
+    return make_batch(*arguments)
+
+step.make_batch = make
+run_entry("eagle")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("lacks", "fault"), [("data", "data.jsonl: no such file"), ("batches", "no more batches on machine")]
+)
+def test_the_process_that_fails_says_why_once(
+    lacks: str, fault: str, rank: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """The launcher stops the others, whose connections break: none of that is told."""
+    for machine in range(2):
+        (tmp_path / f"machine-{machine}").mkdir()
+        if lacks == "batches" or machine != rank:
+            shutil.copy(tmp_path / "data.jsonl", tmp_path / f"machine-{machine}")
+    if lacks == "batches":
+        (tmp_path / f"machine-{rank}/broken").touch()
+    small["data"]["sources"][0]["path"] = "data.jsonl"
+    (tmp_path / "entry.py").write_text(TWO_MACHINES)
+    flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    process = start(write_recipe(small), launcher=launcher(*flags), script=tmp_path / "entry.py", folder=tmp_path)
+    said = finish(process, 1)  # the launcher's own status
+    ours = [line for line in said.splitlines() if line.startswith(("error: ", "interrupted"))]
+    assert len(ours) == 1 and fault in ours[0], said
+    assert "onnection closed" not in said and "train/entry.py" not in said, said

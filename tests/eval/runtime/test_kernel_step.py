@@ -13,6 +13,7 @@ from eval.runtime.hf import TargetStep
 from eval.runtime.kernel_step import kernels_fit, why_no_kernels
 from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
+from heads.growth import ancestors
 from heads.kernels import decoder
 from heads.kernels.attention import tree_attention
 from heads.kernels.backend import why_not
@@ -20,7 +21,7 @@ from heads.kernels.gemm import TILES
 from heads.kernels.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
 from heads.native.architectures import native_decoder
 from heads.target import FrozenTarget
-from heads.tree import Proposal, ancestors, parse_shape
+from heads.tree import Proposal, parse_shape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")

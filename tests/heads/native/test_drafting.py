@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.distribution import RowSampling
+from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig

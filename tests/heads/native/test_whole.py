@@ -39,7 +39,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
-def test_training_reads_by_it_where_autocast_is_on(variant: str) -> None:
+def test_training_reads_by_it_in_the_dtype_of_its_products(variant: str) -> None:
     target = make_target(variant, torch.float32)
     tokens, positions, documents = packed_rows()
     rows = Rows(tokens, torch.ones_like(tokens, dtype=torch.bool), positions, documents)
@@ -47,8 +47,8 @@ def test_training_reads_by_it_where_autocast_is_on(variant: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         batch = make_batch(target, rows, TAPS, torch.float32)
         library = target.packed_features(tokens, positions, documents, TAPS)
-    whole = whole_pass(target)
-    assert whole is not None and whole is whole_pass(target)
+    whole = whole_pass(target, torch.bfloat16)
+    assert whole is not None and whole is whole_pass(target, torch.bfloat16)
     assert torch.equal(batch.hidden, whole(tokens, positions, documents, TAPS).hidden)
     assert batch.hidden.dtype == batch.taps.dtype == torch.float32
     for own, others, exact in (
@@ -56,9 +56,10 @@ def test_training_reads_by_it_where_autocast_is_on(variant: str) -> None:
         (batch.hidden, library.hidden, wanted.hidden),
     ):
         assert distance(own, exact) < 1.5 * distance(others, exact) < 0.05
-    assert torch.equal(make_batch(target, rows, TAPS, torch.float32).hidden, wanted.hidden)
+    plain = make_batch(target, rows, TAPS, torch.float32).hidden
+    assert distance(plain, wanted.hidden) < 1e-6
 
 
 def test_other_targets_read_by_the_library() -> None:
-    assert whole_pass(make_target("mixtral", torch.float32)) is None
-    assert whole_pass(make_target("deepseek_v2", torch.float32)) is None
+    for family in ("mixtral", "deepseek_v2"):
+        assert whole_pass(make_target(family, torch.float32), torch.float32) is None

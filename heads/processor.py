@@ -1,0 +1,52 @@
+"""The dtype in which this machine computes matrix products fastest, where exactness does not ask for another.
+
+Training may run its products in bfloat16: on a GPU and on processors with bfloat16 instructions that is several times
+faster than float32, on all other processors several times slower. No flag tells which: a library may be limited to
+fewer instructions than the processor has, and it may emulate what the processor lacks. So the two are timed.
+
+Two dtypes are not chosen here. A target decodes in its own, float32 on a CPU. The C kernels of `heads.native` compute
+in float32 everywhere and hold a draft's weights in bfloat16: each is widened by a shift, on any processor, and a draft
+of one row costs the time to read its weights.
+"""
+
+import time
+from functools import cache
+
+import torch
+
+GAIN = 1.3
+"""How many times faster than float32 bfloat16 must be to be worth its rounding."""
+REPEATS = 5
+ROWS, WIDTH = 256, 512
+"""A product of a small head; 0.13 GFLOP, some milliseconds on a slow processor."""
+
+
+@cache
+def bfloat16_gain() -> float:
+    """How many times faster a CPU's products are in bfloat16 than in float32, measured once a process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # by the time that one thread computes: other processes do not change it
+    try:
+        return _seconds(torch.float32) / _seconds(torch.bfloat16)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fastest_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where it makes products faster, else float32. A GPU is asked, a CPU is timed."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if bfloat16_gain() >= GAIN else torch.float32
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """The least time of one product among some."""
+    x, weight = (torch.ones(n, WIDTH, dtype=dtype) for n in (ROWS, WIDTH))
+
+    def once() -> float:
+        started = time.thread_time()
+        torch.nn.functional.linear(x, weight)
+        return time.thread_time() - started
+
+    once()  # kernels are chosen and weights packed at the first call
+    return min(once() for _ in range(REPEATS))

@@ -1,0 +1,34 @@
+"""The dtype of products is what this processor, with the instructions its libraries may use, is fast in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.processor import GAIN, bfloat16_gain, fastest_dtype
+
+ROOT = Path(__file__).resolve().parents[2]
+ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="AVX2 is x86's")
+def test_without_bfloat16_instructions_products_are_in_float32() -> None:
+    code = "import torch; from heads.processor import fastest_dtype; print(fastest_dtype(torch.device('cpu')))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **ONLY_AVX2, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == "torch.float32"
+
+
+def test_the_choice_follows_the_measurement_and_leaves_the_threads() -> None:
+    threads = torch.get_num_threads()
+    chosen = fastest_dtype(torch.device("cpu"))
+    assert (chosen == torch.bfloat16) == (bfloat16_gain() >= GAIN)
+    assert torch.get_num_threads() == threads

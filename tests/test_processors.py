@@ -1,0 +1,52 @@
+"""A training and a measurement as on other machines: AVX2 alone, and no C compiler; one thread each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.heads.test_processor import ONLY_AVX2
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINES = {
+    "avx2": (ONLY_AVX2 | {"CFLAGS": "-march=x86-64-v3"}, "C kernels", "no"),
+    "no compiler": ({"CC": "none"}, "torch (no C compiler)", None),
+}
+SHORT = (
+    *("data.context_length=160", "data.sources.0.limit=20", "data.regenerate.prompts=8"),
+    *("data.regenerate.new_tokens=16", "train.max_steps=3", "train.warmup_steps=1", "train.eval_every=3"),
+    *("eval.num_prompts=2", "eval.max_new_tokens=8", "eval.report.num_prompts=2", "eval.report.max_new_tokens=8"),
+    *("eval.report.repeats=1",),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="AVX2 is x86's")
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_quickstart_runs_on_it(machine: str, tmp_path: Path) -> None:
+    limits, decoder, precision = MACHINES[machine]
+    run, bench = tmp_path / "run", tmp_path / "bench"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **limits}
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    said = call("train/eagle.py", "recipes/quickstart.yaml", f"output_dir={run}", *SHORT)
+    state = json.loads((run / "checkpoints/step-3/state.json").read_text())
+    assert precision in (None, state["precision"])
+    trains = "bf16" if state["precision"] == "bf16" else "fp32"
+    setup = next(line for line in said.splitlines() if "decodes in" in line)
+    assert f"1 thread: decodes in float32 by {decoder}, trains in {trains}" in setup
+
+    said = call("eval/bench.py", str(run), "--num-prompts", "2", "--max-new-tokens", "8", "--out", str(bench))
+    assert f"1 thread: decodes in float32 by {decoder}" in said
+    results = json.loads((bench / "results.json").read_text())
+    assert results["decoder"] == decoder and results["exact"]["identical"] == results["exact"]["prompts"] == 2
