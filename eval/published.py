@@ -6,16 +6,23 @@ them. What is published keeps ids of the Hub; of a path it keeps the last part, 
 
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report import CARD, front_matter, model_card, quoted
+from eval.card_data import front_matter, hub_datasets
+from eval.report import CARD, model_card, quoted
 from eval.results import Results, read_results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.checkpoint import CONFIG, WEIGHTS, find_head, load_head, read_config, seal
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
 from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, why_unfit
+from heads.formats.eagle3 import convert_command
+from heads.formats.loaders import ENGINES
+from heads.hub import repo_and_revision
+from heads.registry import HEADS
 
 PLOT = "plots/acceptance.png"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -26,6 +33,11 @@ OTHERS = (
 """What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
 PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
 """Keys under which transformers notes where a file was read."""
+
+BASE = "TARGET"
+"""What commands call a target that is not named."""
+STEPS = 5
+"""Tokens drafted a round by a head that was neither measured nor trained to a depth."""
 
 Contents = dict[str, Path | bytes]
 
@@ -54,10 +66,19 @@ class Publication:
 
 
 def collect(
-    run: Path, repo_id: str, *, base_model: str | None = None, license: str | None = None, unmeasured: bool = False
+    run: Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    rights: Callable[[str], Mapping[str, str]] = lambda base: {},
+    unmeasured: bool = False,
+    unserved: bool = False,
 ) -> Publication:
-    """What is to be published of a run. UserError where the head is damaged, was not measured (unless `unmeasured`),
-    or is not exact."""
+    """What is to be published of a run. UserError where the head is damaged, was not measured (unless `unmeasured`), is
+    not exact, is served by no engine or would be misread by one (unless `unserved`).
+
+    rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
+    """
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; expected a run directory")
     folder = find_head(run)
@@ -68,15 +89,23 @@ def collect(
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
     files = head_files(folder, record, base)
-    about = usage(repo_id, base)
+    verdicts = head_verdicts(folder, record, results, repo_id, base)
+    if (doubt := why_unfit(verdicts)) is not None and not unserved:
+        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
+    about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
+    data: dict[str, Any] = {
+        "rights": rights(base or ""),
+        "datasets": hub_datasets(record.get("provenance")),
+        "name": repo_id.partition("/")[2],
+    }
     if results is None:
         parameters = sum(weight.numel() for weight in head.parameters())
         intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
-        parts = [front_matter(record["kind"], target, license), f"# {record['kind']} on {target}", intro, about]
+        parts = [front_matter(record["kind"], target, **data), f"# {record['kind']} on {target}", intro, about]
         card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
     else:
         shown = {**results, "target": {**results["target"], "name": target}}
-        card = model_card(shown, about=about, license=license)
+        card = model_card(shown, about=about, data=data)
         plot = folder.parent / PLOT
         if plot.is_file():
             files[PLOT] = plot
@@ -119,9 +148,41 @@ def usage(repo_id: str, base: str | None) -> str:
     return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
 
 
+def head_verdicts(
+    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
+) -> list[Verdict]:
+    """What engines make of the head, drafting as many tokens as its headline setting or its training."""
+    config = record["config"]
+    depth = (results or {}).get("depth") or config.get("depth") or STEPS
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
+    target = BASE if base is None else repo_and_revision(base)[0]
+    target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
+    return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
+
+
+def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
+    """The card's section on what loads the head, with the command of each."""
+    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
+    lines = ["## Served by", ""]
+    for verdict in (verdict for verdict in engines if verdict.serves):
+        lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
+    lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
+    for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
+        what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
+        lines.append(f"- {verdict.reader}: {what}")
+    if record["kind"] == "eagle3":
+        run = convert_command(repo_id, base or BASE, record["config"]["taps"])
+        lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
+    if record["target"].get("adapter"):
+        lines.append("- the target in these commands is the one with `adapter/` merged into it")
+    lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
+    return "\n".join(lines)
+
+
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
     """The files of a head's folder that belong to it, records freed of local paths."""
-    files: Contents = {CONFIG: public_config(folder / CONFIG, base), WEIGHTS: folder / WEIGHTS}
+    weights = HEADS[record["kind"]].weights_file
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
         if (folder / name).is_file():
             place = folder / name
@@ -139,6 +200,8 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 def public_config(file: Path, base: str | None) -> bytes:
     """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
     config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    if "base_model_name_or_path" in config:
+        config["base_model_name_or_path"] = base
     ours = dict(config["draftsmith"])
     ours["target"] = {**without_paths(ours["target"]), "name": base}
     ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}

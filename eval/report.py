@@ -5,14 +5,16 @@ python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ an
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.card_data import LIBRARY_LINE, front_matter
 from eval.command import Parser, exit_status
 from eval.files import write_text
 from eval.page import render_page
@@ -26,7 +28,6 @@ from eval.wording import (
     heading,
     is_adapted,
     is_exact,
-    is_hub_id,
     number,
     percent,
     reached,
@@ -39,12 +40,9 @@ from eval.wording import (
     with_interval,
 )
 from heads.errors import UserError
-from heads.hub import repo_and_revision
 
 SHOWN_DIVERGENCES = 5
 CARD = "README.md"
-LIBRARY = "library_name: draftsmith"
-"""A line of every model card."""
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -118,7 +116,7 @@ def check_card(folder: Path, name: str) -> None:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
         return
-    if LIBRARY not in text:
+    if LIBRARY_LINE not in text:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
@@ -136,8 +134,9 @@ def write_model_card(results: Results, path: Path) -> None:
     write_text(path, model_card(results))
 
 
-def model_card(results: Results, *, about: str = "", license: str | None = None) -> str:
-    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures."""
+def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
+    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures; data:
+    more of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
     sameness = "in law" if "kind" in results["exact"] else "token for token"
     intro = (
@@ -150,17 +149,9 @@ def model_card(results: Results, *, about: str = "", license: str | None = None)
             "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
             f"target. Its text is not that of {quoted(name)} as it is."
         )
-    parts = [front_matter(kind, name, license), f"# {heading(results)}", intro, about.strip(), card_section(results)]
+    matter = front_matter(kind, name, results=results, **(data or {}))
+    parts = [matter, f"# {heading(results)}", intro, about.strip(), card_section(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def front_matter(kind: str, target: str, license: str | None = None) -> str:
-    """What the Hub reads of a model card: YAML between two rules. A target that is a local folder is not named."""
-    repo, _ = repo_and_revision(target)
-    base = [f"base_model: {repo}"] if is_hub_id(target) else []
-    rights = [f"license: {license}"] if license else []
-    lines = [LIBRARY, *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
-    return "\n".join(["---", *lines, "---"])
 
 
 def quoted(target: str) -> str:

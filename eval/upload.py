@@ -10,6 +10,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 
+from eval.card_data import RIGHTS
 from eval.published import Publication, collect
 from heads.checkpoint import CONFIG, WEIGHTS
 from heads.errors import UserError, first_line
@@ -17,12 +18,14 @@ from heads.errors import UserError, first_line
 
 def publish(options: argparse.Namespace) -> int:
     """Collect, list, and upload."""
+    offline = options.license or options.dry_run
     publication = collect(
         options.run,
         options.repo_id,
         base_model=options.base_model,
-        license=options.license,
+        rights=(lambda base: {"license": options.license} if options.license else {}) if offline else hub_rights,
         unmeasured=options.unmeasured,
+        unserved=options.unserved,
     )
     for name, size in publication.sizes().items():
         print(f"{size:>12,} bytes  {name}")
@@ -38,6 +41,18 @@ def publish(options: argparse.Namespace) -> int:
         url = upload(HfApi(token=token), publication, options)
     print(f"published: {url}")
     return 0
+
+
+def hub_rights(base: str) -> dict[str, str]:
+    """What the Hub says of a model's license; empty where it is not there, or cannot be asked."""
+    token = get_token()
+    if not base or not token:
+        return {}
+    try:
+        data: Any = HfApi(token=token).model_info(base).card_data
+    except (HfHubHTTPError, NetworkError, OSError):
+        return {}
+    return {key: value for key in RIGHTS if data is not None and isinstance(value := data.get(key), str)}
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
@@ -76,7 +91,7 @@ def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) 
     if CONFIG in present:
         is_head = b'"draftsmith"' in Path(api.hf_hub_download(repo_id, CONFIG, revision=at)).read_bytes()
     else:
-        is_head = WEIGHTS not in present
+        is_head = not present & set(WEIGHTS)
     if not is_head:
         raise UserError(f"{repo_id}: holds another model, whose files would be replaced; name another repository")
 

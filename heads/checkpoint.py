@@ -1,7 +1,8 @@
-"""Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
+"""Heads on disk: config.json and a file of tensors, the form that engines load, with what draftsmith needs beside it.
 
-Each kind of head says which tensors it saves and what engines want to read in config.json. Everything of ours stands
-there under one key, `draftsmith`, which engines ignore. A save is complete or absent.
+Each kind of head says which tensors it saves, in which file, and what engines want to read in config.json. Everything
+of ours stands there under one key, `draftsmith`, which engines ignore. A save is complete or absent.
+`heads.formats.contract` says which engines load a saved head.
 """
 
 import hashlib
@@ -22,12 +23,17 @@ from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, check_folder
 from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
 from heads.target import FrozenTarget
 
 FORMAT = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = sorted({head.weights_file for head in HEADS.values()})
+"""Names of the file with a head's tensors."""
+NOT_ITS_OWN = ("_name_or_path", "grown_from")
+"""Keys of a target's config that say where it comes from."""
 
 
 @runtime_checkable
@@ -39,8 +45,10 @@ class WithFiles(Protocol):
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """What a head remembers of the target it was trained for."""
+    """What a head remembers of the target it was trained for, and under `config` the target's own config.json, which
+    is not kept but where a head's format asks for it."""
     config = target.config
+    whole: dict[str, Any] = json.loads(target.model.config.to_json_string())
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,
@@ -53,6 +61,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
+        "config": {key: value for key, value in whole.items() if key not in NOT_ITS_OWN},
     }
 
 
@@ -74,7 +83,7 @@ def save_head(
         "format": FORMAT,
         "kind": kind_of(head),
         "config": asdict(head.config),
-        "target": target,
+        "target": {key: value for key, value in target.items() if key != "config"},
         "provenance": provenance or {},
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
@@ -82,11 +91,12 @@ def save_head(
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.saved().items()}
-        save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner alone
-        ours["sha256"] = file_hash(fresh / WEIGHTS)
+        file = fresh / head.weights_file
+        save_file(weights, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors leaves it readable by its owner alone
+        ours["sha256"] = file_hash(file)
         if write_adapter is not None:
-            ours["target"] = {**target, "adapter": write_adapter(fresh / ADAPTER)}
+            ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
         ours["seal"] = seal(ours)
         config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -134,7 +144,8 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = find_head(path)
-    record, file = read_config(folder), folder / WEIGHTS
+    record = read_config(folder)
+    file = folder / HEADS[record["kind"]].weights_file
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
@@ -180,7 +191,7 @@ def find_head(path: str | Path) -> Path:
     try:
         for folder in (Path(path), Path(path) / "head"):
             _restore(folder)
-            if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+            if (folder / CONFIG).is_file() and any((folder / name).is_file() for name in WEIGHTS):
                 return folder
         is_here = Path(path).exists()
     except (OSError, ValueError) as error:  # a name too long, a null byte
@@ -188,21 +199,27 @@ def find_head(path: str | Path) -> Path:
     repo, revision = repo_and_revision(str(path))
     if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
         raise UserError(
-            f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id"
+            f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
+            "hub id"
         )
-    try:
-        config, _ = (cached_file(repo, name, revision=revision) for name in (CONFIG, WEIGHTS))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
-            "check the name, and the network"
-        ) from error
-    folder = Path(str(config)).parent
+    folder = _from_hub(path, repo, revision, CONFIG).parent
+    _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].weights_file)
     if read_config(folder)["target"].get("adapter"):
         with suppress(OSError, ValueError):  # said by who reads them
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                 cached_file(repo, f"{ADAPTER}/{name}", revision=revision)
     return folder
+
+
+def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> Path:
+    """One file of a head on the hub."""
+    try:
+        return Path(str(cached_file(repo, name, revision=revision)))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
+            "check the name, and the network"
+        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -226,6 +243,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if record.get("seal", seal(record)) != seal(record):  # heads of before there was one have none
         raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
+
+
+def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
+    """What engines make of a saved head, as `heads.formats.contract.check_folder` says."""
+    folder = find_head(path)
+    record = read_config(folder)
+    kind = record["kind"]
+    return check_folder(folder, kind, HEADS[kind].weights_file, record["target"], name=name, base=base, steps=steps)
 
 
 def adapt_target(path: str | Path, target: FrozenTarget) -> None:

@@ -65,6 +65,7 @@ class Draft(nn.Module):
 
     Config: ClassVar[type[DraftConfig]] = DraftConfig
     FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
+    weights_file: ClassVar[str] = "model.safetensors"
     taps: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 

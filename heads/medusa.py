@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
+from heads.formats.medusa import field_name, medusa_engine_config
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
@@ -109,9 +110,10 @@ class Level:
 
 
 class Medusa(nn.Module):
-    """The head. Its state dict is the checkpoint that vLLM reads."""
+    """The head. It is saved as the paper's own repository names its tensors."""
 
     Config: ClassVar[type[MedusaConfig]] = MedusaConfig
+    weights_file: ClassVar[str] = "medusa_lm_head.safetensors"
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "tree"})
     taps: tuple[int, ...] = ()
     token_map: Tensor | None
@@ -153,26 +155,14 @@ class Medusa(nn.Module):
         return cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
 
     def saved(self) -> dict[str, Tensor]:
-        return self.state_dict()
+        return {field_name(name, self.config.num_layers): value for name, value in self.state_dict().items()}
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict(weights)
+        names = self.state_dict().keys()
+        self.load_state_dict({name: weights[field_name(name, self.config.num_layers)] for name in names})
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """As vLLM read it up to 0.32, the last version with Medusa."""
-        config = self.config
-        return {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.draft_vocab_size,
-            "num_heads": config.depth,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
-            "original_lm_head": False,
-            "torch_dtype": dtype,
-        }
+        return medusa_engine_config(self.config, target, dtype)
 
     @property
     def depth_weights(self) -> tuple[float, ...]:

@@ -39,9 +39,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("repo_id", type=hub_id, help="OWNER/NAME; made if it is not there")
     add("--private", action="store_true", help="where the repository is made, make it private")
     add("--revision", metavar="BRANCH", help="commit to a branch, made if it is not there; main by default")
-    add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0")
+    add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0; by default the target's")
     add("--base-model", type=hub_id, help="the target on the Hub, where the head was trained on a copy in a folder")
     add("--unmeasured", action="store_true", help="publish a head that was never measured; its card says so")
+    add("--unserved", action="store_true", help="publish a head that no engine serves, or that one misreads")
     add("--dry-run", action="store_true", help="list the files and print the card; no network")
     return parser.parse_args(arguments)
 

@@ -7,8 +7,9 @@ from eval.figures import weights_hash
 from eval.report import write_report
 from eval.results import read_results
 from eval.settings import BenchSettings
-from heads.checkpoint import adapt_target, load_head
+from heads.checkpoint import adapt_target, check_loaders, load_head
 from heads.errors import UserError
+from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import on_main, tell_first
 from train.loop import Outcome, fit
@@ -43,6 +44,8 @@ def finish(outcome: Outcome) -> int:
 
     def act() -> int:
         folder, loaded = outcome.folder, outcome.loaded
+        if (doubt := why_unfit(check_loaders(folder.head))) is not None:
+            outcome.tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 write_report(read_results(folder.results), folder.path)

@@ -80,6 +80,7 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
         *(None if n is None else n.weight.data_ptr() for n in norms),
         *(0.0 if n is None else n.eps for n in norms),
         parts.state_first,
+        parts.zero_first,
     )
     return KernelModule(struct, stack, (norms, projection, reading))
 

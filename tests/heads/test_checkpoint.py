@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import check_fits, find_head, load_head, save_head, seal, target_record
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -88,7 +89,7 @@ def test_a_head_in_bfloat16_says_so_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_tensors_are_the_fields_own(folder: Path) -> None:
-    """Names and shapes as vLLM, SGLang and the EAGLE repository load them."""
+    """Names and shapes as vLLM, SGLang and the EAGLE repository load them; the tables of a part of the vocabulary."""
     H, A, D, Dk, width, V, Vd = 16, 3, 16, 8, 24, 40, 24
     assert {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()} == {
         "fc.weight": (H, A * H),
@@ -153,10 +154,15 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
     loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
     loaded["adapter"] = {"rank": 4}
-    target: Any = SimpleNamespace(name="t", model=object(), **loaded, **sizes)
-    assert target_record(target) == {
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    model.config.grown_from = "/home/somebody"
+    target: Any = SimpleNamespace(name="t", model=model, **loaded, **sizes)
+    record = target_record(target)
+    whole = record.pop("config")
+    assert whole["model_type"] == "llama" and not {"grown_from", "_name_or_path"} & whole.keys()
+    assert record == {
         "name": "t",
-        "architecture": "object",
+        "architecture": "LlamaForCausalLM",
         "fingerprint": "abcd-int8",
         "quantize": "int8",
         "adapter": {"rank": 4},

@@ -116,8 +116,8 @@ def test_steps_to_time_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("observed", [True, False])
-@pytest.mark.parametrize("state_first", [True, False])
-def test_inputs(observed: bool, state_first: bool) -> None:
+@pytest.mark.parametrize(("state_first", "zero_first"), [(True, True), (False, True), (False, False)])
+def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
     """Three rows of four tokens; 70 slots behind the observed ones, of which paths hold any."""
     B, W, A, S = 3, 4, 5, 90
     tokens, rows = torch.randint(V, (B, W)), torch.randint(A, (B, W))
@@ -129,12 +129,14 @@ def test_inputs(observed: bool, state_first: bool) -> None:
     paths = torch.stack([torch.stack([torch.randperm(70)[:3] for _ in range(W)]) for _ in range(B)])
     drafted = Drafted(length.clamp_max(S - 71), paths, slot, False)
     places = Observed(length, torch.tensor([4, 0, 2]), slot, W) if observed else drafted
-    options: dict[str, Any] = dict(behind=70, state_first=state_first)
+    options: dict[str, Any] = dict(behind=70, state_first=state_first, zero_first=zero_first)
     for embedded, parents in ((table, rows), (table[tokens], None)):
         given = states if parents is not None else states[:, :W]
         ours = enter(tokens, embedded, given, parents, places, *norms, **options)
         theirs = enter_twin(tokens, embedded, given, parents, places, *norms, **options)
         torch.testing.assert_close((ours.x, ours.stream), (theirs.x, theirs.stream))
+        read = ours.x[:, D:] if state_first else ours.x[:, :D]
+        assert torch.equal(read.eq(0).all(1), (theirs.at.positions == 0) & zero_first)
         for at in (ours.at, stand(places, behind=70)):
             for field in ("positions", "slots", "words"):
                 assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field

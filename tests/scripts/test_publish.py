@@ -4,6 +4,7 @@ not."""
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd
+from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
@@ -162,9 +163,19 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert len(hub.commits) == 1
     held = hub.repos[REPO]
     assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
-    assert front_matter(held["README.md"]) == {
+    matter = front_matter(held["README.md"])
+    figures = {
+        found.metric_type: found.metric_value for found in ModelCard(held["README.md"].decode()).data.eval_results
+    }
+    results = json.loads((run / "results.json").read_text())
+    assert figures.pop("tau") == round(results["tau"]["mean"], 3)
+    assert not figures or figures == {"speedup": round(results["speedup"]["measured"], 3)}  # none of a busy machine
+    assert matter.pop("model-index")[0]["name"] == "a-head"
+    assert matter == {
+        "datasets": ["org/chats"],
         "library_name": "draftsmith",
         "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "eagle3"],
     }
     snapshot = hub.cache / "models--ann--a-head/snapshots" / hub.commits[0]
@@ -183,6 +194,56 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert done.returncode == 2 and len(said) == 1 and "give --target" in said[0], done.stderr
     done = bench("--target", str(tiny_target_dir))
     assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+
+
+def test_the_card_says_which_engines_serve_the_head_and_how(
+    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    card = hub.repos[REPO]["README.md"].decode()
+    commands = card[card.index("## Served by") :].split("```")[1:4:2]
+    settings = json.loads(shlex.split(commands[0])[-1])
+    assert commands[0].startswith("\nvllm serve org/the-target ")
+    assert settings == {"method": "eagle3", "model": REPO, "num_speculative_tokens": 2}
+    words = shlex.split(commands[1])
+    assert words[words.index("--speculative-draft-model-path") + 1] == REPO and "EAGLE3" in words
+    assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
+
+
+def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
+    known = hub.model_info
+    monkeypatch.setattr(
+        hub, "model_info", lambda repo: SimpleNamespace(card_data=card) if repo == "org/the-target" else known(repo)
+    )
+    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    matter = front_matter(hub.repos[REPO]["README.md"])
+    assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"draft_vocab_size": None}, "draft_vocab_size"),
+    ],
+)
+def test_what_an_engine_would_misread_is_published_at_request_alone(
+    change: dict[str, Any],
+    said: str,
+    run: Path,
+    hub: StandInHub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = run / "head/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert call(monkeypatch, run, REPO) == 2
+    error = capsys.readouterr().err
+    assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
+    assert call(monkeypatch, run, REPO, "--unserved") == 0
+    assert said in hub.repos[REPO]["README.md"].decode()
 
 
 def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

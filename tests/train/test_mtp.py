@@ -44,9 +44,13 @@ def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
     [{"draft_vocab_size": 100}, {"num_modules": 2, "layout": "deepseek"}],
     ids=["one module", "two modules"],
 )
-def test_from_scratch(head: Settings, small: Settings, write_recipe: WriteRecipe) -> None:
+def test_from_scratch(
+    head: Settings, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     small["head"] = {"kind": "mtp", "depth": 2, "intermediate_size": 32, **head}
     names = load_file(run(small, write_recipe) / "head/model.safetensors").keys()
+    said = capsys.readouterr().err
+    assert said.count("no engine serves it") == 1 and "use_aux_hidden_state: false" in said
     assert ("d2t" in names) == ("draft_vocab_size" in head)
     assert not [name for name in names if "embed_tokens" in name or "lm_head" in name or "shared_head.head" in name]
 
