@@ -25,6 +25,7 @@ from eval.records import read_records
 from eval.settings import to_settings
 from eval.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
+from heads.formats import loaders
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from train.chats import encode_chat
@@ -246,11 +247,27 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
     assert len(next((tmp_path / "runs/mine").glob("answers-*.jsonl")).read_text().splitlines()) == 4
 
 
-def test_the_words_for_engines_are_those_of_the_table() -> None:
-    text = FIRST.read_text()
-    (settings,) = (json.loads(found) for found in re.findall(r"'(\{\"method\".*?\})'", text))
-    (algorithm,) = re.findall(r"--speculative-algorithm (\w+)", text)
-    assert f"| EAGLE-3 | `{settings['method']}` | `{algorithm}` |" in text
+def engine_words(kind: str, engine: str) -> list[str]:
+    """The words that serve the head of the first page's recipe, if it were of a kind."""
+    command = loaders.COMMANDS[kind].get(engine)
+    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5)) if command else []
+
+
+def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
+    served = [command.words for command in COMMANDS if "--speculative-" in command.text]
+    assert served == [engine_words("eagle3", engine) for engine in loaders.ENGINES]
+
+
+@pytest.mark.parametrize("kind", loaders.COMMANDS)
+def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> None:
+    old, vllm, sglang = (engine_words(kind, engine) for engine in (loaders.OLD_VLLM, *loaders.ENGINES))
+    method = json.loads((vllm or old)[-1])["method"]
+    algorithm = f"`{sglang[sglang.index('--speculative-algorithm') + 1]}`" if sglang else "not loaded"
+    row = rf"^\| {METHODS[kind]}.* \| `{method}`.* \| {algorithm} \|$"
+    first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
+    assert re.search(row, first, re.MULTILINE)
+    assert f'{{"method": "{method}", ' in heads and algorithm.replace("`", "") in heads
+    assert all(engine.removesuffix(".0") in first and engine in heads for engine in loaders.ENGINES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
