@@ -31,6 +31,12 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Samplin
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+def _check_project(name: str) -> str:
+    if not name.strip() or len(name) > 128 or any(character in name for character in "/\\#?%:"):
+        raise ValueError("expected 1 to 128 characters, none of / \\ # ? % :")
+    return name
+
+
 class Adapter(Settings):
     """Medusa-2 (arXiv 2401.10774, section 2.2.2): a LoRA adapter of the target, trained with the heads and for them.
 
@@ -94,6 +100,9 @@ class ChatSource(RecordSource):
     kind: Literal["chat"]
     chat_template: str | None = None
     """A file with a Jinja chat template, used in place of the tokenizer's own."""
+    max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The share of records that may be left out because they cannot be used: no answer, an unknown role, refused by the
+    chat template, ..."""
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
@@ -207,8 +216,10 @@ class Eval(Settings):
 
 class Tracking(Settings):
     wandb: Literal["off", "offline", "online"] = "off"
-    project: str = "draftsmith"
-    name: str | None = None
+    project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
+    """The wandb project that the run belongs to."""
+    name: Name | None = None
+    """The run's name there; the last part of `output_dir` if null."""
 
 
 class Recipe(Settings):
