@@ -171,9 +171,9 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
             settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
+        remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
         raise UserError(
-            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); "
-            "log in, or set tracking.wandb=offline"
+            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); {remedy}"
         ) from None
     write_text(id_file, run.id + os.linesep)
     return run
