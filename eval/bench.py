@@ -3,8 +3,9 @@
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
 
-Writes results.json, report.html, plots and a model card's section into --out. Exit status 0; 1 if an output was not the
-target's own (then no speedup is printed); 2 with one line for what the caller can mend.
+Writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
+runs/quickstart/bench, or into --out. Exit status 0; 1 if an output was not the target's own (then no speedup is
+printed); 2 with one line for what the caller can mend.
 """
 
 import argparse

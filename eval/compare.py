@@ -10,7 +10,6 @@ writes compare.json and compare.md into --out. Exit status as of eval/bench.py.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from eval.command import HEAD_HELP, Parser, add_target_options, exit_status
 from eval.settings import add_measure_options
@@ -27,7 +26,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--target", help="the target's path; by default the one the first head was trained for")
     add_target_options(parser)
     add_measure_options(parser)
-    parser.set_defaults(out=Path("runs/compare"), trees=",".join(DEFAULT_TREES))
+    parser.set_defaults(trees=",".join(DEFAULT_TREES))
     return parser.parse_args(arguments)
 
 

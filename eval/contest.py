@@ -13,7 +13,7 @@ from eval.auto import LARGEST_TREE, Search, start_search
 from eval.figures import by_suite, figures, samples
 from eval.measure import Entry, Race, check_decoded, race
 from eval.opening import prompt_room
-from eval.prompts import Prompt, follow_up, load_prompts
+from eval.prompts import Prompt, follow_up, load_prompts, split_prompts
 from eval.results import Results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.identity import is_narrow
@@ -51,7 +51,7 @@ def choose_prompts(
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
-    for suite in map(str.strip, settings.prompts.split(",")):
+    for suite in split_prompts(settings.prompts):
         if not suite:
             raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
         prompts += load_prompts(

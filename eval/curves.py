@@ -65,7 +65,8 @@ def depth_curves(results: Results) -> Curves | None:
         shift = SPREAD * (level.index(m["tree"]) - (len(level) - 1) / 2)
         low, high = m["speedup"]["ci95"] or (m["speedup"]["measured"],) * 2
         chain = m["nodes"] == m["depth"] + 1
-        speed = m["speedup"]["measured"]
+        speed = m["speedup"]["measured"]  # of few prompts it may lie outside what the bootstrap draws
+        low, high = min(low, speed), max(high, speed)
         dots.append(Dot(m["tree"], m["depth"] + shift, chain, speed, low, high, m["speculative"]["token_ms"]))
     lines = {name: sorted(line.items()) for name, line in model.items()}
     return Curves(dots, lines, measured[0]["baseline"]["token_ms"])

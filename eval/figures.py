@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 from torch import nn
@@ -11,14 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import metrics
 from eval.environment import decoder_facts, device_facts, versions
-from eval.files import is_file
 from eval.measure import Contender, Lap, Race, trace
 from eval.prompts import spread
 from eval.results import Results, finite
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import PHASES, Output
 from heads.base import Drafter
-from heads.checkpoint import CONFIG, read_config
+from heads.checkpoint import weights_hash
 from heads.quantization import weight_bytes
 from heads.registry import kind_of
 from heads.target import FrozenTarget
@@ -186,22 +185,17 @@ def head_facts(head: Drafter, path: str) -> Results:
     return {
         "kind": kind_of(head),
         "path": path,
-        "sha256": weights_hash(Path(path)),
+        "sha256": weights_hash(path),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
         "taps": list(head.taps),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
     }
 
 
-def weights_hash(path: Path) -> str | None:
-    """What a head's folder, or the one of its run, says of its weights; None where it is not here."""
-    folder = next((place for place in (path, path / "head") if is_file(place / CONFIG)), None)
-    return None if folder is None else read_config(folder).get("sha256")
-
-
 def environment(target: FrozenTarget) -> Results:
-    """Where it was measured."""
+    """When and where it was measured."""
     return {
+        "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "device": device_facts(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": decoder_facts(target),

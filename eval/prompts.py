@@ -104,6 +104,17 @@ def load_prompts(
     return prompts
 
 
+def split_prompts(text: str) -> list[str]:
+    """The suites and files that a text names, commas between. The name of a file that exists may itself hold commas."""
+    parts, found = text.split(","), []
+    while parts:
+        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        name = next(filter(is_file, joined), joined[-1])
+        found.append(name)
+        del parts[: len(parts) - joined.index(name)]
+    return found
+
+
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
     """A hash of the prompts' token ids: two results compare only where it is equal."""
     ids = json.dumps([prompt.ids for prompt in prompts], separators=(",", ":"))

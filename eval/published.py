@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.card_data import front_matter, hub_datasets
+from eval.measurements import RESULTS, folders_of, newest_results
 from eval.report import CARD, model_card, quoted
-from eval.results import Results, read_results
+from eval.results import Results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
@@ -49,6 +50,8 @@ class Publication:
     files: Contents
     kind: str
     base_model: str | None
+    measurement: Path | None
+    """The folder of the measurement that the card tells of."""
     results: Results | None
 
     @property
@@ -69,13 +72,15 @@ def collect(
     run: Path,
     repo_id: str,
     *,
+    results: Path | None = None,
     base_model: str | None = None,
     rights: Callable[[str], Mapping[str, str]] = lambda base: {},
     unmeasured: bool = False,
     unserved: bool = False,
 ) -> Publication:
-    """What is to be published of a run. UserError where the head is damaged, was not measured (unless `unmeasured`), is
-    not exact, is served by no engine or would be misread by one (unless `unserved`).
+    """What is to be published of a run with its newest measurement, or with the one in the folder `results`. UserError
+    where the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
+    misread by one (unless `unserved`).
 
     rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
     """
@@ -83,13 +88,13 @@ def collect(
         raise UserError(f"{run}: no such folder; expected a run directory")
     folder = find_head(run)
     head, record = load_head(folder), read_config(folder)
-    results = measured(folder, record, unmeasured)
+    found = measured(folder, record, unmeasured, results)
     name = record["target"]["name"]
     here = any((parent / str(name)).exists() for parent in folder.resolve().parents)  # wherever training was started
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
     files = head_files(folder, record, base)
-    verdicts = head_verdicts(folder, record, results, repo_id, base)
+    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
     about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
@@ -98,35 +103,42 @@ def collect(
         "datasets": hub_datasets(record.get("provenance")),
         "name": repo_id.partition("/")[2],
     }
-    if results is None:
+    if found is None:
         parameters = sum(weight.numel() for weight in head.parameters())
         intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
         parts = [front_matter(record["kind"], target, **data), f"# {record['kind']} on {target}", intro, about]
         card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
     else:
-        shown = {**results, "target": {**results["target"], "name": target}}
+        place, figures = found
+        shown = {**figures, "target": {**figures["target"], "name": target}}
         card = model_card(shown, about=about, data=data)
-        plot = folder.parent / PLOT
+        plot = place / PLOT
         if plot.is_file():
             files[PLOT] = plot
         else:
             card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
     files[CARD] = card.encode()
     check_private(files)
-    return Publication(files, record["kind"], base, results)
+    return Publication(files, record["kind"], base, *(found or (None, None)))
 
 
-def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results | None:
-    """The results of the run that a head's folder is in; None where there are none and that is wanted."""
-    file = folder.resolve().parent / "results.json"
-    if not file.is_file():
+def measured(
+    folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
+) -> tuple[Path, Results] | None:
+    """The measurement in the folder `chosen`, else the newest of the run that a head's folder is in, with its folder;
+    None where there is none and that is wanted."""
+    run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
+    found = newest_results(folders_of(run) if chosen is None else [chosen])
+    if found is None:
+        if chosen is not None:
+            raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
         if unmeasured:
             return None
         raise UserError(
-            f"{file}: none, the head was never measured; run eval/bench.py {folder} --out {file.parent}, "
+            f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
             "or publish it --unmeasured"
         )
-    results = read_results(file)
+    file, results = found[0] / RESULTS, found[1]
     if not is_exact(results):
         number = len(results["exact"]["divergences"])
         raise UserError(
@@ -136,10 +148,10 @@ def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results 
     theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
     weights = results["head"].get("sha256")  # older results do not say
     if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
-        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py --out")
+        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
     if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
         raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
-    return results
+    return found
 
 
 def usage(repo_id: str, base: str | None) -> str:
@@ -259,4 +271,4 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def as_json(value: Any) -> bytes:
     """As a head's files are written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -1,9 +1,11 @@
 """Turn a results.json into a table in the terminal, plots, one self-contained page, and a model card.
 
-python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew
+python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew;
+                                                 # of a run that was measured several times, beside the newest
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from rich.table import Table
 from eval.card_data import LIBRARY_LINE, front_matter
 from eval.command import Parser, exit_status
 from eval.files import write_text
+from eval.measurements import folders_of, newest_results
 from eval.page import render_page
 from eval.results import Results, read_results
 from eval.wording import (
@@ -196,19 +199,29 @@ def spec_cell(figures: Results) -> str:
 
 
 def report_command(path: Path) -> int:
-    """Render the report of a run directory's results.json, or of a results.json, anew."""
-    path = path / "results.json" if path.is_dir() else path
-    results = read_results(path)
-    check_card(path.parent, "the folder")
-    write_report(results, path.parent)
+    """Render anew the report of a results.json, or of the newest one of a run or of a folder of measurements."""
+    if os.path.isdir(path):
+        newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
+        if newest is None:
+            raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
+        folder, results = newest
+    else:
+        folder, results = path.parent, read_results(path)
+    check_card(folder, "the folder")
+    write_report(results, folder)
     print_report(results, Console())
+    print(f"written to {folder}", file=sys.stderr)
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
-    parser.add_argument("results", type=Path, help="a run directory or a results.json")
+    parser.add_argument(
+        "results",
+        type=Path,
+        help="a results.json; or a run directory or a folder of measurements, of which the newest is rendered",
+    )
     return parser.parse_args(arguments)
 
 

@@ -10,17 +10,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from eval.files import write_text
+from eval.results_schema import ResultsFile
 from eval.wording import Results as Results
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 
 SCHEMA_VERSION = 1
-
-RESULT_KEYS = frozenset(
-    {"target", "head", "device", "dtype", "versions", "settings", "tree", "temperature", "exact", "tau", "alpha"}
-    | {"accepted_histogram", "baseline", "speculative", "speedup", "suites", "measurements", "samples"}
-)
-"""What stands at the top level of every results.json, beside schema_version."""
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -29,15 +26,20 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read a results.json; UserError where it is none."""
+    """Read a results.json; UserError where it is none, or where something that is read of it is not what it has to
+    be."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: expected a results.json that eval/bench.py wrote: {first_line(error)}") from error
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: expected a results.json with schema_version {SCHEMA_VERSION}; measure again")
-    if absent := RESULT_KEYS - results.keys():
-        raise UserError(f"{path}: lacks {min(absent)}; measure again")
+    try:
+        ResultsFile.model_validate(results)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        place = ".".join(map(str, fault["loc"])) or "the whole"
+        raise UserError(f"{path}: {place}: {fault['msg']}; measure again") from None
     return results
 
 

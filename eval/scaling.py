@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--temperature", type=float, default=known.temperature, help="0 is greedy")
     add("--repeats", type=count, default=known.repeats, help="how often each point is measured")
     add("--seed", type=seed_number, default=known.seed, help="of the sampling")
-    add("--out", type=Path, help="where the results go; runs/scaling-NAME by default")
+    add("--out", type=Path, help="the folder of the results; by default a new one in runs/scaling-NAME")
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash
+from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
 from eval.runtime.rules import RULES, check_adaptive, check_rule
 from eval.runtime.sampling import Sampling
 from heads.base import TreeHead
@@ -63,7 +63,8 @@ class BenchSettings:
         """What results.json says of them, and of the prompts that they gave."""
         distinct = len({prompt.ids for prompt in prompts})
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
-        return {**asdict(self), **counts, "prompts_hash": prompts_hash(prompts)}
+        given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
+        return {**asdict(self), **counts, **given}
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""
@@ -132,7 +133,13 @@ def add_measure_options(parser: Parser) -> None:
     add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
     add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
     add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
-    add("--out", type=Path, help="where the results go; by default with the head's run, else below runs/")
+    add(
+        "--out",
+        type=Path,
+        help="the folder of the results, whose earlier ones are replaced; by default a new one for every measurement, "
+        "named for the time and the settings, in bench/ of the head's run or below runs/: eval/report.py RUN and "
+        "scripts/publish.py RUN take the newest of a run, the one that ended its training included",
+    )
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:

@@ -22,6 +22,7 @@ def publish(options: argparse.Namespace) -> int:
     publication = collect(
         options.run,
         options.repo_id,
+        results=options.results,
         base_model=options.base_model,
         rights=(lambda base: {"license": options.license} if options.license else {}) if offline else hub_rights,
         unmeasured=options.unmeasured,
@@ -31,6 +32,7 @@ def publish(options: argparse.Namespace) -> int:
         print(f"{size:>12,} bytes  {name}")
     base = publication.base_model or "a local model, which is not named; --base-model OWNER/NAME names it"
     print(f"base model: {base}")
+    print(f"figures: {publication.measurement or 'none'}")
     if options.dry_run:
         print(f"\n{publication.card}", end="")
         return 0

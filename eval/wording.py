@@ -156,7 +156,7 @@ def device_text(results: Results) -> str:
 def setting_line(results: Results) -> str:
     """On what, and where."""
     settings = results["settings"]
-    names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
+    names = ", ".join(map(short_name, settings["suites"]))
     return (
         f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
         f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"

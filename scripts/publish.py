@@ -37,6 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")
     add("repo_id", type=hub_id, help="OWNER/NAME; made if it is not there")
+    add("--results", type=Path, metavar="FOLDER", help="the measurement to tell of; the newest of the run by default")
     add("--private", action="store_true", help="where the repository is made, make it private")
     add("--revision", metavar="BRANCH", help="commit to a branch, made if it is not there; main by default")
     add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0; by default the target's")

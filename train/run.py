@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from eval.benchmark.run import run_bench
-from eval.figures import weights_hash
 from eval.report import write_report
 from eval.results import read_results
 from eval.settings import BenchSettings
-from heads.checkpoint import adapt_target, check_loaders, load_head
+from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
@@ -75,7 +74,10 @@ def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
     """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
     if not folder.results.is_file():
         return False
-    measured = read_results(folder.results)["head"]["sha256"]
+    try:
+        measured = read_results(folder.results)["head"]["sha256"]
+    except UserError:  # damaged: as good as none
+        return False
     was = load_recipe(folder.recipe)
     return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
 

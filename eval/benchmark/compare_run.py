@@ -29,6 +29,7 @@ from eval.contest import (
 from eval.crowding import crowding
 from eval.figures import environment, head_facts, pooled_exactness, target_facts
 from eval.files import check_folder, write_text
+from eval.measurements import own_folder
 from eval.opening import fitting_head, open_target_of
 from eval.pilot import can_draft
 from eval.report import print_audit
@@ -60,6 +61,7 @@ from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 WIDE = 160
+FOLDER = Path("runs/compare")
 COLUMNS = (
     "head",
     "kind",
@@ -240,7 +242,7 @@ def title(results: Results) -> str:
 def compare_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and compare: the exit status."""
     settings = to_settings(options)
-    check_folder(options.out, "--out")
+    check_folder(options.out or FOLDER, "--out")
     trained = [path for path in options.heads if not untrained_kind(path)]
     target, tokenizer = open_target_of((trained or options.heads)[0], options)
     names = head_names(options.heads)
@@ -248,8 +250,9 @@ def compare_command(options: argparse.Namespace) -> int:
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
     tell(crowding(target.device))
-    results = compare(target, contestants, tokenizer, settings, out=options.out)
-    print(f"written to {options.out}", file=sys.stderr)
+    with own_folder(FOLDER, settings, options) as out:
+        results = compare(target, contestants, tokenizer, settings, out=out)
+    print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1
 
 

@@ -1,6 +1,7 @@
 """The benchmark of one head: its race against plain decoding, and the report."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from eval.contest import (
 from eval.crowding import crowding
 from eval.figures import environment, head_facts, headline, pooled_exactness, target_facts
 from eval.files import check_folder
+from eval.measurements import BENCH, own_folder, plain_name
 from eval.opening import open_head
 from eval.prompts import Prompt
 from eval.report import check_card, print_report, write_report
@@ -32,6 +34,7 @@ from eval.results import SCHEMA_VERSION, Results, write_results
 from eval.roofline import lines, run_roofline
 from eval.runtime.engine import Engine
 from eval.settings import BenchSettings, to_settings
+from eval.wording import short_name
 from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.registry import untrained_kind
@@ -132,28 +135,31 @@ def parts_of_headline(
 def bench_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = to_settings(options)
-    untrained = untrained_kind(options.head)
-    out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
-    check_folder(out, "--out")
-    check_card(out, "--out")
+    parent = default_out(options.head)
+    check_folder(options.out or parent, "--out")
+    if options.out:
+        check_card(options.out, "--out")
     opened = open_head(options)
     tell(crowding(opened.target.device))
-    results = run_bench(
-        opened.target,
-        opened.head,
-        opened.tokenizer,
-        settings,
-        head_path=options.head,
-        out=out,
-        with_roofline=options.roofline,
-    )
+    with own_folder(parent, settings, options) as out:
+        results = run_bench(
+            opened.target,
+            opened.head,
+            opened.tokenizer,
+            settings,
+            head_path=options.head,
+            out=out,
+            with_roofline=options.roofline,
+        )
     print(f"written to {out}", file=sys.stderr)
     return 1 if results["exact"]["divergences"] else 0
 
 
-def default_out(folder: Path) -> Path:
-    """bench/ in the run the head is of, else runs/bench-NAME; never the run's own results."""
-    run = folder.resolve().parent
-    if folder.name == "head" and (run / "recipe.yaml").is_file():
-        return run / "bench"
-    return Path("runs", f"bench-{folder.resolve().name}")
+def default_out(head: str) -> Path:
+    """The folder in which measurements of a head get folders of their own: bench/ in its run, else runs/bench-NAME."""
+    if not untrained_kind(head):
+        folder = Path(os.path.abspath(find_head(head)))  # as it was named: where a link leads there is no run
+        if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
+            return folder.parent / BENCH
+    name = os.path.abspath(head) if os.path.exists(head) else head
+    return Path("runs", plain_name(f"bench-{short_name(name)}"))

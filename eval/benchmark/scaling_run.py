@@ -22,6 +22,7 @@ from eval.corpus import read_split
 from eval.figures import environment, head_facts, pooled_exactness, target_facts
 from eval.files import check_folder
 from eval.measure import Entry, race
+from eval.measurements import own_folder, plain_name
 from eval.opening import open_head, prompt_room
 from eval.plots import LIGHT, STYLE, save
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
@@ -197,9 +198,12 @@ def show(results: Results, console: Console) -> None:
 def scaling_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
     settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
-    out = options.out or Path("runs", f"scaling-{Path(short_name(options.head)).name.replace(':', '-')}")
-    check_folder(out, "--out")
+    parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
+    check_folder(options.out or parent, "--out")
     opened = open_head(options)
-    results = measure_scaling(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
+    with own_folder(parent, settings, options) as out:
+        results = measure_scaling(
+            opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out
+        )
     print(f"written to {out}", file=sys.stderr)
     return 0 if is_exact(results) else 1

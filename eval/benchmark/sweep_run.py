@@ -18,11 +18,12 @@ from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
 from eval.files import check_folder, is_file, write_json, write_text
+from eval.prompts import split_prompts
 from eval.results import Results, read_results
 from eval.settings import to_settings
 from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
 from eval.wording import MISSING, busy_warning, exact_cell, is_exact, number
-from heads.checkpoint import find_head, read_config
+from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.registry import untrained_kind
 
@@ -70,10 +71,13 @@ def place_of(sweep: Sweep, setting: Setting) -> str:
         options = parse_bench(sweep.arguments(setting))
         settings = to_settings(options)
         head = options.head
-        weights = None if untrained_kind(head) else read_config(find_head(head)).get("sha256")
+        weights = None
+        if not untrained_kind(head):
+            read_config(find_head(head))
+            weights = weights_hash(find_head(head))
     except UserError as error:
         raise UserError(f"{sweep.path}: {sweep.text(setting)}: {error}") from None
-    texts = [Path(name).read_bytes() for name in settings.prompts.split(",") if is_file(name)]
+    texts = [Path(name).read_bytes() for name in split_prompts(settings.prompts) if is_file(name)]
     held = [hashlib.sha256(text).hexdigest() for text in texts]
     said = json.dumps([sorted(sweep.arguments(setting)), weights, held])
     return folder_name(sweep.text(setting), hashlib.sha256(said.encode()).hexdigest())

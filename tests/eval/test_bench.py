@@ -416,8 +416,19 @@ def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_keeps_its_own_results(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").touch()
-    (tmp_path / "head").mkdir()
-    assert default_out(tmp_path / "head") == tmp_path / "bench"
-    assert default_out(tmp_path) == Path(f"runs/bench-{tmp_path.name}")
+def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for head in (Path("run/head"), Path("alone"), Path("disk/kept")):
+        head.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (head / name).touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/head").symlink_to("../disk/kept")
+    for run in ("run", "linked"):
+        (tmp_path / run / "recipe.yaml").touch()
+        for head in (run, f"{run}/head", f"./{run}/"):
+            assert default_out(head) == tmp_path / run / "bench"
+    monkeypatch.chdir(tmp_path / "run")
+    assert default_out(".") == default_out("head") == tmp_path / "run/bench"
+    assert default_out("../alone") == Path("runs/bench-alone")
+    assert default_out("lookup:3") == Path("runs/bench-lookup-3")

@@ -116,34 +116,16 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
 
 
 def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
-    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str], failed_results: dict[str, Any]
 ) -> None:
     file, out = write(tmp_path), tmp_path / "out"
     found = read_sweep(file)
     for setting in found.settings():
         place = out / place_of(found, setting)
         place.mkdir(parents=True)
-        (place / "results.json").write_text(json.dumps(failed_results()))
+        (place / "results.json").write_text(json.dumps(failed_results))
     assert call(file, "--out", out) == 1 and not calls
     assert "an output was not the target's own" in capsys.readouterr().out
-
-
-def failed_results() -> dict[str, Any]:
-    """A results.json of a head that changed one of two texts."""
-    figures = {
-        "tree": "chain:1",
-        "temperature": 0.0,
-        "exact": {"prompts": 2, "identical": 1, "divergences": [{}]},
-        "tau": {"mean": 1.5, "ci95": None},
-        "alpha": [0.5],
-        "accepted_histogram": [1, 1],
-        "baseline": {"tokens_per_second": 10.0, "ms_per_token": 100.0},
-        "speculative": {"tokens_per_second": 15.0, "ms_per_round": 100.0},
-        "speedup": None,
-        "loop_share": 0.0,
-    }
-    places = ("target", "head", "device", "dtype", "versions", "settings", "suites", "samples")
-    return {"schema_version": 1, **{place: {} for place in places}, **figures, "measurements": [figures]}
 
 
 @pytest.mark.parametrize(

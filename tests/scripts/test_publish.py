@@ -25,7 +25,7 @@ from eval import upload
 from eval.benchmark.run import run_bench
 from eval.command import exit_status
 from eval.settings import BenchSettings
-from heads.checkpoint import load_head, read_config, save_head, target_record
+from heads.checkpoint import load_head, read_config, save_head, seal, target_record
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from scripts import publish
@@ -268,7 +268,7 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["name"] = "org/target"
-    del config["draftsmith"]["seal"]
+    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
@@ -310,10 +310,37 @@ def test_a_head_without_results_is_published_as_unmeasured_only(
     assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
 
 
+def fail_audit(results: dict[str, Any]) -> None:
+    texts = dict.fromkeys(("suite", "prompt", "tree", "against", "plain_text", "text"), "x")
+    numbers = dict.fromkeys(("temperature", "position", "top_two_margin"), 0)
+    results["exact"]["divergences"].append({**texts, **numbers})
+    for figures in (results, *results["measurements"], *results["suites"].values()):
+        figures["speedup"] = None
+
+
+def test_the_newest_measurement_is_published_or_the_one_that_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = json.loads((run / "results.json").read_text())
+    for name, year, tau in (("a", 2900, 2.5), ("b", 2000, 1.125)):
+        changed = {**first, "measured_at": f"{year}-01-01T00:00:00.000+00:00"}
+        changed["measurements"] = [{**m, "tau": {"mean": tau, "ci95": None}} for m in first["measurements"]]
+        (run / "bench" / name).mkdir(parents=True)
+        (run / "bench" / name / "results.json").write_text(json.dumps(changed))
+    own = first["measurements"][0]["tau"]["mean"]
+    for folder, tau in ((None, 2.5), (run, own), (run / "bench/b", 1.125)):
+        named = [] if folder is None else ["--results", str(folder)]
+        assert call(monkeypatch, run, REPO, "--dry-run", *named) == 0
+        shown = capsys.readouterr().out
+        assert f"| chain:2 | greedy | {tau:.2f}" in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
+    assert call(monkeypatch, run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
+    assert "no results.json in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda results: results["exact"]["divergences"].append({}), "the audit failed"),
+        (fail_audit, "the audit failed"),
         (lambda results: results["head"]["config"].update(depth=9), "measured another head"),
         (lambda results: results["head"].update(sha256="0"), "measured another head"),
         (lambda results: results["target"].update(fingerprint="0"), "on another target"),
@@ -343,7 +370,7 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: 
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
-    del config["draftsmith"]["seal"]
+    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     held = hub.repos[REPO]

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
-from heads.losses import LOSSES
 from heads.formats.mtp import LAYOUTS
+from heads.losses import LOSSES
 from heads.registry import HEADS, recipe_settings
 from train.entry import KINDS, attempt
 from train.recipe import Recipe
