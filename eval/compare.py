@@ -4,7 +4,8 @@
     python eval/compare.py runs/eagle early_exit:4 --tree auto --prompts humaneval
 
 A head is measured with every tree that it can draft; with `--tree auto`, with what suits it best. Prints a table and
-writes compare.json and compare.md into --out. Exit status as of eval/bench.py.
+writes compare.json, compare.md, compare.html and plots into a new folder of runs/compare, or into --out. Exit status as
+of eval/bench.py.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 # Before torch is imported: with more threads than free cores, OpenMP's barriers make small models many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,8 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before torchao is, which transformers imports where it is installed: four lines of warnings.
-for talkative in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(talkative).setLevel(logging.ERROR)
+if "torchao" not in sys.modules:
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 # Before triton is: kernels run in its interpreter where there is no GPU.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -401,7 +401,7 @@ def test_every_measurement_of_a_run_is_kept(here: Path) -> None:
     own = (here / "run/results.json").read_bytes()
     given = ["run", "--prompts", "some, of mine.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
     for _ in range(2):
-        assert exit_status(lambda: bench.bench_command(bench.parse_arguments(given))) == 0
+        assert exit_status(lambda: bench.main(given)) == 0
     folders = sorted((here / "run/bench").iterdir())
     assert len(folders) == 2 and all((folder / "report.html").is_file() for folder in folders)
     assert all("chain-2_greedy_some-of-mine" in folder.name for folder in folders)

@@ -47,7 +47,9 @@ def finish(outcome: Outcome) -> int:
             outcome.tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
-                write_report(read_results(folder.results), folder.path)
+                results = read_results(folder.results)
+                write_report(results, folder.path)
+                outcome.tracker.log_outcome(results)
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
         if recipe.target.adapter is not None:  # the best head's, and not the last step's
@@ -62,10 +64,15 @@ def finish(outcome: Outcome) -> int:
             head_path=str(folder.head),
             out=folder.path,
         )
+        outcome.tracker.log_outcome(results)
         folder.write_recipe(recipe)
         return 1 if results["exact"]["divergences"] else 0
 
-    code = on_main(outcome.accelerator, act)
+    code = 1
+    try:
+        code = on_main(outcome.accelerator, act)
+    finally:
+        outcome.tracker.finish(code=code)
     outcome.folder.unlock()
     return code
 

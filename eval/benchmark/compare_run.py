@@ -1,4 +1,4 @@
-"""The benchmark of several heads in one race: its table, compare.json and compare.md."""
+"""The benchmark of several heads in one race: its table, page and plots, compare.json and compare.md."""
 
 import argparse
 import sys
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from eval.auto import Search
-from eval.command import AUTO, tell
+from eval.command import tell
+from eval.compare_report import show, write_comparison
 from eval.contest import (
     Judged,
     check_target,
@@ -28,31 +26,13 @@ from eval.contest import (
 )
 from eval.crowding import crowding
 from eval.figures import environment, head_facts, pooled_exactness, target_facts
-from eval.files import check_folder, write_text
+from eval.files import check_folder
 from eval.measurements import own_folder
 from eval.opening import fitting_head, open_target_of
 from eval.pilot import can_draft
-from eval.report import print_audit
 from eval.results import SCHEMA_VERSION, Results, write_results
 from eval.settings import BenchSettings, to_settings
-from eval.wording import (
-    MISSING,
-    audit_line,
-    count,
-    depth_warning,
-    doubts,
-    exact_cell,
-    is_exact,
-    number,
-    percent,
-    plural,
-    sampling_text,
-    setting_line,
-    short_name,
-    speedup_text,
-    target_text,
-    with_interval,
-)
+from eval.wording import is_exact, short_name
 from heads.base import Drafter, TreeHead
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
@@ -60,19 +40,7 @@ from heads.registry import untrained_kind
 from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
-WIDE = 160
 FOLDER = Path("runs/compare")
-COLUMNS = (
-    "head",
-    "kind",
-    "parameters",
-    "draft",
-    "sampling",
-    "tau",
-    "accepted by depth",
-    "speedup",
-    "identical",
-)
 
 
 @dataclass(frozen=True)
@@ -133,7 +101,7 @@ def compare(
     }
     if out is not None:
         write_results(results, out / "compare.json")
-        write_text(out / "compare.md", markdown(results))
+        write_comparison(results, out)
     show(results, console or Console())
     return results
 
@@ -148,95 +116,6 @@ def named_shapes(contestant: Contestant, target: FrozenTarget, settings: BenchSe
     if not fitting and not settings.is_auto:
         raise UserError(f"{contestant.path}: drafts none of {', '.join(settings.trees)}; name a tree that it can")
     return fitting
-
-
-def shown(results: Results) -> list[Results]:
-    """The measurements that the table shows: all of them, or of a search the fastest of each head."""
-    if AUTO not in results["settings"]["trees"] or not is_exact(results):
-        return list(results["measurements"])
-    best: dict[tuple[str, float], Results] = {}
-    for m in results["measurements"]:
-        key = (m["head"], m["temperature"])
-        if key not in best or m["speedup"]["measured"] > best[key]["speedup"]["measured"]:
-            best[key] = m
-    return list(best.values())
-
-
-def rows(results: Results) -> list[list[str]]:
-    """The table's cells, a row for each measurement shown."""
-    heads = {head["name"]: head for head in results["heads"]}
-    return [
-        [
-            m["head"],
-            heads[m["head"]]["kind"],
-            count(heads[m["head"]]["parameters"]),
-            m["tree"],
-            sampling_text(m["temperature"]),
-            with_interval(m["tau"]["mean"], m["tau"]["ci95"]),
-            " ".join(percent(alpha) for alpha in m["alpha"] if alpha is not None) or MISSING,
-            speedup_text(m),
-            exact_cell(m),
-        ]
-        for m in shown(results)
-    ]
-
-
-def plain_line(results: Results) -> str:
-    """How fast plain decoding was, which is what every speedup is over."""
-    plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
-    return "plain decoding: " + ", ".join(f"{number(v, 1)} tokens/s ({sampling_text(t)})" for t, v in plain.items())
-
-
-def warnings(results: Results) -> list[str]:
-    """A line for each head that was run deeper than it was trained, and what makes all figures less than they seem."""
-    found = [
-        (head["name"], depth_warning(head, [m for m in results["measurements"] if m["head"] == head["name"]]))
-        for head in results["heads"]
-    ]
-    return [f"{name}: {line}" for name, line in found if line] + doubts(results)
-
-
-def show(results: Results, console: Console) -> None:
-    """The table, and whether every output was the target's own."""
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
-    for name in COLUMNS:
-        left = name in ("head", "kind", "draft", "sampling")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for row in rows(results):
-        table.add_row(*map(escape, row))
-    console.print(f"[bold]{escape(title(results))}[/bold]", highlight=False)
-    console.print(f"[dim]{escape(setting_line(results))}; {plain_line(results)}[/dim]", highlight=False, soft_wrap=True)
-    console.print()
-    width, console.width = console.width, max(WIDE, console.width)  # lines may wrap, but no figure is cut short
-    console.print(table, highlight=False, crop=False)
-    console.width = width
-    console.print()
-    for line in warnings(results):
-        console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
-    print_audit(results, console)
-
-
-def markdown(results: Results) -> str:
-    """The same as Markdown."""
-    lines = [
-        f"# {title(results)}",
-        "",
-        f"{setting_line(results)}; {plain_line(results)}.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows(results)),
-        "",
-        *(f"* {line}" for line in warnings(results)),
-        f"{audit_line(results)}. Plain decoding and all heads took turns on the same prompts; brackets are 95% "
-        "bootstrap intervals over prompts.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def title(results: Results) -> str:
-    """What was compared."""
-    return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"
 
 
 def compare_command(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -19,18 +20,18 @@ from transformers import PreTrainedTokenizerBase
 from eval.command import draft_shapes
 from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
 from eval.corpus import read_split
+from eval.drawing import COLOURS, save, style, title
 from eval.figures import environment, head_facts, pooled_exactness, target_facts
 from eval.files import check_folder
 from eval.measure import Entry, race
 from eval.measurements import own_folder, plain_name
 from eval.opening import open_head, prompt_room
-from eval.plots import LIGHT, STYLE, save
 from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.report import print_audit
 from eval.results import Results, write_results
 from eval.runtime.sampling import Sampling
 from eval.settings import ScalingSettings
-from eval.wording import device_text, is_exact, number, short_name, speedup_text, target_text
+from eval.wording import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
 from heads.base import Drafter
 from heads.errors import UserError, first_line
 from heads.target import FrozenTarget
@@ -83,7 +84,7 @@ def measure_scaling(
     if out is not None:
         write_results(results, out / "scaling.json")
         if is_exact(results):
-            draw(results, out / "scaling.png")
+            draw(results, out / "scaling")
     show(results, console or Console())
     return results
 
@@ -144,24 +145,30 @@ def measure_point(
         return Judged([{"tree": str(shape), **said} for shape in shapes])
 
 
-def draw(results: Results, path: Path) -> Path:
+def draw(results: Results, path: Path) -> list[Path]:
     """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
     trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 3.4 * len(trees)), layout="constrained")
+    settings = results["settings"]
+    with style():
+        figure = Figure(figsize=(10, 0.8 + 3.6 * len(trees)), layout="constrained")
         grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
         for (left, right), tree in zip(grid, trees, strict=True):
             points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
             draw_lines(left, points, "batch_size", "context", "batch size", "context")
             draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
-            name = f"{'adaptive ' * results['settings']['adaptive']}{tree}"
-            left.set_title(f"Speedup over plain decoding: {name}")
+            name = f"{'adaptive ' * settings['adaptive']}{tree}"
+            left.set_title(name)
+        made = (
+            f"{heading(results)}; {settings['batches']} batches of {short_name(settings['prompts'])} at each point, "
+            f"{settings['max_new_tokens']} new tokens, {sampling_text(settings['temperature'])}; {device_text(results)}"
+        )
+        title(figure, "Speedup over plain decoding", made)
         return save(figure, path)
 
 
 def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
     """One line for each value of `by`."""
-    axes.axhline(1, color=LIGHT, zorder=0)
+    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     colours = matplotlib.colormaps["viridis"]
     values = sorted({point[by] for point in points})
     for n, value in enumerate(values):
@@ -178,8 +185,7 @@ def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label
 
 def show(results: Results, console: Console) -> None:
     """The table in the terminal."""
-    head, target = results["head"], results["target"]
-    console.print(f"\n[bold]{head['kind']} on {target_text(target)}[/bold]; {device_text(results)}\n")
+    console.print(f"\n[bold]{escape(heading(results))}[/bold]; {escape(device_text(results))}\n")
     table = Table(box=None, pad_edge=False)
     for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
@@ -22,7 +23,7 @@ from eval.prompts import split_prompts
 from eval.results import Results, read_results
 from eval.settings import to_settings
 from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
-from eval.wording import MISSING, busy_warning, exact_cell, is_exact, number
+from eval.wording import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.registry import untrained_kind
@@ -160,7 +161,13 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
     for name in (*shown, "identical"):
         table.add_column(name.replace("_per_second", "/s").replace("_", " "), justify="right", no_wrap=True)
     for row in rows:
-        cells = [str(row["setting"][name]) for name in varying] or ["the only one"]
-        digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
+        cells = [escape(str(row["setting"][name])) for name in varying] or ["the only one"]
+        digits = [figure_text(row, name) for name in shown]
         table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
     Console().print(table)
+
+
+def figure_text(row: Row, name: str) -> str:
+    """A figure in the table; a speedup of a machine that was busy is marked."""
+    text = number(row["figures"].get(name), 1 if "second" in name else 2)
+    return f"{text}, {NOT_RELIABLE}" if name == "speedup" and row["busy"] else text

@@ -113,10 +113,13 @@ def read_folder(config_file: Path, weights: Path, target: Mapping[str, Any]) -> 
     """config.json and the shapes of the tensors."""
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{config_file}: damaged ({first_line(error)}); fetch or train the head again") from error
+    try:
         with safe_open(weights, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError, RecursionError) as error:
-        raise UserError(f"{config_file.parent}: no head that can be read ({first_line(error)})") from error
+    except (OSError, ValueError, SafetensorError, LookupError) as error:
+        raise UserError(f"{weights}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     if not isinstance(config, dict):
         raise UserError(f"{config_file}: not a JSON object; fetch or train the head again")
     return Folder(config, shapes, target)

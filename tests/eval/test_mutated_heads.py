@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.command import fitting_head
+from eval.opening import fitting_head
 from eval.published import collect
 from eval.runtime.engine import Engine, Request
 from heads.checkpoint import CONFIG, file_hash, save_head, seal, target_record
@@ -68,7 +68,7 @@ def use(folder: Path, target: FrozenTarget) -> None:
     head = fitting_head(str(folder), target)
     engine = Engine(target, head, shape=parse_shape("chain:2"), batch_size=1, max_length=32)
     assert len(engine.generate([Request([5, 6, 7], 6)])[0].tokens) <= 6
-    assert collect(folder.parent, "ann/a-head", unmeasured=True).sizes()
+    assert collect(folder.parent, "ann/a-head", unmeasured=True, unserved=True).sizes()
 
 
 @pytest.mark.parametrize("count", [QUICK, pytest.param(500 // len(KINDS), marks=pytest.mark.slow)])

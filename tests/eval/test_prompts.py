@@ -160,7 +160,7 @@ def test_a_machine_without_held_out_modules_is_told(
     monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.setattr(module, "read_split", lambda held_out: iter(()))
-    with pytest.raises(UserError, match="no held-out Python module"):
+    with pytest.raises(UserError, match="no held-out module"):
         load("python-heldout", tokenizer)
 
 

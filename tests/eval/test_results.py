@@ -58,7 +58,7 @@ def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizer
 class Halves:
     """A tokenizer whose tokens 1 and 2 are the two bytes of one character."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **how: Any) -> str:
         return b"".join({0: b"a", 1: b"\xc3", 2: b"\xa9"}[i] for i in ids).decode(errors="replace")
 
 

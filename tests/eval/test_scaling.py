@@ -17,6 +17,7 @@ from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results
 from eval.settings import ScalingSettings
+from eval.wording import heading
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -65,6 +66,8 @@ def test_every_pair_is_measured_written_and_drawn(
         assert ("adaptive" in point) == adaptive
     assert json.loads((tmp_path / "scaling.json").read_text())["points"][0]["tree"] == "chain:2"
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "scaling.svg").read_text()
+    assert f"{heading(results)}; " in drawn and "batches of " in drawn
     assert text.count("chain:2") == 4 and "identical to plain decoding: 8 of 8 prompts" in text
 
 

@@ -17,8 +17,11 @@ from eval.bench import parse_arguments as parse_bench
 from eval.benchmark.run import bench_command
 from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
+from eval.results import read_results
 from eval.settings import to_settings
 from eval.sweep_file import Sweep, ranked, read_sweep
+from eval.wording import NOT_RELIABLE
+from tests.wandb_file import outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
@@ -105,8 +108,10 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
         file.write_text(json.dumps(results))
     capsys.readouterr()
     call(*words)
-    said = [line for line in capsys.readouterr().out.splitlines() if "something else used this machine" in line]
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if "something else used this machine" in line]
     assert len(said) == 1 and f"(delete {out / record['rows'][0]['folder']})" in said[0]
+    assert len([line for line in lines if NOT_RELIABLE in line and "1 of 1" in line]) == 1
 
     calls.clear()
     parameters["max_new_tokens"] = {"values": [24]}
@@ -235,8 +240,13 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
     values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
     parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
     assert call(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
-    assert list(tmp_path.glob("out/*/results.json")) and list(tmp_path.glob("out/*/wandb/offline-run-*/*.wandb"))
+    (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
+    results, (values, models, code) = read_results(folder / "results.json"), outcome(folder)
+    assert values["tau"] == results["tau"]["mean"] and values["speedup"] == results["speedup"]["measured"]
+    assert values["measurements/nrows"] == 1 and values["plots/acceptance/_type"] == "image-file"
+    assert not models and code == 0
