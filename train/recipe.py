@@ -118,8 +118,8 @@ class ChatSource(RecordSource):
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the tokenizer's own."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the chat
-    template. Above it, training does not begin."""
+    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
+    chat template. Above it, training does not begin."""
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
