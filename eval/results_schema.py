@@ -146,11 +146,23 @@ class SuiteSpeedup(Part):
     ci95: Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None
 
 
+class SuitePercentiles(Part):
+    p50: Number | None
+    p95: Number | None
+    p99: Number | None
+
+
+class SuiteBaseline(Part):
+    ms_per_token: Number | None
+    token_ms: SuitePercentiles
+
+
 class Suite(Part):
     """Of one suite at the headline's setting; no figure where no output had a second token."""
 
     exact: Exact
     tau: SuiteTau
+    baseline: SuiteBaseline
     speedup: SuiteSpeedup | None
     loop_share: Share
 
