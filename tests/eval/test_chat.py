@@ -149,7 +149,7 @@ def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.
     words = ["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "9", "--prompt", PROMPT]
     assert call(words) == 0
     said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err and said.err.count("\n") == 1 and " tokens, tau " in said.err
+    assert "\x1b" not in said.out + said.err and " tokens, tau " in said.err.splitlines()[-1]
 
 
 def test_lines_are_answered_one_by_one_until_the_input_ends(
@@ -159,7 +159,7 @@ def test_lines_are_answered_one_by_one_until_the_input_ends(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n" + "x " * 900 + "\ntwo\n"))
     assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "5"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in said] == ["5", "error:", "5"]
+    assert [line.split()[0] for line in said[-3:]] == ["5", "error:", "5"]
 
 
 @pytest.mark.parametrize(
