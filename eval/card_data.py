@@ -20,7 +20,7 @@ def front_matter(
     kind: str,
     target: str,
     *,
-    rights: Mapping[str, str] | None = None,
+    rights: Mapping[str, Any] | None = None,
     datasets: Sequence[str] = (),
     name: str | None = None,
     results: Results | None = None,

@@ -214,6 +214,11 @@ def public_config(file: Path, base: str | None) -> bytes:
     config = {key: value for key, value in read_object(file).items() if key not in PLACES}
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
+    if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
+        repo, _ = repo_and_revision(base)
+        config["auto_map"] = {
+            key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
+        }
     ours = dict(config["draftsmith"])
     ours["target"] = {**without_paths(ours["target"]), "name": base}
     ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}

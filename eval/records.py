@@ -2,24 +2,28 @@
 
 import gzip
 import json
+import re
 import zlib
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eval.files import is_file, read_given
-from heads.errors import UserError, first_line
+from heads.errors import UserError, first_line, shown
 
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
-FORMS = ".jsonl, .jsonl.gz, .parquet or .txt file"
+JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
+BLANK = re.compile(r"\s*")
+DECODER = json.JSONDecoder()
 
 
 def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
-    """Records of a .jsonl, .jsonl.gz, .txt or .parquet file, or of a data set on the hub."""
+    """Records of a file of JSON lines or of a JSON array, of a .txt or .parquet file, or of a data set on the hub."""
     return islice(_read(path, split), limit)
 
 
@@ -43,8 +47,8 @@ def _read(path: str, split: str) -> Iterator[Record]:
     file = Path(path)
     if is_file(file):
         name = file.name.lower()
-        if name.endswith(JSON_LINES):
-            return _read_json_lines(file)
+        if name.endswith(JSON_FILES):
+            return _read_json(file)
         if name.endswith(".txt"):
             return iter([(f"{file}:1", {"text": _read_text(file)})])
         if name.endswith(".parquet"):
@@ -55,14 +59,17 @@ def _read(path: str, split: str) -> Iterator[Record]:
     return read_hub(path, path=path, split=split)
 
 
-def _read_json_lines(file: Path) -> Iterator[Record]:
+def _read_json(file: Path) -> Iterator[Record]:
     number, found = 0, False
     try:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if not found and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+                    yield from _read_array(file, line + lines.read())
+                    return
                 if line.strip():
                     found = True
-                    yield f"{file}:{number}", _parse_line(f"{file}:{number}", line)
+                    yield f"{file}:{number}", _read_line(f"{file}:{number}", line)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
@@ -71,16 +78,51 @@ def _read_json_lines(file: Path) -> Iterator[Record]:
         raise UserError(f"{file}: the file is empty; expected one JSON record a line")
 
 
-def _parse_line(place: str, line: bytes) -> dict[str, Any]:
+def _read_array(file: Path, data: bytes) -> Iterator[Record]:
+    """The records of an array, parsed one by one: only its text is held whole."""
     try:
-        record = json.loads(line.strip())
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: expected UTF-8 text ({error.reason} at byte {error.start} of the array)") from None
+
+    def skip_blank(at: int) -> int:
+        return BLANK.match(text, at).end()  # type: ignore[union-attr]  # matches nothing, too
+
+    count, at = 0, skip_blank(text.index("[") + 1)
+    while text[at : at + 1] != "]":
+        if count > 0:
+            if text[at : at + 1] != ",":
+                raise UserError(f"{file}: expected a comma or ] after record {count} of the array")
+            at = skip_blank(at + 1)
+        count, begin = count + 1, at
+        place = f"{file}: record {count}"
+        record, at = _parse(place, lambda: DECODER.raw_decode(text, begin))  # noqa: B023 - called at once
+        yield place, _check(place, record, escaped="\\u" in text[begin:at])
+        at = skip_blank(at)
+    if rest := text[at + 1 :].strip():
+        raise UserError(f"{file}: expected the end of the file after the array, got {shown(rest)}")
+    if count == 0:
+        raise UserError(f"{file}: the array is empty; expected JSON records")
+
+
+def _read_line(place: str, line: bytes) -> dict[str, Any]:
+    return _check(place, _parse(place, lambda: json.loads(line.strip())), escaped=b"\\u" in line)
+
+
+def _parse(place: str, parse: Callable[[], Any]) -> Any:
+    try:
+        return parse()
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{place}: expected a JSON record ({error.msg} at column {error.colno})") from None
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise UserError(f"{place}: expected a JSON record ({error.msg} at {where})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
         raise UserError(f"{place}: expected a JSON record ({first_line(error)})") from None
-    if b"\\u" in line and not _is_encodable(record):
+
+
+def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
+    if escaped and not _is_encodable(record):
         raise UserError(f"{place}: expected UTF-8 text, got half of a surrogate pair; write the whole character")
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")

@@ -220,6 +220,7 @@ class Search(Part):
     proposed: list[str]
     measured: dict[str, Number]
     chosen: str | None
+    plain_is_faster: bool
 
     @model_validator(mode="after")
     def check_names(self) -> Self:

@@ -291,7 +291,7 @@ def search_line(search: Results) -> str:
     proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
     chosen = search["chosen"]
     speedup = search["measured"][chosen]
-    if search["plain_is_faster"]:
+    if speedup < 1:
         found = f"plain decoding is faster than all {len(search['measured'])} measured, {chosen} is next"
     else:
         found = f"of {len(search['measured'])} measured, {chosen} is the fastest"

@@ -3,6 +3,8 @@
 Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +14,13 @@ from transformers import PreTrainedModel
 from heads.errors import UserError
 
 READABLE_LAYERS = {"full_attention", "sliding_attention"}
+OTHER_PARTS = re.compile(
+    r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
+    r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
+)
+MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
+PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+"""What tells a module of multi-token prediction from a decoder layer, where families number it behind those."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
@@ -25,6 +34,23 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
             f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, which cannot be masked by document; "
             "use a target with full or sliding-window attention only"
         )
+
+
+def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
+    """The weights of a checkpoint without which its model, of so many decoder layers, is another one.
+
+    `unexpected`: those that its class has no place for and does not know itself to be left out. Of no account are
+    modules of multi-token prediction, whatever family's, other modalities' parts, and masks and frequencies that old
+    checkpoints hold beside the weights.
+    """
+    names = sorted(unexpected)
+    modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
+    prediction = {module for module in modules if any(f"{module}{part}" in names for part in PREDICTION)}
+    return [
+        name
+        for name in names
+        if not OTHER_PARTS.search(name) and not ((match := MODULE.match(name)) and match[0] in prediction)
+    ]
 
 
 def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:

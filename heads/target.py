@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 from heads.base import TargetEnds
 from heads.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.errors import UserError, first_line
-from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers
-from heads.hub import repo_and_revision
+from heads.families import OutputHead, attention_masks, check_layers, eos_ids, find_layers, unused_weights
+from heads.hub import MODEL, is_here, repo_and_revision
 from heads.mimo import register_mimo
 from heads.quantization import quantize_layers
 
@@ -268,6 +268,7 @@ def load_target(
     tapped and masked.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
+    what = "no causal language model with safetensors weights can be loaded"
     how: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
     try:
         repo, how["revision"] = repo_and_revision(path)
@@ -275,10 +276,7 @@ def load_target(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
     except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
-        raise UserError(
-            f"{path}: no causal language model with safetensors weights can be loaded ({first_line(error)}); "
-            "name a folder or hub id of one"
-        ) from error
+        raise _fault(path, what, error, "name a folder or hub id of one") from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if absent:  # transformers makes them up at random, with a warning
@@ -286,6 +284,12 @@ def load_target(
         raise UserError(
             f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
             "expected a whole causal language model"
+        )
+    layers = model.config.get_text_config().num_hidden_layers
+    if unused := unused_weights(info["unexpected_keys"], layers):
+        raise UserError(
+            f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
+            f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
         )
     target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
     model.to(device)
@@ -295,16 +299,14 @@ def load_target(
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """The configuration of the model at `path`, or a UserError that says what is missing."""
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    if is_here(path) and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
     register_mimo()
     repo, revision = repo_and_revision(path)
     try:
         return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, KeyError and the validators' own
-        raise UserError(
-            f"{path}: no model that can be read ({first_line(error)}); give a folder with config.json or a hub id"
-        ) from error
+        raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -315,7 +317,20 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
             repo, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
-        raise UserError(
-            f"{path}: no tokenizer that can be loaded ({first_line(error)}); put tokenizer.json beside config.json"
-        ) from error
+        remedy = "put tokenizer.json beside config.json"
+        raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
     return tokenizer
+
+
+def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
+    """What a loader of transformers raised, in one line."""
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "
+            "target.trust_remote_code=true in the recipe, or --trust-remote-code on the command line"
+        )
+    if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
+        return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
+    if not is_here(path):
+        return UserError(f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name")
+    return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")

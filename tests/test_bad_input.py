@@ -154,7 +154,11 @@ def test_a_bad_head_is_told_before_any_data_is_read(here: Path, refused: Any, mo
         (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
         (b'{"text": "\xff"}\n', [BAD], "bad.jsonl:1: expected UTF-8 text"),
         (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
-        (b'{"messages": [{"role": "user", "content": "hi"}]}\n', [CHAT], "every label of its 1 records is masked"),
+        (
+            b'{"messages": [{"role": "user", "content": "hi"}]}\n',
+            [CHAT],
+            "1 of 1 records are left out: 1 without an answer",
+        ),
         (b'{"messages": [{"role": ["user"], "content": "hi"}]}\n', [CHAT], "bad.jsonl:1: messages[0]: expected a role"),
         (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
@@ -176,8 +180,11 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("missing", "no model that can be read"),
+        ("missing", "neither a folder here nor found on the hub"),
         ("empty", "found no config.json in it"),
+        ("file", "found no config.json in it"),
+        ("code", "comes with Python code of its own"),
+        ("cut short", "18 of its weights have no place in the LlamaForCausalLM of 6 layers"),
         ("no tokenizer", "no tokenizer that can be loaded"),
         ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
@@ -189,6 +196,19 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     path = here / "other"
     if kind == "empty":
         path.mkdir()
+    elif kind == "file":
+        path.write_text("mine")
+    elif kind in ("code", "cut short"):
+        shutil.copytree(tiny_target_dir, path)
+        change = {
+            "code": {
+                "model_type": "own",
+                "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+            },
+            "cut short": {"num_hidden_layers": 6},
+        }
+        config = json.loads((path / "config.json").read_text()) | change[kind]
+        (path / "config.json").write_text(json.dumps(config))
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
@@ -415,3 +435,9 @@ def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) ->
         (here / "run" / name).unlink()
     assert train("output_dir=run") == 0
     assert (here / "run/README.md").is_file() and (here / "run/report.html").is_file()
+
+
+@pytest.mark.parametrize("path", ["/no/such/target", "./runs/target", "no/such/target", "~/target", "a b", '"a\\0b"'])
+def test_what_cannot_be_a_hub_id_is_a_missing_folder(path: str, refused: Any) -> None:
+    said = refused(lambda: train(f"target.path={path}"))
+    assert "no such folder; expected one with config.json, or a hub id" in said

@@ -25,6 +25,7 @@ from eval.records import read_records
 from eval.settings import to_settings
 from eval.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
+from heads.formats import loaders
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from train.chats import encode_chat
@@ -55,9 +56,7 @@ TRAIN = (
     "eval.report.repeats=1 eval.report.temperatures=[0]"
 )
 ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
-SMALL = (
-    "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512 --num-hidden-layers 20"
-)
+GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512"
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
@@ -69,7 +68,7 @@ TINY = {
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     "scripts/bench_rules.py": "--num-prompts 2 --seeds 1 --max-new-tokens 8",
     "scripts/bench_training_memory.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128",
-    "scripts/grow_target.py": SMALL,
+    "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
 }
 """Program -> the options that make it quick."""
 METHODS = {"eagle3": "EAGLE-3", "mtp": "MTP", "draft": "draft model", "medusa": "Medusa", "lookup": "prompt lookup"}
@@ -136,6 +135,8 @@ def test_the_first_page_begins_with_two_commands() -> None:
 def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
+    if command.arguments == ["--help"]:
+        return
     if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
         assert load_recipe(command.arguments[0], command.arguments[1:])
     elif command.program == "scripts/make_target.py":
@@ -248,11 +249,27 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
     assert len(next((tmp_path / "runs/mine").glob("answers-*.jsonl")).read_text().splitlines()) == 4
 
 
-def test_the_words_for_engines_are_those_of_the_table() -> None:
-    text = FIRST.read_text()
-    (settings,) = (json.loads(found) for found in re.findall(r"'(\{\"method\".*?\})'", text))
-    (algorithm,) = re.findall(r"--speculative-algorithm (\w+)", text)
-    assert f"| EAGLE-3 | `{settings['method']}` | `{algorithm}` |" in text
+def engine_words(kind: str, engine: str) -> list[str]:
+    """The words that serve the head of the first page's recipe, if it were of a kind."""
+    command = loaders.COMMANDS[kind].get(engine)
+    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5)) if command else []
+
+
+def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
+    served = [command.words for command in COMMANDS if "--speculative-" in command.text]
+    assert served == [engine_words("eagle3", engine) for engine in loaders.ENGINES]
+
+
+@pytest.mark.parametrize("kind", loaders.COMMANDS)
+def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> None:
+    old, vllm, sglang = (engine_words(kind, engine) for engine in (loaders.OLD_VLLM, *loaders.ENGINES))
+    method = json.loads((vllm or old)[-1])["method"]
+    algorithm = f"`{sglang[sglang.index('--speculative-algorithm') + 1]}`" if sglang else "not loaded"
+    row = rf"^\| {METHODS[kind]}.* \| `{method}`.* \| {algorithm} \|$"
+    first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
+    assert re.search(row, first, re.MULTILINE)
+    assert f'{{"method": "{method}", ' in heads and algorithm.replace("`", "") in heads
+    assert all(engine.removesuffix(".0") in first and engine in heads for engine in loaders.ENGINES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -4,15 +4,21 @@ What the template adds around an answer is never guessed. The prompt of turn i i
 with the generation prompt; the answer is what the template over the turns up to i adds to that. A template that
 rewrites earlier turns (one that drops the reasoning of past answers) gives every answer a document of its own, as the
 model sees it when it answers.
+
+Templates differ in how they want the arguments of a tool call: as a mapping, or as JSON text. The first form in which
+the template renders the calls of a conversation is taken.
 """
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eval.messages import Message, apply_template
-from heads.errors import UserError
+from eval.messages import Message, RecordError, apply_template
+from heads.errors import UserError, shown
 from train.packing import Document
 
 
@@ -31,24 +37,29 @@ def encode_chat(
     *,
     place: str = "conversation",
     template: str | None = None,
+    tools: list[Any] | None = None,
 ) -> list[Document]:
     """Documents of a conversation whose labels are the assistant's answers; none if it holds no answer.
 
-    One document, unless the template renders a turn differently once others follow.
+    One document, unless the template renders a turn differently once others follow. RecordError for a conversation that
+    cannot be trained on.
     """
+    options = {"place": place, "chat_template": template, "tools": tools}
+    messages = _prepared(tokenizer, messages, options)
     ids: list[int] = []
     labels: list[bool] = []
     documents: list[Document] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:turn], place, template, answer_next=True)
-        whole = _render(tokenizer, messages[: turn + 1], place, template)
+        prompt = _render(tokenizer, messages[:turn], options, answer_next=True)
+        whole = _render(tokenizer, messages[: turn + 1], options)
         start = _common_prefix(prompt, whole)
-        if start < len(prompt) and start < len(_render(tokenizer, messages[:turn], place, template)):
-            raise UserError(
+        if start < len(prompt) and start < len(_render(tokenizer, messages[:turn], options)):
+            raise RecordError(
                 f"{place}: the chat template rewrites what stands before the answer of turn {turn + 1}, so its labels "
-                "cannot be found; give the source a chat_template that only appends"
+                "cannot be found; give the source a chat_template that only appends",
+                "rewritten by the chat template",
             )
         if whole[: len(ids)] != ids:
             documents.append(_document(ids, labels))
@@ -70,12 +81,15 @@ def encode_prompt(
     *,
     place: str = "conversation",
     template: str | None = None,
+    tools: list[Any] | None = None,
 ) -> list[int] | None:
     """The conversation up to its last answer, ready to be answered anew; None if it holds no answer."""
+    options = {"place": place, "chat_template": template, "tools": tools}
+    messages = _prepared(tokenizer, messages, options)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         return None
-    return _render(tokenizer, messages[: turns[-1]], place, template, answer_next=True)
+    return _render(tokenizer, messages[: turns[-1]], options, answer_next=True)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -87,17 +101,68 @@ def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         )
 
 
+def _prepared(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: dict[str, Any]
+) -> Sequence[Message]:
+    """The conversation, with its calls of tools in a form that the template renders. RecordError where there is none,
+    and for an answer to nothing."""
+    place = options["place"]
+    opening = next((message["role"] for message in messages if message["role"] != "system"), None)
+    if opening == "assistant":
+        raise RecordError(f"{place}: begins with an answer; expected what it answers", "beginning with an answer")
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    fault = RecordError(f"{place}: the chat template renders no tool calls; leave it out", "tool calls not rendered")
+    silent = None
+    plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    with suppress(RecordError):
+        silent = apply_template(plain, tokenizer, **options)
+    for as_json in (False, True):
+        form = [_with_arguments(message, as_json, place) for message in messages]
+        try:
+            if apply_template(form, tokenizer, **options) != silent:
+                return form
+        except RecordError as error:
+            fault = error
+    raise fault
+
+
+def _with_arguments(message: Message, as_json: bool, place: str) -> Message:
+    """A turn with the arguments of its calls as JSON, or as mappings."""
+    if "tool_calls" not in message:
+        return message
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RecordError(
+            f"{place}: expected tool_calls to be a list of calls, got {shown(calls)}", "unreadable tool calls"
+        )
+
+    def arguments(given: Any) -> Any:
+        if as_json:
+            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        try:
+            return json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            return given
+
+    formed = []
+    for call in calls:
+        function = call["function"] if isinstance(call.get("function"), dict) else call
+        function = {**function, "arguments": arguments(function.get("arguments", {}))}
+        formed.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": formed}
+
+
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    place: str,
-    template: str | None,
+    options: dict[str, Any],
     *,
     answer_next: bool = False,
 ) -> list[int]:
     if not messages and not answer_next:
         return []
-    text = apply_template(messages, tokenizer, place, add_generation_prompt=answer_next, chat_template=template)
+    text = apply_template(messages, tokenizer, add_generation_prompt=answer_next, **options)
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 

@@ -21,7 +21,7 @@ from train.on_policy import Samples
 from train.packing import Document, Mixture, Pool
 from train.recipe import ChatSource, Recipe
 from train.run_folder import RunFolder
-from train.sources import read_documents, read_prompts
+from train.sources import read_documents, read_prompts, silent
 from train.tracker import Tracker
 
 
@@ -88,7 +88,8 @@ def load_data(
             add(read_documents(source, tokenizer, tracker.say), source.weight, f"data.sources.{number}")
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        prompts = read_prompts(recipe, tokenizer, regenerate, "data.regenerate")
+        say = tracker.say if kept == 0 else silent  # what is left out of sources that are rows, too, is said already
+        prompts = read_prompts(recipe, tokenizer, regenerate, "data.regenerate", say)
         answers = make_answers(
             loaded.target,
             prompts,

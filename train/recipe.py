@@ -31,6 +31,12 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Samplin
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+def _check_project(name: str) -> str:
+    if not name.strip() or len(name) > 128 or any(character in name for character in "/\\#?%:"):
+        raise ValueError("expected 1 to 128 characters, none of / \\ # ? % :")
+    return name
+
+
 class Adapter(Settings):
     """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
@@ -111,6 +117,9 @@ class ChatSource(RecordSource):
     """The form of the source."""
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the tokenizer's own."""
+    max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
+    chat template. Above it, training does not begin."""
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
@@ -268,9 +277,9 @@ class Tracking(Settings):
 
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases: `offline` writes files to be sent later with `wandb sync`."""
-    project: str = "draftsmith"
+    project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
     """Project of the wandb run."""
-    name: str | None = None
+    name: Name | None = None
     """Name of the wandb run. Null: the name of the run's folder."""
 
 

@@ -26,7 +26,7 @@ def regenerate(arguments: Sequence[str]) -> int:
     folder.lock()
     try:
         loaded = load_recipe_target(make_accelerator(recipe.train), recipe)
-        prompts = read_prompts(recipe, loaded.tokenizer, settings, "data.regenerate")
+        prompts = read_prompts(recipe, loaded.tokenizer, settings, "data.regenerate", tracker.say)
         answers = make_answers(loaded.target, prompts, settings, folder.path, progress=answering(tracker))
         records = [
             {"text": loaded.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}

@@ -1,15 +1,17 @@
 """The recipe's sources as documents, and as prompts for the target to answer."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.corpus import read_split
 from eval.files import read_given
-from eval.messages import read_messages, read_text
+from eval.messages import Message, RecordError, read_messages, read_text, read_tools
 from eval.records import read_records
 from heads.errors import UserError
 from train.chats import check_template, encode_chat, encode_prompt, encode_text
@@ -17,30 +19,81 @@ from train.packing import Document, shares
 from train.recipe import Answers, AnySource, ChatSource, PythonSource, Recipe
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 MIN_PROMPT_CHARACTERS = 40
+MOST_REASONS = 5
+"""Told of why records are left out, the commonest first."""
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
 
 
 def read_documents(source: AnySource, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
     """Every document of a source. UserError if none of its tokens is a label."""
-    name = source_name(source)
     if isinstance(source, ChatSource):
-        template = read_template(source, tokenizer)
-        documents, skipped, total = [], 0, 0
-        for record in read_records(source.path, split=source.split, limit=source.limit):
-            found = encode_chat(tokenizer, read_messages(record), place=record[0], template=template)
-            documents += [document for document in found if document.labels.any()]
-            skipped += not any(document.labels.any() for document in found)
-            total += 1
-        if 0 < skipped < total:
-            say(f"{name}: {skipped} of {total} conversations hold no answer and are left out")
+        conversations = Conversations(source, tokenizer)
+        documents = [document for found in conversations.read(_answers) for document in found]
+        conversations.check()
+        conversations.tell(say)
     else:
         documents = list(encode_text(tokenizer, list(read_texts(source))))
-        total = len(documents)
     if not any(document.labels.any() for document in documents):
-        raise UserError(
-            f"{name}: no token to train on: every label of its {total} records is masked; expected assistant answers"
-        )
+        raise UserError(f"{source_name(source)}: no token to train on in its {len(documents)} texts; give longer ones")
     return documents
+
+
+class Conversations:
+    """The records of a chat source; those that cannot be used are counted by reason and left out."""
+
+    def __init__(self, source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.source, self.tokenizer = source, tokenizer
+        self.template = read_template(source, tokenizer)
+        self.total = 0
+        self.left_out: Counter[str] = Counter()
+        """Records by the reason why."""
+        self.first: RecordError | None = None
+
+    def read(self, encode: Callable[..., T]) -> Iterator[T]:
+        """What `encode`, called as `encode_chat` is, makes of each record that can be used."""
+        for record in read_records(self.source.path, split=self.source.split, limit=self.source.limit):
+            self.total += 1
+            try:
+                messages, tools = read_messages(record), read_tools(record)
+                found = encode(self.tokenizer, messages, place=record[0], template=self.template, tools=tools)
+            except RecordError as error:
+                self.left_out[error.reason] += 1
+                self.first = self.first or error
+            else:
+                yield found
+
+    def tell(self, say: Say) -> None:
+        """Say how many of the records read so far cannot be used, if any."""
+        if self.first is not None:
+            say(self._summary())
+
+    def check(self) -> None:
+        """UserError where more cannot be used than the source allows."""
+        most = self.source.max_skipped
+        if self.left_out.total() > most * self.total:
+            raise UserError(f"{self._summary()}; mend them, or allow more than max_skipped={most:g} of this source")
+
+    def _summary(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.most_common(MOST_REASONS))
+        rest = self.left_out.total() - sum(count for _, count in self.left_out.most_common(MOST_REASONS))
+        more = f", {rest} others" if rest else ""
+        return (
+            f"{self.source.path}: {self.left_out.total()} of {self.total} records are left out: {reasons}{more}; "
+            f"the first is {self.first}"
+        )
+
+
+def _answers(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> list[Document]:
+    """The documents of a conversation that have labels. RecordError if none has."""
+    found = [document for document in encode_chat(tokenizer, messages, **options) if document.labels.any()]
+    if not found:
+        raise RecordError(f"{options['place']}: expected an answer of the assistant, got none", "without an answer")
+    return found
 
 
 def read_texts(source: AnySource) -> Iterator[str]:
@@ -58,7 +111,9 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
     return read_given(Path(source.chat_template), "a Jinja chat template")
 
 
-def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str) -> list[list[int]]:
+def read_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
+) -> list[list[int]]:
     """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
     sources = recipe.data.sources
     if settings.prompts < len(sources):
@@ -70,7 +125,7 @@ def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: A
         sources, shares([source.weight or 1.0 for source in sources], settings.prompts), strict=True
     ):
         if isinstance(source, ChatSource):
-            found = list(islice(_chat_prompts(source, tokenizer, settings.prompt_tokens), wanted))
+            found = _chat_prompts(source, tokenizer, settings.prompt_tokens, wanted, say)
         else:
             found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, recipe.train.seed)
         if len(found) < wanted:
@@ -88,12 +143,16 @@ def read_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: A
     return prompts
 
 
-def _chat_prompts(source: ChatSource, tokenizer: PreTrainedTokenizerBase, most: int) -> Iterator[list[int]]:
-    template = read_template(source, tokenizer)
-    for record in read_records(source.path, split=source.split, limit=source.limit):
-        prompt = encode_prompt(tokenizer, read_messages(record), place=record[0], template=template)
-        if prompt and len(prompt) <= most:
-            yield prompt
+def _chat_prompts(
+    source: ChatSource, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, say: Say
+) -> list[list[int]]:
+    conversations = Conversations(source, tokenizer)
+    short = (prompt for prompt in conversations.read(encode_prompt) if prompt and len(prompt) <= most)
+    found = list(islice(short, wanted))
+    if len(found) < wanted:  # the whole source is read
+        conversations.check()
+    conversations.tell(say)
+    return found
 
 
 def _text_prompts(

@@ -171,9 +171,9 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
             settings=quiet_settings(),
         )
     except wandb.errors.Error as error:
+        remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
         raise UserError(
-            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); "
-            "log in, or set tracking.wandb=offline"
+            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); {remedy}"
         ) from None
     write_text(id_file, run.id + os.linesep)
     return run
@@ -185,13 +185,13 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
     import wandb
 
     figures = {name: value for name, value in figures_of(results).items() if value is not None}
-    columns = ["draft", "temperature", "tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "reliable"]
+    names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
     rows = [
-        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in columns[2:-1]), not is_disturbed(m)]
+        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
         for m in results["measurements"]
     ]
     charts = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
-    run.log({**figures, "measurements": wandb.Table(columns=columns, data=rows), **charts})
+    run.log({**figures, "measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **charts})
     exact = results["exact"]
     run.summary.update(
         {

@@ -207,6 +207,7 @@ def results() -> dict[str, Any]:
                 "proposed": ["chain:2", "tree:2x2x4"],
                 "measured": {"chain:2": 1.25, "tree:2x2x4": 1.5},
                 "chosen": "tree:2x2x4",
+                "plain_is_faster": False,
             }
         ],
         "samples": [

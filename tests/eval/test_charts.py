@@ -121,9 +121,9 @@ def test_nothing_is_cut_and_no_text_stands_on_another(chart: Chart) -> None:
         legend = axes.get_legend()
         first, last = sorted(axes.get_xlim())
         ticks = [label for label in axes.get_xticklabels() if first <= label.get_position()[0] <= last]
-        texts = [*axes.texts, *ticks, axes.xaxis.label, figure._suptitle, figure._supxlabel]
+        texts = [*axes.texts, *ticks, axes.xaxis.label, *figure.texts]
         texts += legend.get_texts() if legend else []
-        boxes = {t.get_text(): t.get_window_extent() for t in texts if t is not None and t.get_text()}
+        boxes = {t.get_text(): t.get_window_extent() for t in texts if t.get_text()}
         for text, box in boxes.items():
             inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
             assert inside, f"{text!r} leaves the figure"

@@ -21,6 +21,25 @@ def test_json_lines_plain_and_gzipped_give_records_with_their_lines(tmp_path: Pa
         assert len(list(read_records(str(path), limit=1))) == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"text": "a"},{"text": "b"}]',
+        '\ufeff [\n{"text":\n"a"}\n,\n{"text": "b"} ]\n',
+        '\n\n[{"text":"a"},{"text":"b"}]',
+    ],
+)
+def test_an_array_gives_numbered_records(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.json", "a.json.gz"):
+        path = tmp_path / name
+        assert list(read_records(str(path))) == [
+            (f"{path}: record 1", {"text": "a"}),
+            (f"{path}: record 2", {"text": "b"}),
+        ]
+
+
 def test_parquet_and_text_files(tmp_path: Path) -> None:
     Dataset.from_list([{"text": "a"}, {"text": "b"}]).to_parquet(str(tmp_path / "a.parquet"))
     assert [record["text"] for _, record in read_records(str(tmp_path / "a.parquet"))] == ["a", "b"]
@@ -38,7 +57,17 @@ def test_parquet_and_text_files(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"text": \n',
             r"a\.jsonl:2: expected a JSON record \(Expecting value at column 9\)",
         ),
-        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: expected a JSON object with keys, got list"),
+        ("a.jsonl", b'{"a": 1}\n[1]\n', r"a\.jsonl:2: expected a JSON object with keys, got list"),
+        ("a.json", b"[1]\n", r"a\.json: record 1: expected a JSON object with keys, got int"),
+        ("a.json", b"[]", r"a\.json: the array is empty"),
+        ("a.json", b"[", r"a\.json: record 1: expected a JSON record"),
+        ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json: record 2: expected a JSON record \(.* at line 2, column 8\)"),
+        ("a.json", b'[{"a": 1} {"a": 2}]', r"a\.json: expected a comma or \] after record 1"),
+        ("a.json", b'[{"a": 1}', r"a\.json: expected a comma or \] after record 1"),
+        ("a.json", b'[{"a": 1}]\n{"a": 2}', r"a\.json: expected the end of the file after the array"),
+        ("a.json", b'[{"a": "\xff"}]', r"a\.json: expected UTF-8 text"),
+        ("a.json", b'[{"a": "\\ud83d"}]', r"a\.json: record 1: expected UTF-8 text, got half of a surrogate pair"),
+        ("a.json", b"[" * 99_999, r"a\.json: record 1: expected a JSON record"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: expected UTF-8 text"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz: broken gzip data after line 0"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9999)[:-20], r"a\.jsonl\.gz: broken gzip data after line \d+"),

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from eval.charts import head_charts
 from eval.command import exit_status
 from eval.figures import headline, pieces, pooled_exactness
 from eval.files import write_text
@@ -213,7 +214,7 @@ def test_mutated_results_are_rendered_or_refused_in_one_line(
             refused += 1
             continue
         print_report(found, Console(file=io.StringIO()))
-        assert render_page(found) and model_card(found) and figures_of(found)
+        assert render_page(found, head_charts(found)) and model_card(found) and figures_of(found)
         if count > 60 and n % 5 == 0:  # plots take half a second
             assert not refuse_in_one_line(path, capsys)
     assert count / 2 < refused < count

@@ -246,7 +246,7 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
     assert call(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
     (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
-    results, (values, models, code) = read_results(folder / "results.json"), outcome(folder)
-    assert values["tau"] == results["tau"]["mean"] and values["speedup"] == results["speedup"]["measured"]
-    assert values["measurements/nrows"] == 1 and values["plots/acceptance/_type"] == "image-file"
+    results, (told, models, code) = read_results(folder / "results.json"), outcome(folder)
+    assert told["tau"] == results["tau"]["mean"] and told["speedup"] == results["speedup"]["measured"]
+    assert told["measurements/nrows"] == 1 and told["plots/acceptance/_type"] == "image-file"
     assert not models and code == 0

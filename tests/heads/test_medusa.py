@@ -1,6 +1,7 @@
 """Medusa: head k stands where its label is, blocks are the released ones, and drafting is what training trained."""
 
 import dataclasses
+from collections.abc import Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -37,7 +38,7 @@ def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
     return random_batch(documents, width=width, vocab=vocab, labels_from=labels_from)
 
 
-def released(weights: dict[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
+def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
     """The released checkpoints' definition, on plain tensors: residual blocks with biases, then a matrix."""
     for j in range(num_layers):
         gate = hidden @ weights[f"{k}.{j}.linear.weight"].T + weights[f"{k}.{j}.linear.bias"]

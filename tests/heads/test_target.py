@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
 
 from heads.errors import UserError
-from heads.families import attention_masks
+from heads.families import attention_masks, unused_weights
 from heads.taps import check_taps, default_taps, shallow_taps
 from heads.target import FrozenTarget, load_target, load_tokenizer
 
@@ -276,7 +276,9 @@ def test_encoders_are_refused(cls: type[Any], tmp_path: Path) -> None:
 
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
     assert str(tmp_path / "none") in refusal(load_target, str(tmp_path / "none"))
-    assert "no/such-model" in refusal(load_target, "no/such-model")
+    assert "no such folder" in refusal(load_target, str(tmp_path / "none"))
+    assert "no/such-model: neither a folder here nor found on the hub" in refusal(load_target, "no/such-model")
+    assert "x: neither a folder here nor" in refusal(load_target, "x" * 300)
     assert "no config.json" in refusal(load_target, str(tmp_path))
 
 
@@ -311,6 +313,51 @@ def test_missing_weights_are_not_made_up(llama_dir: Path, tmp_path: Path) -> Non
     assert "model.layers.1.mlp.up_proj.weight" in refusal(load_target, str(tmp_path))
 
 
+def test_weights_that_the_config_has_no_layer_for_are_refused(llama_dir: Path, tmp_path: Path) -> None:
+    path = copy(llama_dir, tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] - 1}))
+    text = refusal(load_target, str(tmp_path))
+    assert f"model.layers.{config['num_hidden_layers'] - 1}.input_layernorm.weight first" in text
+    assert f"LlamaForCausalLM of {config['num_hidden_layers'] - 1} layers" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.fc.weight",
+        "model.mtp_layers.0.input_proj.weight",
+        "mtp_block.norm.weight",
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.mlp.up_proj.weight",  # of the module that the one above makes of it
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "transformer.h.0.attn.bias",
+        "transformer.h.0.attn.masked_bias",
+        "bert.embeddings.position_ids",
+        "model.visual.blocks.0.attn.qkv.weight",
+        "vision_tower.encoder.layers.30.mlp.fc1.weight",
+        "multi_modal_projector.linear_1.weight",
+    ],
+)
+def test_weights_that_are_no_part_of_the_language_model_may_be_there(name: str) -> None:
+    assert unused_weights([name, "model.layers.4.eh_proj.weight"], 4) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.3.self_attn.q_norm.weight",
+        "model.layers.5.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "v_head.summary.weight",
+    ],
+)
+def test_weights_without_which_the_model_is_another(name: str) -> None:
+    assert unused_weights([name, "model.layers.4.eh_proj.weight"], 4) == [name]
+
+
 def test_weights_of_another_shape_are_refused(llama_dir: Path, tmp_path: Path) -> None:
     path = copy(llama_dir, tmp_path) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 28}))
@@ -332,7 +379,8 @@ def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: 
     config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
     path.write_text(json.dumps(config))
     (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
-    refusal(load_target, str(path.parent))
+    text = refusal(load_target, str(path.parent))
+    assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
     refusal(load_tokenizer, str(path.parent))
     assert not ran.exists()
 
@@ -341,6 +389,6 @@ def test_tokenizers(tiny_target_dir: Path, llama_dir: Path, tmp_path: Path) -> N
     tokenizer = load_tokenizer(str(tiny_target_dir))
     assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
     assert "no tokenizer" in refusal(load_tokenizer, str(llama_dir))
-    assert "no tokenizer" in refusal(load_tokenizer, str(tmp_path / "none"))
+    assert "no such folder" in refusal(load_tokenizer, str(tmp_path / "none"))
     (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
     assert "no tokenizer" in refusal(load_tokenizer, str(tmp_path / "damaged"))

@@ -24,11 +24,13 @@ from rich.console import Console
 from eval import upload
 from eval.benchmark.run import run_bench
 from eval.command import exit_status
+from eval.published import collect
 from eval.settings import BenchSettings
 from heads.checkpoint import load_head, read_config, save_head, seal, target_record
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from scripts import publish
+from tests.native_mtp import change_config, write_native
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "s3cret" * 5
@@ -165,9 +167,8 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     held = hub.repos[REPO]
     assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
     matter = front_matter(held["README.md"])
-    figures = {
-        found.metric_type: found.metric_value for found in ModelCard(held["README.md"].decode()).data.eval_results
-    }
+    card: Any = ModelCard(held["README.md"].decode()).data
+    figures = {found.metric_type: found.metric_value for found in card.eval_results}
     results = json.loads((run / "results.json").read_text())
     assert figures.pop("tau") == round(results["tau"]["mean"], 3)
     assert not figures or figures == {"speedup": round(results["speedup"]["measured"], 3)}  # none of a busy machine
@@ -220,6 +221,21 @@ def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub, monkeypatc
     assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
     matter = front_matter(hub.repos[REPO]["README.md"])
     assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")
+
+
+def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    change_config(tmp_path / "target", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"})
+    target = load_target(str(tmp_path / "target"))
+    head = build_head("mtp", {"native": True}, target, torch.ones(target.vocab_size))
+    save_head(head, tmp_path / "run/head", target=target_record(target))
+    publication = collect(tmp_path / "run", REPO, base_model="org/mimo", unmeasured=True)
+    data = publication.files["config.json"]
+    assert isinstance(data, bytes)
+    config = json.loads(data)
+    assert config["architectures"] == ["MiMoForCausalLM"]
+    assert config["auto_map"] == {"AutoConfig": "org/mimo--configuration_mimo.MiMoConfig"}
+    assert publication.card.count("org/mimo --trust-remote-code") == 2
 
 
 @pytest.mark.parametrize(

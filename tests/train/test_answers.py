@@ -130,5 +130,5 @@ def test_a_file_whose_every_label_is_masked_is_refused(
     settings["data"]["sources"] = [{"kind": "chat", "path": str(chats)}]
     settings["head"] = {"kind": "eagle3"}
     source = load_recipe(write_recipe(settings)).data.sources[0]
-    with pytest.raises(UserError, match=r"chats.jsonl: no token to train on: every label of its 3 records is masked"):
+    with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
         read_documents(source, load_tokenizer(str(tiny_target_dir)), lambda _: None)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.messages import read_messages, read_text
+from eval.messages import RecordError, read_messages, read_text, read_tools
 from heads.errors import UserError
 from train.chats import check_template, encode_chat, encode_prompt, encode_text
 
@@ -83,6 +83,77 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTok
 def test_what_a_template_raises_is_told_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
         encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
+
+
+CALLS = {
+    # As Qwen's and Hermes': a mapping or JSON.
+    "either": "{% for c in m.tool_calls %}{% set a = c.function.arguments %}<call>{{ c.function.name }}("
+    "{{ a if a is string else a | tojson }}){% endfor %}",
+    # As Llama's: a mapping, element by element.
+    "mapping": "{% for c in m.tool_calls %}<call>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %}){% endfor %}",
+    # As DeepSeek's: text.
+    "text": "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + '(' + c.function.arguments + ')' }}"
+    "{% endfor %}",
+}
+CALLING = (
+    "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
+    "{{ m.content }}{% endif %}CALLS{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
+
+
+def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", **content, "tool_calls": [CALL]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "blue", "tool_calls": None},
+    ]
+    return read_messages(("f:1", {"messages": turns}))
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize(
+    ("form", "shown"), [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}')]
+)
+def test_calls_of_tools_render_as_the_template_wants_them(
+    form: str, shown: str, content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = CALLING.replace("CALLS", CALLS[form])
+    text = f"<|user|>hi<|assistant|>[<call>look({shown})</s>]<|tool|>blue<|assistant|>[blue</s>]"
+    assert marked(tokenizer, calling(content), template) == [text]
+    given = {**CALL, "function": {"name": "look", "arguments": {"at": "sea"}}}
+    messages = [
+        {**message, "tool_calls": [given]} if "tool_calls" in message else message for message in calling(content)
+    ]
+    assert marked(tokenizer, messages, template) == [text]
+
+
+def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RecordError, match=r"f:1: the chat template renders no tool calls") as caught:
+        encode_chat(tokenizer, calling({"content": None}), place="f:1", template=CALLING.replace("CALLS", ""))
+    assert caught.value.reason == "tool calls not rendered"
+
+
+def test_tools_are_what_the_template_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+    for tools in ([{"name": "look"}], '[{"name": "look"}]'):
+        found = read_tools(("f:1", {"tools": tools}))
+        prompt = encode_prompt(tokenizer, TALK[1:3], template=CALLING.replace("CALLS", ""), tools=found)
+        assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
+    for tools in ([], None, "", "null"):
+        assert read_tools(("f:1", {"tools": tools})) is None
+    for tools in ("look", {"name": "look"}, 3):
+        with pytest.raises(RecordError, match="f:1: tools: expected"):
+            read_tools(("f:1", {"tools": tools}))
+
+
+@pytest.mark.parametrize("turns", [TALK[2:], [TALK[0], *TALK[2:]]])
+def test_an_answer_to_nothing_is_refused(turns: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+    for encode in (encode_chat, encode_prompt):
+        with pytest.raises(RecordError, match="f:1: begins with an answer"):
+            encode(tokenizer, turns, place="f:1")
 
 
 def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:

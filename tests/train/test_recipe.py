@@ -102,6 +102,27 @@ def test_all_faults_are_told_at_once_with_line_key_and_suggestion(tmp_path: Path
             "data.sources.0.weight=2",
             "override 'data.sources.0.weight=2': data.sources.0.weight: has no effect with one",
         ),
+        (
+            "tracking={wandb: offline, project: a/b}",
+            "override 'tracking={wandb: offline, project: a/b}': tracking.project",
+        ),
+        (
+            "tracking={wandb: offline, project: ''}",
+            "override 'tracking={wandb: offline, project: ''}': tracking.project",
+        ),
+        ("eval.skip_long=true", "override 'eval.skip_long=true': eval.skip_long: has no effect on modules"),
+        (
+            "train.max_steps=1000000000000000",
+            "override 'train.max_steps=1000000000000000': train.max_steps: should be less",
+        ),
+        ("head.kind=null", "override 'head.kind=null': head.kind: is missing; one of eagle3"),
+        ("data.sources.²=1", "override 'data.sources.²=1': data.sources.²: there is no such entry"),
+        (f"data.sources.{'9' * 5000}=1", "override 'data.sources.999"),
+        (f"eval.tree=chain:{'9' * 5000}", "override 'eval.tree=chain:999"),
+        (
+            "eval.temperature=1e300",
+            "override 'eval.temperature=1e300': eval.temperature: temperature: expected 0 (greedy)",
+        ),
         ("train.warmup_steps=10", "override 'train.warmup_steps=10': train.warmup_steps: expected less than"),
         ("eval.tree=chain", "override 'eval.tree=chain': eval.tree: tree 'chain': expected"),
         ("eval.tree=none", "override 'eval.tree=none': eval.tree: expected a tree that drafts something"),
