@@ -46,11 +46,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, "chain:3") for name in ("eagle3", "eagle3.1", "mtp")),
-        *(("eagle3", "chain:1"), ("eagle3", "tree:3x2x5")),
+        *(("eagle3", "chain:1"), ("mtp", "chain:3"), ("eagle3", "tree:3x2x5")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mtp, token first", "chain:3"), ("mtp", "tree:3x3x9"), ("mtp", "static:3.2.1"))
+            for case in (
+                *((name, "chain:3") for name in ("eagle3", "eagle3.1", "mtp, token first")),
+                *(("mtp", "tree:3x3x9"), ("mtp", "static:3.2.1")),
+            )
         ),
     ],
 )

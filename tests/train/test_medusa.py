@@ -53,8 +53,10 @@ def test_a_run_leaves_heads_that_engines_read_and_their_tree(small: Settings, wr
     assert [m["tree"] for m in results["measurements"]] == ["head", "chain:3"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize(
+    ("batch_size", "temperature"),
+    [(8, 0.0), (1, 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (8, 1.0)))],
+)
 def test_every_output_is_the_targets_own(
     temperature: float, batch_size: int, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
 ) -> None:

@@ -83,8 +83,10 @@ def test_a_checkpoint_without_its_modules_ends_at_once(
     assert not (Path(small["output_dir"]) / "head").exists()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_modules", [1, 3])
+@pytest.mark.parametrize(
+    ("num_modules", "temperature"),
+    [(3, 0.0), (1, 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (3, 1.0)))],
+)
 def test_output_is_the_targets_own(num_modules: int, temperature: float, tiny_target_dir: Path) -> None:
     torch.manual_seed(0)
     target = load_target(str(tiny_target_dir), dtype=torch.float64)

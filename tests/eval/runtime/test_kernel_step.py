@@ -219,6 +219,7 @@ def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> No
     assert not rows_are_independent(mixed, weight, 5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     kernels: Callable[[bool], None],
