@@ -127,7 +127,7 @@ RUN = [c for c in RUN if c.needs is None and c.program not in ELSEWHERE]
 
 def test_the_first_page_begins_with_two_commands() -> None:
     first, second = (block for block in blocks(FIRST, "bash")[0].splitlines())
-    assert first == "pip install -e . && accelerate launch train/eagle.py recipes/quickstart.yaml"
+    assert first == "pip install -e . && accelerate launch --config_file recipes/accelerate/local.yaml train/eagle.py recipes/quickstart.yaml"
     assert second == "pip install -e '.[dev]' && pytest"
 
 
