@@ -29,7 +29,7 @@ from heads.formats import loaders
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from train.chats import encode_chat
-from train.entry import attempt
+from train.entry import LAUNCH, attempt
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
@@ -127,7 +127,7 @@ RUN = [c for c in RUN if c.needs is None and c.program not in ELSEWHERE]
 
 def test_the_first_page_begins_with_two_commands() -> None:
     first, second = (block for block in blocks(FIRST, "bash")[0].splitlines())
-    assert first == "pip install -e . && accelerate launch --config_file recipes/accelerate/local.yaml train/eagle.py recipes/quickstart.yaml"
+    assert first == f"pip install -e . && {LAUNCH} train/eagle.py recipes/quickstart.yaml"
     assert second == "pip install -e '.[dev]' && pytest"
 
 
