@@ -180,7 +180,8 @@ def _place(folder: Path) -> Path:
 
 def _weights_file(place: Path) -> Path:
     """The file of a head's tensors, whichever kind it is of."""
-    return next((place / name for name in WEIGHTS if (place / name).is_file()), place / WEIGHTS[0])
+    files = [place / name for name in WEIGHTS]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def _settled(path: Path, read: Callable[[], Found]) -> Found:
