@@ -15,8 +15,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.measure import Contender, Race
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.identity import find_flips, is_narrow, pinned_engine
-from eval.runtime.sampling import RowSampling, Sampling, gumbel
+from eval.runtime.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.tree import is_chain
 

@@ -3,163 +3,17 @@
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
 
-Writes results.json, report.html, plots and a model card's section into --out. Exit status 0; 1 if an output was not the
-target's own (then no speedup is printed); 2 with one line for what the caller can mend.
+Writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
+runs/quickstart/bench, or into --out. Exit status 0; 1 if an output was not the target's own (then no speedup is
+printed); 2 with one line for what the caller can mend.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from transformers import PreTrainedTokenizerBase
-
-from eval.command import Parser, add_head_options, draft_shapes, exit_status, open_head, tell
-from eval.contest import Judged, choose_prompts, judge, look_for_drafts, progress_bar, run_race, withhold_speed
-from eval.crowding import crowding
-from eval.files import check_folder
-from eval.prompts import Prompt
-from eval.report import check_card, print_report, write_report
-from eval.results import (
-    SCHEMA_VERSION,
-    Results,
-    environment,
-    head_facts,
-    headline,
-    pooled_exactness,
-    target_facts,
-    write_results,
-)
-from eval.roofline import lines, run_roofline
-from eval.runtime.engine import Engine
-from eval.settings import BenchSettings, add_measure_options, to_settings
-from heads.base import Drafter
-from heads.checkpoint import find_head
-from heads.registry import untrained_kind
-from heads.target import FrozenTarget
-from heads.tree import TreeShape
-
-
-def run_bench(
-    target: FrozenTarget,
-    head: Drafter,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: BenchSettings,
-    *,
-    head_path: str,
-    out: Path | None = None,
-    console: Console | None = None,
-    with_roofline: bool = False,
-) -> Results:
-    """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
-    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
-    settings.check_target(target)
-    named = settings.shapes(head)
-    prompts = choose_prompts(target, tokenizer, settings, settings.most_nodes(named))
-    judged, searches = measure_settings(target, head, tokenizer, settings, prompts, named)
-    measurements, suites = judged.measurements, judged.suites
-    best = headline(measurements)
-    exact = pooled_exactness(measurements, judged.unrepeatable)
-    if exact["divergences"]:
-        withhold_speed([*measurements, *(figure for suite in suites for figure in suite.values())])
-    results: Results = {
-        "schema_version": SCHEMA_VERSION,
-        "target": target_facts(target),
-        "head": head_facts(head, head_path),
-        **environment(target),
-        "settings": settings.record(prompts),
-        **measurements[best],
-        "exact": exact,
-        "suites": suites[best],
-        "measurements": measurements,
-        **({"auto": searches} if searches else {}),
-        "samples": judged.samples[best],
-    }
-    console = console or Console()
-    if with_roofline:
-        results["roofline"] = parts_of_headline(target, head, prompts, settings, results)
-    if out is not None:
-        write_results(results, out / "results.json")
-        write_report(results, out)
-    print_report(results, console)
-    if with_roofline:
-        console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
-    return results
-
-
-def measure_settings(
-    target: FrozenTarget,
-    head: Drafter,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: BenchSettings,
-    prompts: Sequence[Prompt],
-    named: Sequence[TreeShape],
-) -> tuple[Judged, list[Results]]:
-    """Measure the `named` shapes, or what a search comes upon beside them, at every temperature: the figures of all,
-    and a record of each search."""
-    judged, searches = Judged(), []
-    with progress_bar() as bar:
-        for temperature in settings.temperatures:
-            search, shapes = None, named
-            if settings.is_auto:
-                search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
-                shapes = search.next_shapes()
-            while shapes:
-                entries = [settings.entry(head, shape) for shape in shapes]
-                fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
-                judged.add(fresh)
-                shapes = []
-                if search is not None:
-                    search.take(fresh.measurements)
-                    shapes = search.next_shapes()
-            if search is not None:
-                searches.append(search.record(temperature))
-    return judged, searches
-
-
-def parts_of_headline(
-    target: FrozenTarget, head: Drafter, prompts: Sequence[Prompt], settings: BenchSettings, results: Results
-) -> Results:
-    """The roofline of the headline setting, in the middle of an output after a prompt of the middle length."""
-    (shape,) = draft_shapes([results["tree"]], head)
-    lengths = sorted(len(prompt.ids) for prompt in prompts)
-    room = lengths[-1] + settings.max_new_tokens + shape.nodes
-    size: dict[str, Any] = {"batch_size": settings.batch_size, "max_length": room}
-    engine = Engine(target, head, shape=shape, rule=settings.rule, strict=settings.strict, **size)
-    length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
-    return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
-
-
-def bench_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
-    settings = to_settings(options)
-    untrained = untrained_kind(options.head)
-    out = options.out or default_out(Path(options.head.replace(":", "-")) if untrained else find_head(options.head))
-    check_folder(out, "--out")
-    check_card(out, "--out")
-    opened = open_head(options)
-    tell(crowding(opened.target.device))
-    results = run_bench(
-        opened.target,
-        opened.head,
-        opened.tokenizer,
-        settings,
-        head_path=options.head,
-        out=out,
-        with_roofline=options.roofline,
-    )
-    print(f"written to {out}", file=sys.stderr)
-    return 1 if results["exact"]["divergences"] else 0
-
-
-def default_out(folder: Path) -> Path:
-    """bench/ in the run the head is of, else runs/bench-NAME; never the run's own results."""
-    run = folder.resolve().parent
-    if folder.name == "head" and (run / "recipe.yaml").is_file():
-        return run / "bench"
-    return Path("runs", f"bench-{folder.resolve().name}")
+from eval.command import Parser, add_head_options, exit_status
+from eval.settings import add_measure_options
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -182,5 +36,12 @@ def hyphenated(word: str) -> str:
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.benchmark.run import bench_command
+
+    return bench_command(options)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: bench_command(parse_arguments())))
+    sys.exit(exit_status(main))

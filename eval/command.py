@@ -1,4 +1,9 @@
-"""What the commands share: arguments that are refused in one line, opening a head and its target, the exit status."""
+"""What the commands share: arguments that are refused in one line, and the exit status.
+
+A command reads its arguments before it imports what does the work: torch and transformers take seconds to import, and
+neither --help nor a mistyped option is to wait for them. So an entry, and all that it imports at its top, this file
+among them, imports none of them (tests/test_start.py); its run function imports the rest.
+"""
 
 import argparse
 import io
@@ -7,25 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import NoReturn
 
-import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
-
-from eval.environment import setup_line
 from eval.files import is_full_disk
-from eval.runtime.memory import is_out_of_memory
 from eval.runtime.sampling import Sampling
-from heads.base import Drafter
-from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
-from heads.encoder_decoder import give_template
 from heads.errors import UserError, first_line
 from heads.own_tree import HEAD_TREE, shape_for
-from heads.quantization import SCHEMES
-from heads.registry import build_untrained, untrained_kind
-from heads.target import FrozenTarget, load_target, load_tokenizer
 from heads.tree import TreeShape
 
 AUTO = "auto"
@@ -88,6 +80,14 @@ def temperatures(text: str) -> tuple[float, ...]:
         return tuple(Sampling(temperature).temperature for temperature in found)
 
 
+def temperature(text: str) -> float:
+    """One temperature."""
+    found = temperatures(text)
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
+    return found[0]
+
+
 def trees(text: str) -> tuple[str, ...]:
     """Trees that draft something, or `auto`, commas between."""
     parts = [part.strip() for part in text.split(",")]
@@ -96,22 +96,20 @@ def trees(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def draft_tree(text: str) -> str:
+    """One tree that drafts something."""
+    found = trees(text)
+    if len(found) > 1 or AUTO in found:
+        raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
+    return found[0]
+
+
 def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
     """The shapes that texts name for a head. UserError for one that drafts nothing."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
         raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
     return shapes
-
-
-def device(text: str) -> torch.device:
-    """A device that this machine has."""
-    try:
-        found = torch.device(text)
-        torch.ones(1, device=found).item()
-    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
-        raise argparse.ArgumentTypeError(f"expected a device of this machine, such as cpu, got {text!r}") from None
-    return found
 
 
 @contextmanager
@@ -123,24 +121,15 @@ def _told() -> Iterator[None]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A head with the target it was trained for."""
-
-    head: Drafter
-    target: FrozenTarget
-    tokenizer: PreTrainedTokenizerBase
-
-
 def add_target_options(parser: argparse.ArgumentParser) -> None:
     """Options that say how a target is loaded."""
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
-    parser.add_argument("--device", type=device, help="cuda where there is one, else cpu")
+    parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     parser.add_argument(
-        "--quantize", choices=["none", *SCHEMES], help="the target's layers; by default as the head was trained"
+        "--quantize", choices=["none", "int8"], help="the target's layers; by default as the head was trained"
     )
 
 
@@ -154,100 +143,14 @@ def add_head_options(parser: argparse.ArgumentParser, *, optional: bool = False)
     add_target_options(parser)
 
 
-def open_head(options: argparse.Namespace) -> Opened:
-    """Load the head that the command line names, and its target."""
-    target, tokenizer = open_target_of(options.head, options)
-    return Opened(fitting_head(options.head, target), target, tokenizer)
+def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
+    """Print the usage of a command that takes a recipe, and the recipe's keys, where --help is asked for; True then.
 
-
-def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
-    path = options.target or target_path(head)
-    if untrained_kind(head):
-        return open_target(path, options)
-    trained_as = read_config(find_head(head))["target"].get("quantize")
-    target, tokenizer = open_target(path, options, quantize=trained_as)
-    adapt_target(head, target)
-    return target, tokenizer
-
-
-def target_path(head: str) -> str:
-    """The target that a head was trained for. UserError where it does not say."""
-    if untrained_kind(head):
-        raise UserError(f"{head}: drafts for any target; give --target")
-    folder = find_head(head)
-    path = read_config(folder)["target"]["name"]
-    if not isinstance(path, str):
-        raise UserError(f"{folder}: does not say which target it was trained for; give --target")
-    return path
-
-
-def fitting_head(head: str, target: FrozenTarget) -> Drafter:
-    """The head that a text names, trained or not. UserError if it was trained for another target."""
-    if untrained_kind(head):
-        return cast(Drafter, build_untrained(head, target))
-    folder = find_head(head)
-    check_fits(folder, target)
-    return cast(Drafter, load_head(folder, dtype=target.dtype, device=target.device))
-
-
-def open_target(
-    path: str, options: argparse.Namespace, *, quantize: str | None = None
-) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target as the command line says; `quantize`: how, where it does not."""
-    place = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    scheme = options.quantize or quantize
-    target, tokenizer = load_pair(
-        path,
-        dtype=options.dtype,
-        device=place,
-        trust_remote_code=options.trust_remote_code,
-        quantize=None if scheme == "none" else scheme,
-    )
-    tell(setup_line(target))
-    return target, tokenizer
-
-
-def load_pair(
-    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool, quantize: str | None = None
-) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
-    is slower."""
-    wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
-    try:
-        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
-        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        if tokenizer.vocab_size > target.vocab_size:  # tokens added to it may lie beyond, where none is ever used
-            raise UserError(
-                f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
-                "the model's own tokenizer beside it"
-            )
-        if target.start_token is not None:
-            give_template(tokenizer, target.start_token)
-        return target, tokenizer
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
-def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
-    """How long a prompt may be. UserError if there is no room for any."""
-    room = target.context_length - max_new_tokens - most_nodes
-    if room < 1:
-        raise UserError(
-            f"{max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
-            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
-        )
-    return room
-
-
-def asks_usage(usage: str, arguments: Sequence[str]) -> bool:
-    """Whether a command that takes a recipe is asked how it is called; tells it. UserError if it is given nothing."""
+    UserError if there are no arguments."""
     if not arguments:
-        raise UserError(usage)
+        raise UserError(f"{usage}; --help lists the keys")
     if arguments[0] in ("-h", "--help"):
-        print(usage)
+        print(f"{usage}\n\n{keys()}")
         return True
     return False
 
@@ -260,9 +163,9 @@ def tell(text: str | None) -> None:
 
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
     """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
-    transformers_logging.disable_progress_bar()
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where a library imports it, else looks for a GPU
+    # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
+    # `heads.quantization`, which has a use for it, takes it back.
+    sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # in a locale that lacks a table's lines, figures are told without them
@@ -275,6 +178,8 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> in
         say("interrupted")
         return 130
     except Exception as error:
+        from eval.runtime.memory import is_out_of_memory  # which needs torch, and a command that broke had it
+
         if is_full_disk(error):
             refusal = f"no space left on the device ({error}); free some and run the same command again"
         elif is_out_of_memory(error):

@@ -9,17 +9,38 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from transformers import PreTrainedTokenizerBase
 
 from eval.audit import audit, find_divergences
-from eval.auto import Search, start_search
-from eval.command import prompt_room
+from eval.auto import LARGEST_TREE, Search, start_search
+from eval.figures import by_suite, figures, samples
 from eval.measure import Entry, Race, check_decoded, race
-from eval.prompts import Prompt, follow_up, load_prompts
-from eval.results import Results, by_suite, figures, samples
+from eval.opening import prompt_room
+from eval.prompts import Prompt, follow_up, load_prompts, split_prompts
+from eval.results import Results
 from eval.runtime.engine import Engine, Request
+from eval.runtime.identity import is_narrow
 from eval.settings import BenchSettings
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from heads.tree import TreeShape
+
+
+def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
+    """UserError for a setting that has no effect on this target."""
+    if settings.strict and not is_narrow(target):
+        raise UserError(
+            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
+            "decoding's bit for bit anyway; leave it out"
+        )
+
+
+def most_nodes(settings: BenchSettings, named: Sequence[TreeShape]) -> int:
+    """The most nodes of any draft that is to be measured, one of the `named` or one that a search comes upon."""
+    return max([shape.nodes for shape in named] + [LARGEST_TREE] * settings.is_auto)
+
+
+def make_entry(settings: BenchSettings, head: Drafter, shape: TreeShape) -> Entry:
+    """A head with one of the drafts."""
+    return Entry(head, shape, settings.rule, settings.adaptive, settings.strict)
 
 
 def choose_prompts(
@@ -30,7 +51,7 @@ def choose_prompts(
     room = prompt_room(target, settings.max_new_tokens, most_nodes)
     limit = min(settings.max_prompt_tokens or room, room)
     prompts = []
-    for suite in map(str.strip, settings.prompts.split(",")):
+    for suite in split_prompts(settings.prompts):
         if not suite:
             raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
         prompts += load_prompts(

@@ -25,33 +25,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eval.shapes import ModelShape
 from heads.errors import UserError
 from heads.families import rope_theta
 
 NEVER = -1e7
 """The weight on the constant channel of an id that must never be chosen."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-
-
-SHAPES = {
-    # config.json of meta-llama/Llama-3.2-1B, meta-llama/Llama-3.1-8B and Qwen/Qwen3-0.6B
-    "llama-3.1-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256),
-    "llama-3.2-1b": ModelShape(2048, 16, 32, 8, 64, 8192, 128256),
-    "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, 151936),
-    "0.4b": ModelShape(1024, 24, 16, 4, 64, 4096, 4096),
-}
 
 
 def shape_of(config: Any) -> ModelShape:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from eval.grown import Growth, ModelShape, grow_block, grow_llama, grow_norm, grow_output, place
+from eval.grown import Growth, grow_block, grow_llama, grow_norm, grow_output, place
+from eval.shapes import ModelShape
 from heads.draft import Draft
 from heads.draft_model import model_record
 from heads.eagle3 import Eagle3

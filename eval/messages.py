@@ -1,13 +1,16 @@
 """Records as conversations: `messages`, `conversations`, or a question with its answer."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from eval.records import Record
 from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 

@@ -1,13 +1,16 @@
 """report.html: one self-contained page, light and dark, without scripts and without anything fetched."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.curves import depth_curves, kinds, latency_chart, speedup_chart
+from eval.drawing import COLOURS, Chart, inline_svg
 from eval.wording import (
+    NOT_RELIABLE,
     Results,
     adaptive_line,
     audit_line,
@@ -16,10 +19,10 @@ from eval.wording import (
     divergence_text,
     exact_cell,
     heading,
+    is_disturbed,
     is_exact,
     number,
     percent,
-    reached,
     sampling_text,
     search_line,
     setting_line,
@@ -30,148 +33,194 @@ from eval.wording import (
 )
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-CHART_HEIGHT, BAR_PITCH, BAR_WIDTH = 150, 64, 40
-ROUND_WIDTH = 720  # of the time bars, in the SVG's units
-PLOT_WIDTH = 130  # of a speedup's point and interval
+DARK = {
+    "card": "#181c23",
+    "ink": "#e8eaee",
+    "soft": "#9aa3b2",
+    "line": "#2a303a",
+    "draft": "#58aef0",
+    "verify": "#f0924a",
+    "accept": "#5cc396",
+    "commit": "#8b94a3",
+    "plain": "#454d5b",
+    "faded": "#9aa3b2",
+}
+"""The colours of charts on a dark page."""
+MOST_DIVERGENCES = 20
+Facts = list[tuple[str, list[tuple[str, Any]]]]
 
 
-def render_page(results: Results) -> str:
-    """The page's HTML."""
+@dataclass(frozen=True)
+class Tile:
+    """One figure in large."""
+
+    name: str
+    value: str
+    note: str
+    caution: str = ""
+    """A reason not to take the figure as it stands."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, the first of them a name; a cell with NOT_RELIABLE in it stands out."""
+
+    title: str
+    notes: Sequence[str]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: frozenset[int] = frozenset()
+    """Rows in bold."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page's parts, from the top down."""
+
+    heading: str
+    setting: str
+    exact: bool
+    audit: str
+    divergences: Sequence[str]
+    warnings: Sequence[str]
+    tables: Sequence[Table]
+    facts: Facts
+    footer: str
+    tiles: Sequence[Tile] = ()
+    samples: Sequence[Results] = ()
+    samples_note: str = ""
+    charts: Sequence[Chart] = field(default=(), repr=False)
+
+
+def to_html(page: Page) -> str:
+    """A page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "percent": percent, "sampling": sampling_text}
+    environment.filters |= {"svg": inline_svg, "sentence": sentence, "number": number}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    curves = depth_curves(results)
-    return template.render(
-        r=results,
-        heading=heading(results),
-        exact=is_exact(results),
-        audit=audit_line(results),
-        in_law="kind" in results["exact"],
-        setting=setting_line(results),
-        divergences=[divergence_text(divergence) for divergence in results["exact"]["divergences"]],
-        acceptance=acceptance_bars(results),
-        histogram=histogram_bars(results),
-        time=time_bars(results) if results["speedup"] else None,
-        speeds=speedup_chart(curves) if curves else None,
-        latencies=latency_chart(curves) if curves else None,
-        drawn=kinds(curves) if curves else [],
-        searches=[search_line(search) for search in results.get("auto", ()) if search["chosen"]]
-        + [adaptive_line(m) for m in results["measurements"] if "adaptive" in m],
-        warnings=warnings(results),
-        settings=setting_rows(results),
-        suites=suite_rows(results),
-        samples=[sample_rounds(sample) for sample in results["samples"]],
-        facts=facts(results),
-        chart={"height": CHART_HEIGHT, "pitch": BAR_PITCH, "bar": BAR_WIDTH, "round": ROUND_WIDTH, "plot": PLOT_WIDTH},
+    return template.render(page=page, light=COLOURS, dark=DARK, not_reliable=NOT_RELIABLE)
+
+
+def sentence(line: str) -> str:
+    """A line as a sentence."""
+    return f"{line[:1].upper()}{line[1:]}."
+
+
+def render_page(results: Results, charts: Sequence[Chart]) -> str:
+    """The page of a results.json."""
+    loops = f"{percent(results['loop_share'])} of all outputs end in a loop."
+    return to_html(
+        Page(
+            heading=heading(results),
+            setting=f"{setting_line(results)}. Headline setting: {results['tree']}, "
+            f"{sampling_text(results['temperature'])}.",
+            **audit_parts(results),
+            warnings=warnings(results),
+            tiles=tiles(results),
+            charts=charts,
+            tables=[settings_table(results), *suites_table(results)],
+            samples=[sample_rounds(sample) for sample in results["samples"]],
+            samples_note="Tinted and underlined text was drafted by the head and accepted; plain text is the target's "
+            f"own token that ends each round. Point at a word for its round. {loops}",
+            facts=[target_part(results), head_part(results["head"]), *measurement_parts(results)],
+            footer=footer(results),
+        )
     )
 
 
-def acceptance_bars(results: Results) -> list[Results]:
-    """alpha_k, and beside it the share of rounds that came so far."""
-    bars, reach = [], 1.0
-    for depth, alpha in enumerate(reached(results["alpha"]), start=1):
-        reach *= alpha or 0.0
-        bars.append(
-            {
-                "label": str(depth),
-                "share": alpha or 0.0,
-                "text": percent(alpha),
-                "mark": reach,
-                "title": f"depth {depth}: accepted in {percent(alpha, 1)} of the rounds that put it to the test; "
-                f"reached by {percent(reach, 1)} of all",
-            }
-        )
-    return bars
-
-
-def histogram_bars(results: Results) -> list[Results]:
-    """Rounds by tokens emitted, the bonus token included."""
-    counts = results["accepted_histogram"]
-    total, most = max(sum(counts), 1), max([*counts, 1])
-    return [
-        {
-            "label": str(tokens),
-            "share": n / most,
-            "text": percent(n / total),
-            "title": f"{n:,} of {total:,} rounds emitted {tokens} token{'s' if tokens > 1 else ''}",
-        }
-        for tokens, n in enumerate(counts, start=1)
-    ]
-
-
-def time_bars(results: Results) -> Results:
-    """A round by phase, and plain decoding's time for as many tokens, on one scale."""
-    tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
-    breakdown: dict[str, float] = results["speculative"]["breakdown_ms"]
-    plain, phases = tau * step, sum(breakdown.values())
-    scale = ROUND_WIDTH / max(plain, phases)
-    parts, left = [], 0.0
-    for phase, milliseconds in breakdown.items():
-        width = milliseconds * scale
-        share = milliseconds / phases
-        parts.append({"phase": phase, "left": left, "width": width, "ms": milliseconds, "share": share})
-        left += width
-    ticks = [k * step * scale for k in range(1, int(tau) + 1) if k * step * scale < plain * scale - 1]
+def audit_parts(results: Results) -> dict[str, Any]:
+    """The parts of a page that say whether the output was the target's own."""
+    differing = results["exact"]["divergences"]
     return {
-        "plain_ms": plain,
-        "plain_width": plain * scale,
-        "ticks": ticks,
-        "parts": parts,
-        "round_ms": phases,
-        "tau": tau,
+        "exact": is_exact(results),
+        "audit": audit_line(results),
+        "divergences": [divergence_text(divergence) for divergence in differing[:MOST_DIVERGENCES]],
     }
 
 
-def setting_rows(results: Results) -> list[Results]:
-    """Every setting measured, its speedup as a point with its interval on a common axis."""
-    spans = [speed_span(m["speedup"]) for m in results["measurements"] if m["speedup"]]
-    least = 0.95 * min([1.0, *(low for _, low, _ in spans)])
-    most = 1.05 * max([1.0, *(high for _, _, high in spans)])
+def tiles(results: Results) -> list[Tile]:
+    """The headline's figures."""
+    speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
+    own = Tile(
+        "plain decoding",
+        number(plain["tokens_per_second"], 0),
+        f"tokens/s, {number(plain['ms_per_token'])} ms a token",
+    )
+    length = Tile(
+        "tau, tokens per target pass", number(tau["mean"]), interval_note(tau["ci95"], "plain decoding has 1")
+    )
+    if speed is None:
+        withheld = "withheld", "the audit failed"
+        return [Tile("speedup", *withheld), length, own, Tile("speculative decoding", *withheld)]
+    fast = results["speculative"]
+    rate = f"tokens/s, {number(fast['ms_per_round'])} ms a round"
+    caution = f"{NOT_RELIABLE}: the machine was busy" if is_disturbed(results) else ""
+    note = "" if caution else interval_note(speed["ci95"], "over plain decoding")
+    slow = "plain decoding is faster" if speed["measured"] < 1 else ""
+    return [
+        Tile("speedup", f"{number(speed['measured'])}×", note, caution or slow),  # noqa: RUF001
+        length,
+        own,
+        Tile("speculative decoding", number(fast["tokens_per_second"], 0), rate),
+    ]
 
-    def place(speed: float) -> float:
-        return PLOT_WIDTH * (speed - least) / (most - least)
 
-    rows = []
+def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> str:
+    """The ends of a 95% interval, or something else where there is none."""
+    if interval is None or None in interval:
+        return otherwise
+    return f"95% interval {number(interval[0])} to {number(interval[1])}"
+
+
+def settings_table(results: Results) -> Table:
+    """Every setting measured."""
+    exact, rows = is_exact(results), []
     for m in results["measurements"]:
-        speed: Results | None = m["speedup"]
+        speed = m["speedup"]
         rows.append(
-            {
-                "name": f"{m['tree']}, {sampling_text(m['temperature'])}",
-                "best": (m["tree"], m["temperature"]) == (results["tree"], results["temperature"]),
-                "tau": with_interval(m["tau"]["mean"], m["tau"]["ci95"]),
-                "plain": number(m["baseline"]["tokens_per_second"], 1),
-                "fast": number(m["speculative"]["tokens_per_second"], 1) if speed else "withheld",
-                "speedup": speedup_text(m),
-                "predicted": f"{number(speed['predicted'])}x" if speed else "",
-                "identical": exact_cell(m),
-                "dot": dict(zip(("at", "low", "high"), map(place, speed_span(speed)), strict=True)) if speed else None,
-                "one": place(1.0),
-            }
+            [
+                f"{m['tree']}, {sampling_text(m['temperature'])}",
+                speedup_text(m),
+                with_interval(m["tau"]["mean"], m["tau"]["ci95"]),
+                number(m["baseline"]["tokens_per_second"], 1),
+                number(m["speculative"]["tokens_per_second"], 1) if speed else "withheld",
+                f"{number(speed['predicted'])}x" if speed and exact else exact_cell(m),
+            ]
         )
-    return rows
+    searches = [search_line(search) for search in results.get("auto", ()) if search["chosen"]]
+    adaptive = [adaptive_line(m) for m in results["measurements"] if "adaptive" in m]
+    headline = (results["tree"], results["temperature"])
+    return Table(
+        "Settings measured",
+        [
+            *map(sentence, [*searches, *adaptive]),
+            "Plain and speculative decoding took turns on the same prompts. Brackets are 95% bootstrap intervals over "
+            "prompts.",
+        ],
+        ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "predicted" if exact else "identical"],
+        rows,
+        frozenset(n for n, m in enumerate(results["measurements"]) if (m["tree"], m["temperature"]) == headline),
+    )
 
 
-def speed_span(speed: Results) -> tuple[float, float, float]:
-    """A speedup and the ends of its interval; the point itself where there is no interval."""
-    low, high = speed["ci95"] or (speed["measured"], speed["measured"])
-    return speed["measured"], low, high
-
-
-def suite_rows(results: Results) -> list[Results]:
-    """Suites and their categories; none where there is one suite without categories."""
+def suites_table(results: Results) -> list[Table]:
+    """Suites and their categories; no table where there is one suite without categories."""
     if len(results["suites"]) < 2:
         return []
-    return [
-        {
-            "name": short_name(name) if "/" not in name else name.split("/", 1)[1],
-            "inner": "/" in name,
-            "prompts": m["exact"]["prompts"],
-            "tau": with_interval(m["tau"]["mean"], m["tau"]["ci95"]),
-            "speedup": speedup_text(m),
-            "loops": percent(m["loop_share"]),
-        }
+    rows = [
+        [
+            short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}",
+            speedup_text(m),
+            with_interval(m["tau"]["mean"], m["tau"]["ci95"]),
+            str(m["exact"]["prompts"]),
+            percent(m["loop_share"]),
+        ]
         for name, m in results["suites"].items()
     ]
+    note = (
+        f"{results['tree']}, {sampling_text(results['temperature'])}. Loops: outputs whose end repeats itself, which "
+        "are easy to draft."
+    )
+    return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
 
 
 def sample_rounds(sample: Results) -> Results:
@@ -197,42 +246,51 @@ def adapter_facts(adapter: Results | None) -> list[tuple[str, Any]]:
     return [("adapter", f"LoRA of rank {adapter['rank']}, {size} parameters; the audit is of the adapted target")]
 
 
-def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """Everything a reader needs to measure the same again."""
-    target, head, settings = results["target"], results["head"], results["settings"]
+def target_part(results: Results) -> tuple[str, list[tuple[str, Any]]]:
+    """The target, as far as a reader needs it to measure the same again."""
+    target = results["target"]
+    return (
+        "Target",
+        [
+            ("name", target["name"]),
+            *([("grown from", grown)] if (grown := target.get("grown_from")) else []),
+            ("architecture", target["architecture"]),
+            (
+                "size",
+                f"{count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}",
+            ),
+            ("vocabulary", f"{target['vocab_size']:,}"),
+            *([("weights", f"{size / 1e6:,.1f} MB")] if (size := target.get("weight_bytes")) else []),
+            ("fingerprint", target["fingerprint"]),
+            *adapter_facts(target.get("adapter")),
+        ],
+    )
+
+
+def head_part(head: Results, title: str = "Head") -> tuple[str, list[tuple[str, Any]]]:
+    """A head."""
+    return (
+        title,
+        [
+            ("kind", head["kind"]),
+            ("path", head["path"]),
+            ("size", f"{count(head['parameters'])} parameters"),
+            ("taps", ", ".join(map(str, head["taps"])) or "none"),
+        ],
+    )
+
+
+def measurement_parts(results: Results) -> Facts:
+    """The measurement and the machine."""
+    settings = results["settings"]
     return [
-        (
-            "Target",
-            [
-                ("name", target["name"]),
-                *([("grown from", grown)] if (grown := target.get("grown_from")) else []),
-                ("architecture", target["architecture"]),
-                (
-                    "size",
-                    f"{count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}",
-                ),
-                ("vocabulary", f"{target['vocab_size']:,}"),
-                *([("weights", f"{size / 1e6:,.1f} MB")] if (size := target.get("weight_bytes")) else []),
-                ("fingerprint", target["fingerprint"]),
-                *adapter_facts(target.get("adapter")),
-            ],
-        ),
-        (
-            "Head",
-            [
-                ("kind", head["kind"]),
-                ("path", head["path"]),
-                ("size", f"{count(head['parameters'])} parameters"),
-                ("taps", ", ".join(map(str, head["taps"])) or "none"),
-            ],
-        ),
         (
             "Measurement",
             [
                 ("prompts", f"{settings['num_prompts']} of {settings['prompts']}"),
                 ("prompt hash", settings["prompts_hash"]),
                 ("new tokens", f"{settings['max_new_tokens']} at most"),
-                ("rule", results.get("rule", "match")),
+                ("rule", settings.get("rule", "match")),
                 ("batch", settings["batch_size"]),
                 ("repeats", settings["repeats"]),
                 ("seed", settings["seed"]),
@@ -240,3 +298,18 @@ def facts(results: Results) -> list[tuple[str, list[tuple[str, Any]]]]:
         ),
         ("Machine", [("device", device_text(results)), *results["versions"].items()]),
     ]
+
+
+def footer(results: Results) -> str:
+    """The definitions of the figures."""
+    defined = (
+        "tau counts tokens after the prefill over target passes after the prefill. Speedup is the ratio of total "
+        "decode seconds, prefill left out, against plain decoding in the same runtime, on the same prompts, in the "
+        "same run."
+    )
+    if "kind" in results["exact"]:
+        return (
+            f"{defined} Sampled texts differ from those of plain decoding, so the two rates are compared; no speedup "
+            "is stated unless every greedy output was that of plain decoding."
+        )
+    return f"{defined} No speedup is stated unless every output was identical."

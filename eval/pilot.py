@@ -21,8 +21,9 @@ from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter, Observation, Pick, TargetEnds
 from heads.errors import UserError
+from heads.growth import DEPTH_PENALTY
 from heads.target import FrozenTarget
-from heads.tree import DEPTH_PENALTY, Proposal, TreeShape
+from heads.tree import Proposal, TreeShape
 
 NEVER = 1 << 30
 """The rank of a node that was not accepted: no tree holds it."""

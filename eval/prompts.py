@@ -6,16 +6,17 @@ public suites come from the hub through `datasets`; every suite may also be a lo
 the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a hash of them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from eval.command import tell
 from eval.corpus import read_split
@@ -23,6 +24,9 @@ from eval.files import is_file
 from eval.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
 from eval.records import Record, read_hub, read_records
 from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
 
@@ -98,6 +102,17 @@ def load_prompts(
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts
+
+
+def split_prompts(text: str) -> list[str]:
+    """The suites and files that a text names, commas between. The name of a file that exists may itself hold commas."""
+    parts, found = text.split(","), []
+    while parts:
+        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        name = next(filter(is_file, joined), joined[-1])
+        found.append(name)
+        del parts[: len(parts) - joined.index(name)]
+    return found
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:

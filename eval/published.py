@@ -6,16 +6,24 @@ them. What is published keeps ids of the Hub; of a path it keeps the last part, 
 
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.report import CARD, front_matter, model_card, quoted
-from eval.results import Results, read_results
+from eval.card_data import front_matter, hub_datasets
+from eval.measurements import RESULTS, folders_of, newest_results
+from eval.report import CARD, model_card, quoted
+from eval.results import Results
 from eval.wording import LOCAL_MODEL, is_exact, is_hub_id
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.checkpoint import CONFIG, WEIGHTS, find_head, load_head, read_config, seal
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
 from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, why_unfit
+from heads.formats.eagle3 import convert_command
+from heads.formats.loaders import ENGINES
+from heads.hub import repo_and_revision
+from heads.registry import HEADS
 
 PLOT = "plots/acceptance.png"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -27,6 +35,11 @@ OTHERS = (
 PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
 """Keys under which transformers notes where a file was read."""
 
+BASE = "TARGET"
+"""What commands call a target that is not named."""
+STEPS = 5
+"""Tokens drafted a round by a head that was neither measured nor trained to a depth."""
+
 Contents = dict[str, Path | bytes]
 
 
@@ -37,6 +50,8 @@ class Publication:
     files: Contents
     kind: str
     base_model: str | None
+    measurement: Path | None
+    """The folder of the measurement that the card tells of."""
     results: Results | None
 
     @property
@@ -54,50 +69,76 @@ class Publication:
 
 
 def collect(
-    run: Path, repo_id: str, *, base_model: str | None = None, license: str | None = None, unmeasured: bool = False
+    run: Path,
+    repo_id: str,
+    *,
+    results: Path | None = None,
+    base_model: str | None = None,
+    rights: Callable[[str], Mapping[str, str]] = lambda base: {},
+    unmeasured: bool = False,
+    unserved: bool = False,
 ) -> Publication:
-    """What is to be published of a run. UserError where the head is damaged, was not measured (unless `unmeasured`),
-    or is not exact."""
+    """What is to be published of a run with its newest measurement, or with the one in the folder `results`. UserError
+    where the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
+    misread by one (unless `unserved`).
+
+    rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
+    """
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; expected a run directory")
     folder = find_head(run)
     head, record = load_head(folder), read_config(folder)
-    results = measured(folder, record, unmeasured)
+    found = measured(folder, record, unmeasured, results)
     name = record["target"]["name"]
     here = any((parent / str(name)).exists() for parent in folder.resolve().parents)  # wherever training was started
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
     files = head_files(folder, record, base)
-    about = usage(repo_id, base)
-    if results is None:
+    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base)
+    if (doubt := why_unfit(verdicts)) is not None and not unserved:
+        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
+    about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
+    data: dict[str, Any] = {
+        "rights": rights(base or ""),
+        "datasets": hub_datasets(record.get("provenance")),
+        "name": repo_id.partition("/")[2],
+    }
+    if found is None:
         parameters = sum(weight.numel() for weight in head.parameters())
         intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
-        parts = [front_matter(record["kind"], target, license), f"# {record['kind']} on {target}", intro, about]
+        parts = [front_matter(record["kind"], target, **data), f"# {record['kind']} on {target}", intro, about]
         card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
     else:
-        shown = {**results, "target": {**results["target"], "name": target}}
-        card = model_card(shown, about=about, license=license)
-        plot = folder.parent / PLOT
+        place, figures = found
+        shown = {**figures, "target": {**figures["target"], "name": target}}
+        card = model_card(shown, about=about, data=data)
+        plot = place / PLOT
         if plot.is_file():
             files[PLOT] = plot
         else:
             card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
     files[CARD] = card.encode()
     check_private(files)
-    return Publication(files, record["kind"], base, results)
+    return Publication(files, record["kind"], base, *(found or (None, None)))
 
 
-def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results | None:
-    """The results of the run that a head's folder is in; None where there are none and that is wanted."""
-    file = folder.resolve().parent / "results.json"
-    if not file.is_file():
+def measured(
+    folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
+) -> tuple[Path, Results] | None:
+    """The measurement in the folder `chosen`, else the newest of the run that a head's folder is in, with its folder;
+    None where there is none and that is wanted."""
+    run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
+    found = newest_results(folders_of(run) if chosen is None else [chosen])
+    if found is None:
+        if chosen is not None:
+            raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
         if unmeasured:
             return None
         raise UserError(
-            f"{file}: none, the head was never measured; run eval/bench.py {folder} --out {file.parent}, "
+            f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
             "or publish it --unmeasured"
         )
-    results = read_results(file)
+    file, results = found[0] / RESULTS, found[1]
     if not is_exact(results):
         number = len(results["exact"]["divergences"])
         raise UserError(
@@ -107,10 +148,10 @@ def measured(folder: Path, record: dict[str, Any], unmeasured: bool) -> Results 
     theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
     weights = results["head"].get("sha256")  # older results do not say
     if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
-        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py --out")
+        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
     if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
         raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
-    return results
+    return found
 
 
 def usage(repo_id: str, base: str | None) -> str:
@@ -119,9 +160,41 @@ def usage(repo_id: str, base: str | None) -> str:
     return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
 
 
+def head_verdicts(
+    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
+) -> list[Verdict]:
+    """What engines make of the head, drafting as many tokens as its headline setting or its training."""
+    config = record["config"]
+    depth = (results or {}).get("depth") or config.get("depth") or STEPS
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
+    target = BASE if base is None else repo_and_revision(base)[0]
+    target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
+    return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
+
+
+def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
+    """The card's section on what loads the head, with the command of each."""
+    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
+    lines = ["## Served by", ""]
+    for verdict in (verdict for verdict in engines if verdict.serves):
+        lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
+    lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
+    for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
+        what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
+        lines.append(f"- {verdict.reader}: {what}")
+    if record["kind"] == "eagle3":
+        run = convert_command(repo_id, base or BASE, record["config"]["taps"])
+        lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
+    if record["target"].get("adapter"):
+        lines.append("- the target in these commands is the one with `adapter/` merged into it")
+    lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
+    return "\n".join(lines)
+
+
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
     """The files of a head's folder that belong to it, records freed of local paths."""
-    files: Contents = {CONFIG: public_config(folder / CONFIG, base), WEIGHTS: folder / WEIGHTS}
+    weights = HEADS[record["kind"]].weights_file
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
         if (folder / name).is_file():
             place = folder / name
@@ -139,6 +212,13 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 def public_config(file: Path, base: str | None) -> bytes:
     """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
     config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    if "base_model_name_or_path" in config:
+        config["base_model_name_or_path"] = base
+    if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
+        repo, _ = repo_and_revision(base)
+        config["auto_map"] = {
+            key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
+        }
     ours = dict(config["draftsmith"])
     ours["target"] = {**without_paths(ours["target"]), "name": base}
     ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}
@@ -196,4 +276,4 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def as_json(value: Any) -> bytes:
     """As a head's files are written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -1,51 +1,57 @@
-"""Turn a results.json into a table in the terminal, plots, one self-contained page, and a model card.
+"""Turn a results.json into a table in the terminal, charts, one self-contained page, and a model card.
 
-python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew
+python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew;
+                                                 # of a run that was measured several times, beside the newest
 """
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from eval.card_data import LIBRARY_LINE, front_matter
 from eval.command import Parser, exit_status
 from eval.files import write_text
-from eval.page import render_page
-from eval.plots import write_plots
+from eval.measurements import folders_of, newest_results
 from eval.results import Results, read_results
 from eval.wording import (
     LOCAL_MODEL,
+    NOT_RELIABLE,
     adaptive_line,
+    as_markdown,
     audit_line,
+    code_span,
     divergence_text,
     exact_cell,
     heading,
     is_adapted,
+    is_disturbed,
     is_exact,
-    is_hub_id,
     number,
     percent,
     reached,
     sampling_text,
     search_line,
     setting_line,
+    setting_text,
     short_name,
     speedup_text,
     warnings,
     with_interval,
 )
 from heads.errors import UserError
-from heads.hub import repo_and_revision
 
 SHOWN_DIVERGENCES = 5
 CARD = "README.md"
-LIBRARY = "library_name: draftsmith"
-"""A line of every model card."""
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -73,7 +79,7 @@ def print_report(results: Results, console: Console) -> None:
 def print_audit(results: Results, console: Console) -> None:
     """Whether every output was the target's own, and the first places where one was not."""
     style = "green" if is_exact(results) else "bold red"
-    console.print(f"[{style}]{audit_line(results)}[/{style}]", highlight=False, soft_wrap=True)
+    console.print(f"[{style}]{escape(audit_line(results))}[/{style}]", highlight=False, soft_wrap=True)
     for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
         console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
     if not is_exact(results):
@@ -84,7 +90,7 @@ def headline_table(results: Results) -> Table:
     """The figures at the top level, a line each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
-    table.add_column(f"{results['tree']}, {sampling_text(results['temperature'])}", justify="right", no_wrap=True)
+    table.add_column(escape(setting_text(results)), justify="right", no_wrap=True)
     table.add_row(
         "tau, tokens per target pass", with_interval(results["tau"]["mean"], results["tau"]["ci95"]), style="bold"
     )
@@ -93,7 +99,7 @@ def headline_table(results: Results) -> Table:
     table.add_row("plain tokens/s", number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
         table.add_row("speculative tokens/s", number(results["speculative"]["tokens_per_second"], 1))
-        table.add_row("speedup", speedup_text(results), style="bold")
+        table.add_row("speedup", speedup_text(results), style=f"bold{' yellow' * is_disturbed(results)}")
         table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
     table.add_row("outputs that end in a loop", percent(results["loop_share"]))
     return table
@@ -108,8 +114,8 @@ def settings_table(results: Results) -> Table:
     table.add_column("speedup", justify="right", no_wrap=True)
     table.add_column("exact" if "kind" in results["exact"] else "identical", justify="right", no_wrap=True)
     for m in results["measurements"]:
-        cells = [m["tree"], sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
-        table.add_row(*cells, speedup_text(m), exact_cell(m))
+        cells = [escape(m["tree"]), sampling_text(m["temperature"]), with_interval(m["tau"]["mean"], m["tau"]["ci95"])]
+        table.add_row(*cells, speedup_text(m), exact_cell(m), style="yellow" if is_disturbed(m) else None)
     return table
 
 
@@ -119,15 +125,36 @@ def check_card(folder: Path, name: str) -> None:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
         return
-    if LIBRARY not in text:
+    if LIBRARY_LINE not in text:
         raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """plots/*.png, report.html and README.md."""
-    write_plots(results, folder / "plots")
-    write_text(folder / "report.html", render_page(results))
+    """plots/, report.html and README.md; with the curves of the training where its metrics.jsonl lies there."""
+    from eval.charts import head_charts  # matplotlib, which reading the arguments is not to wait for
+    from eval.drawing import write_charts
+    from eval.page import render_page
+
+    charts = head_charts(results, read_log(folder / "metrics.jsonl"))
+    write_charts(charts, caption(results), folder / "plots")
+    write_text(folder / "report.html", render_page(results, charts))
     write_model_card(results, folder / CARD)
+
+
+def read_log(file: Path) -> list[Results]:
+    """The records of a metrics.jsonl; none where there is no such file. A line cut short is left out."""
+    records = []
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+def caption(results: Results) -> str:
+    """The line below a chart that stands by itself: what was measured, on what, and where."""
+    doubt = f"; {NOT_RELIABLE}: the machine was busy" if is_disturbed(results) else ""
+    return f"{heading(results)}; {setting_line(results)}{doubt}"
 
 
 def write_model_card(results: Results, path: Path) -> None:
@@ -135,8 +162,9 @@ def write_model_card(results: Results, path: Path) -> None:
     write_text(path, model_card(results))
 
 
-def model_card(results: Results, *, about: str = "", license: str | None = None) -> str:
-    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures."""
+def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
+    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures; data:
+    more of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
     sameness = "in law" if "kind" in results["exact"] else "token for token"
     intro = (
@@ -149,28 +177,21 @@ def model_card(results: Results, *, about: str = "", license: str | None = None)
             "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
             f"target. Its text is not that of {quoted(name)} as it is."
         )
-    parts = [front_matter(kind, name, license), f"# {heading(results)}", intro, about.strip(), card_section(results)]
+    matter = front_matter(kind, name, results=results, **(data or {}))
+    parts = [matter, f"# {as_markdown(heading(results))}", intro, about.strip(), card_section(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def front_matter(kind: str, target: str, license: str | None = None) -> str:
-    """What the Hub reads of a model card: YAML between two rules. A target that is a local folder is not named."""
-    repo, _ = repo_and_revision(target)
-    base = [f"base_model: {repo}"] if is_hub_id(target) else []
-    rights = [f"license: {license}"] if license else []
-    lines = [LIBRARY, *base, *rights, "tags:", "- speculative-decoding", f"- {kind}"]
-    return "\n".join(["---", *lines, "---"])
 
 
 def quoted(target: str) -> str:
     """A target's name in Markdown."""
-    return target if target == LOCAL_MODEL else f"`{short_name(target)}`"
+    return target if target == LOCAL_MODEL else code_span(short_name(target))
 
 
 def card_section(results: Results) -> str:
     """The measured figures in Markdown."""
     rows = [
-        f"| {m['tree']} | {sampling_text(m['temperature'])} | {with_interval(m['tau']['mean'], m['tau']['ci95'])} | "
+        f"| {as_markdown(m['tree'])} | {sampling_text(m['temperature'])} | "
+        f"{with_interval(m['tau']['mean'], m['tau']['ci95'])} | "
         f"{number(m['baseline']['tokens_per_second'], 1)} | {spec_cell(m)} | {speedup_text(m)} |"
         for m in results["measurements"]
     ]
@@ -178,7 +199,7 @@ def card_section(results: Results) -> str:
     lines = [
         "## Measured",
         "",
-        f"{setting_line(results)}.",
+        f"{as_markdown(setting_line(results))}.",
         "",
         "| draft | sampling | tau | plain tok/s | speculative tok/s | speedup |",
         "|---|---|---|---|---|---|",
@@ -186,13 +207,13 @@ def card_section(results: Results) -> str:
         "",
         f"{audit_line(results)}.".capitalize(),
         "",
-        f"Acceptance by depth ({results['tree']}, {sampling_text(results['temperature'])}): {alpha}.",
+        f"Acceptance by depth ({as_markdown(setting_text(results))}): {alpha}.",
         "",
-        *(line for warning in warnings(results) for line in (f"Note: {warning}.", "")),
+        *(line for warning in warnings(results) for line in (f"Note: {as_markdown(warning)}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
         "same prompts, in turns with the speculative runs. Brackets are 95% bootstrap intervals over prompts.",
         "",
-        "![Acceptance by depth and tokens per round](plots/acceptance.png)",
+        "![Acceptance by depth](plots/acceptance.png)",
     ]
     return "\n".join(lines)
 
@@ -204,19 +225,29 @@ def spec_cell(figures: Results) -> str:
 
 
 def report_command(path: Path) -> int:
-    """Render the report of a run directory's results.json, or of a results.json, anew."""
-    path = path / "results.json" if path.is_dir() else path
-    results = read_results(path)
-    check_card(path.parent, "the folder")
-    write_report(results, path.parent)
+    """Render anew the report of a results.json, or of the newest one of a run or of a folder of measurements."""
+    if os.path.isdir(path):
+        newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
+        if newest is None:
+            raise UserError(f"{path}: no results.json in it; measure with eval/bench.py")
+        folder, results = newest
+    else:
+        folder, results = path.parent, read_results(path)
+    check_card(folder, "the folder")
+    write_report(results, folder)
     print_report(results, Console())
+    print(f"written to {folder}", file=sys.stderr)
     return 0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
-    parser.add_argument("results", type=Path, help="a run directory or a results.json")
+    parser.add_argument(
+        "results",
+        type=Path,
+        help="a results.json; or a run directory or a folder of measurements, of which the newest is rendered",
+    )
     return parser.parse_args(arguments)
 
 

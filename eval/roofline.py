@@ -29,10 +29,11 @@ from eval.runtime.sampling import Sampling
 from eval.traffic import attention_bytes, draft_bytes
 from heads.cache import round_up
 from heads.errors import UserError
+from heads.growth import ancestors, grow
 from heads.kernels.timing import device_seconds
 from heads.native.linear import Product
 from heads.recurrent import Recurrent
-from heads.tree import ancestors, grow, is_chain
+from heads.tree import is_chain
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Larger than any cache."""

@@ -3,232 +3,19 @@
     python eval/scaling.py runs/quickstart --batch-sizes 1,2,4,8 --contexts 64,256,768 [--adaptive] [--out DIR]
 
 Every point is a race: the same prompts decoded plainly and with each draft in turns, every token compared. Prompts are
-windows of the suite's texts, as long as the context asked for. Writes scaling.json and scaling.png into --out. Exit
-status as eval/bench.py's.
+windows of the suite's texts, as long as the context asked for. Writes scaling.json, scaling.png and scaling.svg into
+--out. Exit status as eval/bench.py's.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from transformers import PreTrainedTokenizerBase
-
-from eval.command import Parser, add_head_options, count, counts, draft_shapes, exit_status, open_head, prompt_room
+from eval.command import Parser, add_head_options, count, counts, exit_status
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
-from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
-from eval.corpus import read_split
-from eval.files import check_folder
-from eval.measure import Entry, race
-from eval.plots import LIGHT, STYLE, save
-from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.report import print_audit
-from eval.results import Results, environment, head_facts, pooled_exactness, target_facts, write_results
-from eval.runtime.sampling import Sampling
-from eval.wording import device_text, is_exact, number, short_name, speedup_text, target_text
-from heads.base import Drafter
-from heads.errors import UserError, first_line
-from heads.target import FrozenTarget
-from heads.tree import TreeShape
-
-SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingSettings:
-    """What is measured; all of it goes into scaling.json."""
-
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    contexts: tuple[int, ...] = (64, 256, 768)
-    """Tokens of each prompt."""
-    trees: tuple[str, ...] = ("chain:3",)
-    adaptive: bool = False
-    """Whether drafts are shortened, or left out, while that is faster."""
-    prompts: str = HELD_OUT_SUITE
-    """A suite or a file."""
-    batches: int = 1
-    """Batches of prompts at each point."""
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    repeats: int = 2
-    seed: int = 0
-
-
-def measure_scaling(
-    target: FrozenTarget,
-    head: Drafter,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: ScalingSettings,
-    *,
-    head_path: str,
-    out: Path | None = None,
-    console: Console | None = None,
-) -> Results:
-    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds."""
-    shapes = draft_shapes(settings.trees, head)
-    room = prompt_room(target, settings.max_new_tokens, max(shape.nodes for shape in shapes))
-    if max(settings.contexts) > room:
-        raise UserError(
-            f"--contexts {max(settings.contexts)}: with {settings.max_new_tokens} new tokens and the draft "
-            f"{target.name} has room for {room}; ask for shorter ones"
-        )
-    most = max(settings.batch_sizes) * settings.batches
-    judged = Judged()
-    with progress_bar() as bar:
-        for context in settings.contexts:
-            prompts = windows(settings.prompts, tokenizer, context, most)
-            for batch_size in settings.batch_sizes:
-                chosen = prompts[: batch_size * settings.batches]
-                fresh = measure_point(target, head, tokenizer, shapes, chosen, batch_size, settings, bar)
-                fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
-                judged.add(fresh)
-    points = judged.measurements
-    exact = pooled_exactness([point for point in points if point["exact"]], judged.unrepeatable)
-    if exact["divergences"]:
-        withhold_speed(points)
-    results: Results = {
-        "schema_version": SCHEMA_VERSION,
-        "target": target_facts(target),
-        "head": head_facts(head, head_path),
-        **environment(target),
-        "settings": asdict(settings),
-        "exact": exact,
-        "points": points,
-    }
-    if out is not None:
-        write_results(results, out / "scaling.json")
-        if is_exact(results):
-            draw(results, out / "scaling.png")
-    show(results, console or Console())
-    return results
-
-
-def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
-    """So many prompts of so many tokens, one after another out of the suite's texts."""
-    ids: list[int] = []
-    for text in texts(suite, tokenizer):
-        ids += text
-        if len(ids) >= length * number:
-            cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(number)]
-            return [
-                Prompt(suite=suite, category=suite, id=str(i), text=str(tokenizer.decode(list(cut))), ids=cut)
-                for i, cut in enumerate(cuts)
-            ]
-    raise UserError(
-        f"{suite}: its texts have {len(ids)} tokens, {number} prompts of {length} need {length * number}; ask for "
-        "smaller batches, shorter contexts or another suite"
-    )
-
-
-def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
-    """The token ids of a suite's texts: whole modules of the held-out ones, else its prompts."""
-    if suite == HELD_OUT_SUITE:
-        for _, text in read_split(held_out=True):
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    else:
-        yield from (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
-
-
-def measure_point(
-    target: FrozenTarget,
-    head: Drafter,
-    tokenizer: PreTrainedTokenizerBase,
-    shapes: Sequence[TreeShape],
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    settings: ScalingSettings,
-    bar: Progress,
-) -> Judged:
-    """The figures of each draft at one batch size and context; without any where the device's memory is too small."""
-    what = f"batch {batch_size}, context {len(prompts[0].ids)}"
-    task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
-    try:
-        result = race(
-            target,
-            [Entry(head, shape, adaptive=settings.adaptive) for shape in shapes],
-            prompts,
-            Sampling(settings.temperature, seed=settings.seed),
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=batch_size,
-            repeats=settings.repeats,
-            on_unit=lambda done: bar.advance(task, done),
-        )
-        return judge(result, target, tokenizer)
-    except torch.OutOfMemoryError as error:
-        said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
-        return Judged([{"tree": str(shape), **said} for shape in shapes])
-
-
-def draw(results: Results, path: Path) -> Path:
-    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
-    trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 3.4 * len(trees)), layout="constrained")
-        grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
-        for (left, right), tree in zip(grid, trees, strict=True):
-            points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
-            draw_lines(left, points, "batch_size", "context", "batch size", "context")
-            draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
-            name = f"{'adaptive ' * results['settings']['adaptive']}{tree}"
-            left.set_title(f"Speedup over plain decoding: {name}")
-        return save(figure, path)
-
-
-def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
-    """One line for each value of `by`."""
-    axes.axhline(1, color=LIGHT, zorder=0)
-    colours = matplotlib.colormaps["viridis"]
-    values = sorted({point[by] for point in points})
-    for n, value in enumerate(values):
-        line = sorted((point[along], point["speedup"]["measured"]) for point in points if point[by] == value)
-        colour = colours(0.9 * n / max(len(values) - 1, 1))
-        axes.plot(*zip(*line, strict=True), "o-", color=colour, ms=4, lw=1.5, label=f"{legend} {value}")
-    places = sorted({point[along] for point in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [str(place) for place in places])
-    axes.minorticks_off()
-    axes.set_xlabel(label)
-    axes.legend(frameon=False, fontsize=8)
-
-
-def show(results: Results, console: Console) -> None:
-    """The table in the terminal."""
-    head, target = results["head"], results["target"]
-    console.print(f"\n[bold]{head['kind']} on {target_text(target)}[/bold]; {device_text(results)}\n")
-    table = Table(box=None, pad_edge=False)
-    for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in results["points"]:
-        cells = [str(point["context"]), str(point["batch_size"]), point["tree"]]
-        if "out_of_memory" in point:
-            table.add_row(*cells, "", "", "out of memory")
-        else:
-            rate = number(point["baseline"]["tokens_per_second"], 1)
-            table.add_row(*cells, number(point["tau"]["mean"]), rate, speedup_text(point))
-    console.print(table, highlight=False)
-    console.print()
-    print_audit(results, console)
-
-
-def scaling_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
-    settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
-    out = options.out or Path("runs", f"scaling-{Path(short_name(options.head)).name.replace(':', '-')}")
-    check_folder(out, "--out")
-    opened = open_head(options)
-    results = measure_scaling(opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out)
-    print(f"written to {out}", file=sys.stderr)
-    return 0 if is_exact(results) else 1
+from eval.settings import ScalingSettings
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -247,9 +34,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--temperature", type=float, default=known.temperature, help="0 is greedy")
     add("--repeats", type=count, default=known.repeats, help="how often each point is measured")
     add("--seed", type=seed_number, default=known.seed, help="of the sampling")
-    add("--out", type=Path, help="where the results go; runs/scaling-NAME by default")
+    add("--out", type=Path, help="the folder of the results; by default a new one in runs/scaling-NAME")
     return parser.parse_args(arguments)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.benchmark.scaling_run import scaling_command
+
+    return scaling_command(options)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: scaling_command(parse_arguments())))
+    sys.exit(exit_status(main))

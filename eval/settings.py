@@ -1,4 +1,4 @@
-"""What a measurement is asked for: the settings of eval/bench.py and eval/compare.py, and their command line."""
+"""The settings of eval/bench.py, eval/compare.py and eval/scaling.py, and the options of the first two."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,18 +6,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from eval.auto import LARGEST_TREE
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.measure import Entry
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash
-from eval.runtime.controller import check_adaptive
-from eval.runtime.identity import is_narrow
-from eval.runtime.rules import RULES, check_rule
+from eval.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
+from eval.runtime.rules import RULES, check_adaptive, check_rule
 from eval.runtime.sampling import Sampling
-from heads.base import Drafter, TreeHead
+from heads.base import TreeHead
 from heads.errors import UserError
 from heads.own_tree import HEAD_TREE
-from heads.target import FrozenTarget
 from heads.tree import TreeShape
 
 
@@ -64,31 +59,36 @@ class BenchSettings:
             check_rule(self.rule, shape)
         return shapes
 
-    def entry(self, head: Drafter, shape: TreeShape) -> Entry:
-        """A head with one of the drafts."""
-        return Entry(head, shape, self.rule, self.adaptive, self.strict)
-
-    def check_target(self, target: FrozenTarget) -> None:
-        """UserError for what has no effect on this target."""
-        if self.strict and not is_narrow(target):
-            raise UserError(
-                "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
-                "decoding's bit for bit anyway; leave it out"
-            )
-
-    def most_nodes(self, named: Sequence[TreeShape]) -> int:
-        """Of any draft that is to be measured, the named ones or others."""
-        return max([shape.nodes for shape in named] + [LARGEST_TREE] * self.is_auto)
-
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """What results.json says of them, and of the prompts that they gave."""
         distinct = len({prompt.ids for prompt in prompts})
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
-        return {**asdict(self), **counts, "prompts_hash": prompts_hash(prompts)}
+        given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
+        return {**asdict(self), **counts, **given}
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """What is measured; all of it goes into scaling.json."""
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    contexts: tuple[int, ...] = (64, 256, 768)
+    """Tokens of each prompt."""
+    trees: tuple[str, ...] = ("chain:3",)
+    adaptive: bool = False
+    """Whether drafts are shortened, or left out, while that is faster."""
+    prompts: str = HELD_OUT_SUITE
+    """A suite or a file."""
+    batches: int = 1
+    """Batches of prompts at each point."""
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    repeats: int = 2
+    seed: int = 0
 
 
 def add_measure_options(parser: Parser) -> None:
@@ -133,7 +133,13 @@ def add_measure_options(parser: Parser) -> None:
     add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
     add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
     add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
-    add("--out", type=Path, help="where the results go; by default with the head's run, else below runs/")
+    add(
+        "--out",
+        type=Path,
+        help="the folder of the results, whose earlier ones are replaced; by default a new one for every measurement, "
+        "named for the time and the settings, in bench/ of the head's run or below runs/: eval/report.py RUN and "
+        "scripts/publish.py RUN take the newest of a run, the one that ended its training included",
+    )
 
 
 def to_settings(options: argparse.Namespace) -> BenchSettings:

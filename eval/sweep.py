@@ -11,166 +11,11 @@ Exit status 0; 1 if an output was not the target's own or a measurement broke; 2
 """
 
 import argparse
-import csv
-import hashlib
-import io
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from eval.bench import parse_arguments as parse_bench
 from eval.command import Parser, count, exit_status, seed
-from eval.files import check_folder, is_file, write_json, write_text
-from eval.results import Results, read_results
-from eval.settings import to_settings
-from eval.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
-from eval.wording import MISSING, busy_warning, exact_cell, is_exact, number
-from heads.checkpoint import find_head, read_config
-from heads.errors import UserError
-from heads.registry import untrained_kind
-
-ROOT = Path(__file__).resolve().parents[1]
-TRACKED = "scripts/tracked.py"
-Row = dict[str, Any]
-
-
-def run_sweep(options: argparse.Namespace) -> int:
-    """Walk the settings, or let the server: the exit status."""
-    sweep = read_sweep(options.sweep)
-    if not is_file(sweep.program):
-        raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
-    if options.wandb != "off" and TRACKED not in sweep.command:
-        raise UserError(f"{sweep.path}: command: expected {TRACKED} before ${{program}}, else wandb hears of nothing")
-    if options.wandb == "online":
-        limit = [f"--count={options.count}"] if options.count else []
-        command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
-        return subprocess.run(command, env=environment("online")).returncode
-    settings = sweep.settings(options.count, options.seed)
-    places = [place_of(sweep, setting) for setting in settings]  # every setting is refused before any is measured
-    out = options.out or Path("runs") / f"sweep-{sweep.path.stem}"
-    check_folder(out, "--out")
-    rows: list[Row] = []
-    for n, (setting, place) in enumerate(zip(settings, places, strict=True), start=1):
-        known = ", measured already" if found(out / place / "results.json") else ""
-        print(f"{n}/{len(settings)}  {sweep.text(setting)}{known}", file=sys.stderr, flush=True)
-        rows.append(measure(sweep, setting, out / place, options.wandb))
-        write_record(sweep, rows, out)
-    print_table(sweep, ranked(rows, sweep))
-    for row in rows:
-        if row["error"]:
-            print(f"{sweep.text(row['setting'])}: {row['error']}; see {out / row['folder'] / 'log.txt'}")
-        if row["busy"]:
-            print(f"{sweep.text(row['setting'])}: {row['busy']} (delete {out / row['folder']})")
-    print(f"written to {out}", file=sys.stderr)
-    statuses = {row["status"] for row in rows}
-    return 1 if 1 in statuses else 2 if 2 in statuses else 0
-
-
-def place_of(sweep: Sweep, setting: Setting) -> str:
-    """A setting's folder, named for all that its figures depend on: arguments, head, prompt files. UserError for
-    arguments that eval/bench.py would refuse."""
-    try:
-        options = parse_bench(sweep.arguments(setting))
-        settings = to_settings(options)
-        head = options.head
-        weights = None if untrained_kind(head) else read_config(find_head(head)).get("sha256")
-    except UserError as error:
-        raise UserError(f"{sweep.path}: {sweep.text(setting)}: {error}") from None
-    texts = [Path(name).read_bytes() for name in settings.prompts.split(",") if is_file(name)]
-    held = [hashlib.sha256(text).hexdigest() for text in texts]
-    said = json.dumps([sorted(sweep.arguments(setting)), weights, held])
-    return folder_name(sweep.text(setting), hashlib.sha256(said.encode()).hexdigest())
-
-
-def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
-    """The row of a setting: of its results.json, where there is one, else measured now."""
-    file, log = folder / "results.json", folder / "log.txt"
-    status, error = 0, ""
-    results = found(file)
-    if results is None:
-        command = [*sweep.words(setting, sys.executable), f"--out={folder.resolve()}"]
-        folder.mkdir(parents=True, exist_ok=True)
-        with log.open("w", encoding="utf-8") as stream:
-            done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
-        status, results = done.returncode, found(file)
-        if status == 130:
-            raise KeyboardInterrupt
-    figures: dict[str, float | None] = {}
-    identical = ""
-    if results is not None:
-        figures, identical = figures_of(results), exact_cell(results)
-        if not is_exact(results):
-            status, error = 1, "an output was not the target's own"
-    elif status:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        last = next((line for line in reversed(lines) if line.strip()), f"ended with status {status}")
-        error = last.removeprefix("error: ")
-        status = 2 if status == 2 else 1
-    else:
-        status, error = 1, "left no results.json"
-    return {
-        "setting": setting,
-        "figures": figures,
-        "identical": identical,
-        "status": status,
-        "error": error,
-        "busy": results and busy_warning(results["measurements"]),
-        "folder": folder.name,
-    }
-
-
-def found(file: Path) -> Results | None:
-    """The results of an earlier measurement; None where there are none to go by."""
-    try:
-        return read_results(file)
-    except UserError:
-        return None
-
-
-def environment(wandb: str) -> dict[str, str]:
-    """What a setting's process, or the agent, sees: this repository's packages, and wandb's mode."""
-    mode = {"WANDB_MODE": "disabled" if wandb == "off" else wandb}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, **mode}
-
-
-def write_record(sweep: Sweep, rows: Sequence[Row], out: Path) -> None:
-    """sweep.json and sweep.csv, of what is measured so far."""
-    rows = ranked(rows, sweep)
-    metric = {"name": sweep.metric, "goal": "maximize" if sweep.maximize else "minimize"} if sweep.metric else None
-    write_json(out / "sweep.json", {"sweep": str(sweep.path), "method": sweep.method, "metric": metric, "rows": rows})
-    names = list(dict.fromkeys(name for row in rows for name in [*METRICS, *row["figures"]]))
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow([*sweep.parameters, *names, "identical", "error", "folder"])
-    for row in rows:
-        given = [row["setting"][name] for name in sweep.parameters]
-        table.writerow([*given, *map(row["figures"].get, names), row["identical"], row["error"], row["folder"]])
-    write_text(out / "sweep.csv", text.getvalue())
-
-
-def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
-    """A line for each setting: what varies, and the figures."""
-    varying = [name for name in sweep.parameters if len({repr(row["setting"][name]) for row in rows}) > 1]
-    shown = list(dict.fromkeys([*([sweep.metric] if sweep.metric else []), "tau", "speedup", "tokens_per_second"]))
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in varying or ["setting"]:
-        table.add_column(name, overflow="fold")
-    for name in (*shown, "identical"):
-        table.add_column(name.replace("_per_second", "/s").replace("_", " "), justify="right", no_wrap=True)
-    for row in rows:
-        cells = [str(row["setting"][name]) for name in varying] or ["the only one"]
-        digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
-        table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
-    Console().print(table)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -185,5 +30,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.benchmark.sweep_run import run_sweep
+
+    return run_sweep(options)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: run_sweep(parse_arguments())))
+    sys.exit(exit_status(main))

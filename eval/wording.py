@@ -14,6 +14,8 @@ MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
 BUSY = 1.5
 """Mean over median of plain steps above which they were disturbed; runs on quiet machines have 1.0 to 1.2."""
+NOT_RELIABLE = "not reliable"
+"""Stands beside a speedup that was measured while something else used the machine."""
 FEW = 8
 """Prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
@@ -101,15 +103,38 @@ def exact_cell(figures: Results) -> str:
     return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 
+def is_disturbed(figures: Results) -> bool:
+    """Whether plain steps, which should cost alike, did not: something else used the machine."""
+    plain = figures["baseline"]
+    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
+    return bool(mean and median and mean > BUSY * median)
+
+
 def speedup_text(figures: Results) -> str:
-    """`1.62x [1.55, 1.70]`, or why there is none."""
+    """`1.62x [1.55, 1.70]`, `1.62x, not reliable`, or why there is none."""
     if figures["speedup"] is None:
         return "withheld"
+    if is_disturbed(figures):  # an interval would promise a precision that is not there
+        return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
     return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
 
 
+def as_markdown(text: str) -> str:
+    """A text as Markdown that shows it as it is: the names of folders may hold any character."""
+    return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+
+
+def code_span(name: str) -> str:
+    """A name as a code span in Markdown, with backticks enough around those in it."""
+    longest = max(map(len, re.findall("`+", name)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{space}{name}{space}{fence}"
+
+
 def short_name(path: str) -> str:
-    """A hub id as it is; of a path its last part, and the one before where the last says little."""
+    """A hub id as it is; of a path its last part, and the one before where the last says little. Characters that do
+    not print, such as those that steer a terminal, are replaced."""
+    path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
         return path
@@ -156,7 +181,7 @@ def device_text(results: Results) -> str:
 def setting_line(results: Results) -> str:
     """On what, and where."""
     settings = results["settings"]
-    names = ", ".join(short_name(name) for name in settings["prompts"].split(","))
+    names = ", ".join(map(short_name, settings["suites"]))
     return (
         f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
         f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
@@ -191,16 +216,26 @@ def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
 
 
 def busy_warning(measurements: Sequence[Results]) -> str | None:
-    """That plain steps, which should cost alike, did not; None if they did."""
-    spreads = [(m["baseline"]["ms_per_token"], m["baseline"].get("token_ms", {}).get("p50")) for m in measurements]
-    plain = [(mean, median) for mean, median in spreads if median]  # records of before there was one have none
-    mean, median = max(plain, key=lambda ms: ms[0] / ms[1], default=(0.0, 1.0))
-    if mean <= BUSY * median:
+    """The warning that something else used the machine; None if nothing did."""
+    disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
+    if not disturbed:
         return None
+    worst = max(disturbed, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
     return (
-        f"plain decoding took {mean:.2f} ms a token on average and {median:.2f} in the median: something else used "
-        "this machine, and no speedup here can be trusted; measure again while it is idle"
+        f"plain decoding took {worst['ms_per_token']:.2f} ms a token on average and {worst['token_ms']['p50']:.2f} in "
+        f"the median: something else used this machine, and a speedup marked as {NOT_RELIABLE} cannot be trusted; "
+        "measure again while the machine is idle"
     )
+
+
+def slow_warning(measurements: Sequence[Results]) -> str | None:
+    """The warning that plain decoding is faster than every draft measured; None if it is not."""
+    best: dict[float, float] = {}
+    for m in measurements:
+        if m["speedup"]:
+            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
+    slow = [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]
+    return f"plain decoding is faster than every draft measured ({', '.join(slow)})" if slow else None
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
@@ -235,7 +270,12 @@ def repeat_warning(settings: Results) -> str | None:
 def doubts(results: Results) -> list[str]:
     """What makes the figures less than they seem, whichever head they are of."""
     measurements = results["measurements"]
-    found = (few_warning(measurements), repeat_warning(results["settings"]), busy_warning(measurements))
+    found = (
+        slow_warning(measurements),
+        few_warning(measurements),
+        repeat_warning(results["settings"]),
+        busy_warning(measurements),
+    )
     return [warning for warning in found if warning]
 
 
@@ -250,7 +290,16 @@ def search_line(search: Results) -> str:
     model = {point["tree"]: point["speedup"] for point in search["curve"]}
     proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
     chosen = search["chosen"]
+    speedup = search["measured"][chosen]
+    if speedup < 1:
+        found = f"plain decoding is faster than all {len(search['measured'])} measured, {chosen} is next"
+    else:
+        found = f"of {len(search['measured'])} measured, {chosen} is the fastest"
     return (
-        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; "
-        f"of {len(search['measured'])} measured {chosen} is fastest ({search['measured'][chosen]:.2f}x)"
+        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {found} ({speedup:.2f}x)"
     )
+
+
+def setting_text(figures: Results) -> str:
+    """`chain:5, greedy`."""
+    return f"{figures['tree']}, {sampling_text(figures['temperature'])}"

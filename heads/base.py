@@ -4,16 +4,18 @@ Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, 
 included), M rows of one observation, S cache slots.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
-
-from torch import Tensor
 
 from heads.tree import Pick as Pick
 from heads.tree import Proposal, TreeShape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from heads.target import FrozenTarget
 
 
@@ -109,8 +111,11 @@ class DraftHead(Drafter, Protocol):
     FROM_TARGET: ClassVar[frozenset[str]]
     """Settings of Config that only the target decides, or a measurement; a recipe does not name them."""
 
+    weights_file: ClassVar[str]
+    """The file that engines look for the tensors in."""
+
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: "FrozenTarget", token_counts: Tensor) -> Self:
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Self:
         """A new head. `settings`: the recipe's, none of FROM_TARGET; token_counts (V,): labels in the training data."""
 
     @classmethod
@@ -118,13 +123,13 @@ class DraftHead(Drafter, Protocol):
         """The module that `weights` will fill, from `asdict(config)` as JSON gives it back. UserError if damaged."""
 
     def saved(self) -> dict[str, Tensor]:
-        """The tensors of model.safetensors, under the names of the method's own field."""
+        """The tensors of `weights_file`, under the names of the method's own field."""
 
     def restore(self, weights: dict[str, Tensor]) -> None:
         """Take up what `saved` gave; names and shapes are known to fit."""
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """config.json as engines read it; `target` is `heads.checkpoint.target_record`."""
+        """config.json as engines read it; `target` is `heads.checkpoint.target_record`, `config` included."""
 
     @property
     def config(self) -> Any:

@@ -1,33 +1,61 @@
-"""Heads on disk: config.json and model.safetensors, the form that engines load, with what draftsmith needs beside it.
+"""Heads on disk: config.json and a file of tensors, the form that engines load, with what draftsmith needs beside it.
 
-Each kind of head says which tensors it saves and what engines want to read in config.json. Everything of ours stands
-there under one key, `draftsmith`, which engines ignore. A save is complete or absent.
+Each kind of head says which tensors it saves, in which file, and what engines want to read in config.json. Everything
+of ours stands there under one key, `draftsmith`, which engines ignore. `heads.formats.contract` says which engines load
+a saved head.
+
+A save is complete or absent, by what every POSIX file system has: no rename puts a folder in the place of another that
+holds something, so the old one is first moved into a hidden folder beside it. Whoever reads a head at that instant, or
+after a save was killed there, reads it from where it was moved. Readers write nothing; the next save tidies up.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from threading import get_ident
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, check_folder
 from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
 from heads.target import FrozenTarget
 
 FORMAT = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = sorted({head.weights_file for head in HEADS.values()})
+"""Names of the file with a head's tensors."""
+NOT_ITS_OWN = ("_name_or_path", "grown_from")
+"""Keys of a target's config that say where it comes from."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Floating-point numbers that weights may be held in."""
+MOST_NESTED = 64
+"""Levels of a config.json."""
+TARGET_TYPES: dict[str, tuple[type, ...]] = {
+    "name": (str, type(None)),
+    "fingerprint": (str,),
+    "hidden_size": (int,),
+    "vocab_size": (int,),
+    "num_layers": (int,),
+    "quantize": (str, type(None)),
+    "adapter": (dict, type(None)),
+}
+"""What a head's record says of its target; the last two may be absent."""
+
+Found = TypeVar("Found")
 
 
 @runtime_checkable
@@ -39,8 +67,10 @@ class WithFiles(Protocol):
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """What a head remembers of the target it was trained for."""
+    """What a head remembers of the target it was trained for, and under `config` the target's own config.json, which
+    is not kept but where a head's format asks for it."""
     config = target.config
+    whole: dict[str, Any] = json.loads(target.model.config.to_json_string())
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,
@@ -53,6 +83,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
+        "config": {key: value for key, value in whole.items() if key not in NOT_ITS_OWN},
     }
 
 
@@ -66,43 +97,43 @@ def save_head(
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to.
 
-    `write_adapter` writes the adapter of that target into a folder, and returns what is to be said of it.
+    Where `folder` is a symbolic link, the head is written where it leads. `write_adapter` writes the adapter of that
+    target into a folder, and returns what is to be said of it.
     """
-    folder = Path(folder)
-    fresh, old = _beside(folder, "new"), _beside(folder, "old")
+    folder = Path(os.path.realpath(folder))
+    old = _replaced(folder)
+    fresh = old.with_name("new")
     ours: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind_of(head),
         "config": asdict(head.config),
-        "target": target,
+        "target": {key: value for key, value in target.items() if key != "config"},
         "provenance": provenance or {},
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
+        _put_back(folder)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.saved().items()}
-        save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / WEIGHTS).chmod(0o644)  # safetensors leaves it readable by its owner alone
-        ours["sha256"] = file_hash(fresh / WEIGHTS)
+        file = fresh / head.weights_file
+        save_file(weights, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors leaves it readable by its owner alone
+        ours["sha256"] = file_hash(file)
         if write_adapter is not None:
-            ours["target"] = {**target, "adapter": write_adapter(fresh / ADAPTER)}
+            ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
         ours["seal"] = seal(ours)
         config = {**head.engine_config(target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if isinstance(head, WithFiles):
             head.write_beside(fresh, target)
-        for path in sorted(path for path in fresh.rglob("*") if path.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in (*fresh.rglob("*"), fresh):
+            _sync(path)
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
+        _sync(folder.parent)
     finally:
-        _restore(folder)
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _put_back(folder)
 
 
 def file_hash(path: Path) -> str:
@@ -117,15 +148,93 @@ def seal(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _beside(folder: Path, what: str) -> Path:
-    return folder.with_name(f".{folder.name}.{what}")
+def _replaced(folder: Path) -> Path:
+    """Where a head's folder is moved while another one takes its place."""
+    real = Path(os.path.realpath(folder))
+    return real.parent / f".{real.name}.saving" / "old"
 
 
-def _restore(folder: Path) -> None:
-    """Put the old head back where a save was cut off between its two renames."""
+def _put_back(folder: Path) -> None:
+    """Undo a save that was cut off, and delete what it left."""
+    old = _replaced(folder)
     if not folder.exists():
-        with suppress(OSError):
-            _beside(folder, "old").rename(folder)
+        with suppress(FileNotFoundError):
+            old.rename(folder)
+    shutil.rmtree(old.parent, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _place(folder: Path) -> Path:
+    """Where the files of a head's folder are at this instant."""
+    old = _replaced(folder)
+    return old if not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG) else folder
+
+
+def _weights_file(place: Path) -> Path:
+    """The file of a head's tensors, whichever kind it is of."""
+    return next((place / name for name in WEIGHTS if (place / name).is_file()), place / WEIGHTS[0])
+
+
+def _settled(path: Path, read: Callable[[], Found]) -> Found:
+    """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
+    while True:
+        before = _stamps(path)
+        try:
+            found = read()
+        except (UserError, OSError):
+            if _stamps(path) == before:
+                raise
+        else:
+            if found is not None or _stamps(path) == before:
+                return found
+
+
+def _stamps(path: Path) -> list[tuple[int, int] | None]:
+    """What tells the saves of the heads at a path apart."""
+    found: list[tuple[int, int] | None] = []
+    for folder in _folders(path):
+        for place in (folder, _replaced(folder)):
+            try:
+                state = (place / CONFIG).stat()
+                found.append((state.st_ino, state.st_mtime_ns))
+            except OSError:
+                found.append(None)
+    return found
+
+
+def _folders(path: Path) -> tuple[Path, Path]:
+    """The folders that may hold the head that a path names."""
+    return path, path / "head"
+
+
+def _head_here(path: Path) -> Path | None:
+    """The folder of the head that a path names; None where none is here."""
+
+    def look() -> Path | None:
+        for folder in _folders(path):
+            place = _place(folder)
+            if (place / CONFIG).is_file() and _weights_file(place).is_file():
+                return folder
+        return None
+
+    return _settled(path, look)
+
+
+def weights_hash(path: str | Path) -> str | None:
+    """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
+    try:
+        folder = _head_here(Path(path))
+        return None if folder is None else _settled(folder, lambda: file_hash(_weights_file(_place(folder))))
+    except (OSError, ValueError):  # no path at all
+        return None
 
 
 def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
@@ -134,13 +243,19 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = find_head(path)
-    record, file = read_config(folder), folder / WEIGHTS
+    head = _settled(folder, lambda: _load(_place(folder)))
+    return head.to(device=device, dtype=dtype).eval()
+
+
+def _load(folder: Path) -> Any:
+    record = _read_config(folder)
+    file = folder / HEADS[record["kind"]].weights_file
     try:
         weights = load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    head = _make_head(folder, record, weights)
-    expected, found = forms(head.saved()), forms(weights)
+    head, expected = _make_head(folder, record, weights)
+    found = forms(weights)
     for name in sorted(expected.keys() | found.keys()):
         ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
         if ours != theirs:
@@ -152,52 +267,69 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
     head.restore(weights)
-    return head.to(device=device, dtype=dtype).eval()
+    return head
 
 
 def forms(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Shape and kind of number of each tensor; floating-point tensors may come in any width."""
+    """Shape and kind of number of each tensor; floating-point tensors may come in any width of at least 16 bits."""
     return {
-        name: f"{tuple(value.shape)} {'floating-point' if value.is_floating_point() else value.dtype}"
+        name: f"{tuple(value.shape)} {'floating-point' if value.dtype in FLOATS else value.dtype}"
         for name, value in weights.items()
     }
 
 
-def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> Any:
-    """The empty head that the record describes."""
+def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
+    """The empty head that the record describes, and the forms of the tensors that it has."""
     try:
-        return HEADS[record["kind"]].from_record(record["config"], weights)
+        with _no_larger_than(weights):
+            head = HEADS[record["kind"]].from_record(record["config"], weights)
+        return head, forms(head.saved())
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError) as error:
+    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
         raise UserError(
             f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
         ) from error
 
 
-def find_head(path: str | Path) -> Path:
-    """The folder with the head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
+@contextmanager
+def _no_larger_than(weights: dict[str, Tensor]) -> Iterator[None]:
+    """Refuse modules of more or larger parameters than a file holds, before they take memory."""
+    left = 2 * len(weights) + 16  # tied ones are saved once, and a family's class may hold a few that are not
+    size, thread = sum(value.numel() for value in weights.values()), get_ident()
+
+    def check(module: torch.nn.Module, name: str, parameter: Any) -> None:
+        nonlocal left
+        if get_ident() != thread:  # the hook is of the whole process
+            return
+        left -= 1
+        if left < 0 or parameter.numel() > size:
+            raise UserError(f"{CONFIG}: describes a larger head than its weights are; fetch or train it again")
+
+    hook = register_module_parameter_registration_hook(check)
     try:
-        for folder in (Path(path), Path(path) / "head"):
-            _restore(folder)
-            if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
-                return folder
+        yield
+    finally:
+        hook.remove()
+
+
+def find_head(path: str | Path) -> Path:
+    """The folder of a head's two files: `path` itself, its head/ folder, or a snapshot from the hub."""
+    try:
+        here = _head_here(Path(path))
+        if here is not None:
+            return here
         is_here = Path(path).exists()
     except (OSError, ValueError) as error:  # a name too long, a null byte
         raise UserError(f"{path}: no path that can be read ({first_line(error)}); name a head's folder") from None
     repo, revision = repo_and_revision(str(path))
     if is_here or repo.startswith((".", "/")) or repo.count("/") != 1:
         raise UserError(
-            f"{path}: no head there; expected a folder with {CONFIG} and {WEIGHTS}, a run directory, or a hub id"
+            f"{path}: no head there; expected a folder with {CONFIG} and {' or '.join(WEIGHTS)}, a run directory, or a "
+            "hub id"
         )
-    try:
-        config, _ = (cached_file(repo, name, revision=revision) for name in (CONFIG, WEIGHTS))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
-            "check the name, and the network"
-        ) from error
-    folder = Path(str(config)).parent
+    folder = _from_hub(path, repo, revision, CONFIG).parent
+    _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].weights_file)
     if read_config(folder)["target"].get("adapter"):
         with suppress(OSError, ValueError):  # said by who reads them
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -205,27 +337,67 @@ def find_head(path: str | Path) -> Path:
     return folder
 
 
+def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> Path:
+    """One file of a head on the hub."""
+    try:
+        return Path(str(cached_file(repo, name, revision=revision)))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: neither a folder here nor a head on the hub ({first_line(error)}); "
+            "check the name, and the network"
+        ) from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
+    return _settled(folder, lambda: _read_config(_place(folder)))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     try:
-        record: Any = json.loads(file.read_text()).get("draftsmith")
+        config: Any = json.loads(file.read_text())
+        record: Any = config.get("draftsmith")
     except (ValueError, AttributeError, OSError, RecursionError) as error:
         raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from error
+    if _is_deeper(config, MOST_NESTED):
+        raise UserError(f"{file}: nested more than {MOST_NESTED} deep; fetch or train the head again")
     if not isinstance(record, dict) or str(record.get("kind")) not in HEADS:
         raise UserError(f"{file}: no head of a known kind ({', '.join(HEADS)}); was it made by draftsmith?")
     if record.get("format") != FORMAT:
         raise UserError(
-            f"{file}: format {record.get('format')}, this version reads {FORMAT}; use the one that wrote it"
+            f"{file}: format {record.get('format')!r:.40}, this version reads {FORMAT}; use the one that wrote it"
         )
-    target_keys = {"name", "fingerprint", "hidden_size", "vocab_size", "num_layers"}
-    for section, keys in (("config", HEADS[record["kind"]].FROM_TARGET), ("target", target_keys)):
-        held = record[section].keys() if isinstance(record.get(section), dict) else set()
-        if absent := keys - held:
+    needed = {"config": HEADS[record["kind"]].FROM_TARGET, "target": TARGET_TYPES.keys() - {"quantize", "adapter"}}
+    for section, keys in {**needed, "provenance": set()}.items():
+        if not isinstance(record.get(section), dict):
+            raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
+        if absent := keys - record[section].keys():
             raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
-    if record.get("seal", seal(record)) != seal(record):  # heads of before there was one have none
+    for name, types in TARGET_TYPES.items():
+        value = record["target"].get(name)
+        if not isinstance(value, types) or (isinstance(value, str) and not value.isprintable()):
+            raise UserError(f"{file}: draftsmith.target.{name}: got {value!r:.80}; fetch or train it again")
+    if record.get("seal") != seal(record):
         raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
+
+
+def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
+    """What engines make of a saved head, as `heads.formats.contract.check_folder` says."""
+    folder = find_head(path)
+    record = read_config(folder)
+    kind = record["kind"]
+    return check_folder(folder, kind, HEADS[kind].weights_file, record["target"], name=name, base=base, steps=steps)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects of a JSON value lie more than so many levels in each other."""
+    holders = [value]
+    for _ in range(levels + 1):
+        items = [holder.values() if isinstance(holder, dict) else holder for holder in holders]
+        holders = [item for group in items for item in group if isinstance(item, dict | list)]
+    return bool(holders)
 
 
 def adapt_target(path: str | Path, target: FrozenTarget) -> None:
@@ -235,7 +407,7 @@ def adapt_target(path: str | Path, target: FrozenTarget) -> None:
     trained_for = read_config(folder)["target"]
     if facts := trained_for.get("adapter"):
         _check_base(path, trained_for, target)
-        merge_adapter(target, folder / ADAPTER, facts)
+        merge_adapter(target, _place(folder) / ADAPTER, facts)
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:

@@ -32,11 +32,12 @@ from heads.draft_reader import Parts, Reader, positions_of
 from heads.encoder_decoder import find_base
 from heads.errors import UserError
 from heads.families import OutputHead
+from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import draft_loss
 from heads.places import Drafted, Observed
 from heads.target import FrozenTarget, decode, load_tokenizer, packed_visible
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, grow, is_chain, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 SOURCES = ("path", "layers", "fresh")
 ROWS = 1024
@@ -64,6 +65,7 @@ class Draft(nn.Module):
 
     Config: ClassVar[type[DraftConfig]] = DraftConfig
     FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
+    weights_file: ClassVar[str] = "model.safetensors"
     taps: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 

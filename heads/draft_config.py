@@ -14,10 +14,12 @@ class LoraSettings:
     """Low-rank adapters to train in place of whole matrices (LoRA, arXiv 2106.09685); merged in what is saved."""
 
     rank: int = 16
+    """Rank of the low-rank matrices."""
     alpha: float = 32.0
-    """The update is alpha / rank * B A."""
+    """Scale of the update, which is alpha / rank times the product of the two matrices."""
     modules: tuple[str, ...] | None = None
-    """Names of the layers that get one, by their last part; every linear layer but the output head if null."""
+    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
+    output head."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0 or self.modules == ():
@@ -32,23 +34,25 @@ class DraftConfig:
     """All that the head's function and its training loss depend on; one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
-    """A smaller model that shares the tokenizer: a folder or a hub id."""
+    """A smaller model with the target's tokenizer: a folder or a Hub id."""
     layers: tuple[int, ...] | None = None
-    """Made from the target: the layers it keeps, ascending."""
+    """Layers of the target, ascending: the draft is a copy of the target with these layers only."""
     fresh: dict[str, Any] | None = None
-    """A random model of the target's family: what is to differ from the target's config, such as hidden_size."""
+    """A random model of the target's family: the settings in which it differs from the target's config, such as
+    hidden_size."""
     loss: str = "kl"
-    """One of heads.losses.LOSSES, or `labels`."""
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
     beta: float | None = None
-    """The weight of the target's law in the mixture of `jsd`; 0.5 if null."""
+    """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
     lora: LoraSettings | None = None
-    """Train adapters; all weights if null."""
+    """Adapters to train. Null: all weights are trained."""
     model: dict[str, Any]
     """The draft's own config, by which it is made again."""
     vocab_size: int
     """The target's vocabulary, and the rows of the draft's embeddings."""
     common_size: int
-    """Only the first so many tokens are drafted: the draft knew no more."""
+    """Tokens that can be drafted, from the first: the draft's own vocabulary held no more."""
 
     def __post_init__(self) -> None:
         if self.loss not in (*LOSSES, LABELS):

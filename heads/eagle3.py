@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import TargetEnds
-from heads.eagle3_format import eagle3_engine_config
 from heads.errors import UserError
 from heads.families import block_settings, final_norm_scale
+from heads.formats.eagle3 import eagle3_engine_config
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.recurrent import Recurrent, Turn
 from heads.recurrent_parts import HeadParts, ModuleParts
 from heads.taps import check_taps, default_taps, tap_scales
 from heads.target import FrozenTarget, check_one_width
-from heads.vocab import build_vocab, check_vocab, kept_ids
+from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,25 @@ class Eagle3Config(BlockConfig):
     num_target_layers: int
     """Decoder layers of the target."""
     taps: tuple[int, ...]
-    """Residual streams read, by the layer they enter; ascending."""
+    """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. By default
+    layers 2, n/2 and n - 3 of a target of n layers."""
     draft_vocab_size: int
-    """Tokens the head can draft."""
+    """Tokens the head can draft: the most frequent in the training data. By default 32,000, or the whole vocabulary of
+    a smaller target."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     depth: int = 7
     """Steps of the training-time test."""
     depth_decay: float = 0.8
-    """Weight of depth k in the loss is depth_decay^k."""
+    """Weight of step k in the loss is depth_decay^k, k from 0."""
     loss: str = "kl"
-    """One of heads.losses.LOSSES."""
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`."""
     fc_norm: bool = False
-    """EAGLE-3.1: an RMSNorm of its own for each tap before they are fused."""
+    """EAGLE-3.1: an RMSNorm of its own for each auxiliary hidden state before they are fused."""
     norm_output: bool = False
-    """EAGLE-3.1: recycle the state after the final norm instead of before it."""
+    """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository reads neither of
+    the two."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -81,7 +85,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3(Recurrent):
-    """The head. Its state dict is the checkpoint that SGLang, vLLM and the EAGLE repository read."""
+    """The head. Its tensors bear the names that SGLang, vLLM and the EAGLE repository read."""
 
     Config: ClassVar[type[Eagle3Config]] = Eagle3Config
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings"})
@@ -126,15 +130,15 @@ class Eagle3(Recurrent):
 
     @classmethod
     def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        if absent := {"d2t", "t2d"} - weights.keys():
-            raise UserError(f"lacks {min(absent)}; the draft vocabulary belongs inside the head")
-        return cls(Eagle3Config(**{**config, "taps": tuple(config["taps"])}), weights["d2t"], weights["t2d"])
+        made = Eagle3Config(**{**config, "taps": tuple(config["taps"])})
+        return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
 
     def saved(self) -> dict[str, Tensor]:
-        return self.state_dict()
+        weights = {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
+        return weights | tables_to_save(self.d2t, self.t2d)
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict(weights)
+        self.load_state_dict({"d2t": self.d2t, "t2d": self.t2d} | weights)
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
         return eagle3_engine_config(self.config, target, dtype)

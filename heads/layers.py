@@ -14,6 +14,9 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from heads.errors import UserError
 
+MOST = 2**53
+"""Of a setting: beyond it whole numbers are no floating-point numbers."""
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
 
@@ -23,20 +26,27 @@ class BlockConfig:
     """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
+    """Width of the residual stream: the target's."""
     intermediate_size: int
+    """Width of the MLP."""
     num_attention_heads: int
+    """Attention heads."""
     num_key_value_heads: int
+    """Heads of keys and values, shared by groups of attention heads."""
     head_dim: int
+    """Width of one attention head."""
     rms_norm_eps: float
+    """Epsilon of the norms."""
     rope_theta: float
+    """Base of the rotary positions."""
 
     def check_block(self) -> None:
         """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
         for field in fields(BlockConfig):
             value, whole = getattr(self, field.name), field.type is int
-            if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not value > 0:
+            if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:
                 what = "whole number" if whole else "number"
-                raise UserError(f"head.{field.name}: expected a {what} above 0, got {value!r}")
+                raise UserError(f"head.{field.name}: expected a {what} above 0 and below 2^53, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.linalg import vecdot
 
 from heads.errors import UserError
+from heads.tree import MOST_NODES
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
@@ -142,8 +143,8 @@ LOSSES: dict[str, Divergence] = {
 def check_loss_settings(config: Any, also: str | None = None) -> None:
     """UserError where the `depth`, `depth_decay` or `loss` of a head's config cannot be; `also` is one loss more."""
     known = [*LOSSES] if also is None else [also, *LOSSES]
-    if config.depth < 1:
-        raise UserError(f"head.depth: expected at least 1, got {config.depth}")
+    if not 1 <= config.depth <= MOST_NODES:
+        raise UserError(f"head.depth: expected 1 to {MOST_NODES}, got {config.depth}")
     if not 0 < config.depth_decay <= 1:
         raise UserError(f"head.depth_decay: expected a number in (0, 1], got {config.depth_decay}")
     if config.loss not in known:

@@ -22,12 +22,14 @@ from torch.nn.functional import silu
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
+from heads.formats.medusa import field_name, medusa_engine_config
+from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
 from heads.native.linear import Product
 from heads.target import FrozenTarget, check_one_width
-from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, grow
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, kept_ids
 
 MOST_LAYERS = 64
@@ -43,17 +45,19 @@ class MedusaConfig:
     vocab_size: int
     """The target's vocabulary: the width of its logits."""
     draft_vocab_size: int
-    """Tokens the head can draft; all of the target's by default, as in the paper."""
+    """Tokens the head can draft: the most frequent in the training data. By default the target's whole vocabulary, as
+    in the paper."""
     depth: int = 5
-    """Heads, K."""
+    """Medusa heads; the k-th drafts the k-th draft token."""
     num_layers: int = 1
-    """Residual blocks of each head, every one with weights of its own."""
+    """Residual blocks of each head."""
     depth_decay: float = 0.8
-    """Weight of depth k in the loss is depth_decay^k."""
+    """Weight of head k in the loss is depth_decay^k, k from 0."""
     loss: str = LABELS
-    """`labels`, the paper's, or one of heads.losses.LOSSES, which compare with the target's law."""
+    """`labels`: cross-entropy on the text, as in the paper. Or a divergence between the distributions of target and
+    draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     tree_nodes: int = 64
-    """Nodes of the static tree grown from measured accuracies, root included; 0 grows none."""
+    """Nodes of the static tree, root included, which is grown from measured accuracies; 0 grows none."""
     tree: tuple[Path, ...] | None = None
     """That tree, each node but the root as the ranks on its path; None before anything is measured."""
 
@@ -107,9 +111,10 @@ class Level:
 
 
 class Medusa(nn.Module):
-    """The head. Its state dict is the checkpoint that vLLM reads."""
+    """The head. It is saved as the paper's own repository names its tensors."""
 
     Config: ClassVar[type[MedusaConfig]] = MedusaConfig
+    weights_file: ClassVar[str] = "medusa_lm_head.safetensors"
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "tree"})
     taps: tuple[int, ...] = ()
     token_map: Tensor | None
@@ -151,26 +156,14 @@ class Medusa(nn.Module):
         return cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
 
     def saved(self) -> dict[str, Tensor]:
-        return self.state_dict()
+        return {field_name(name, self.config.num_layers): value for name, value in self.state_dict().items()}
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict(weights)
+        names = self.state_dict().keys()
+        self.load_state_dict({name: weights[field_name(name, self.config.num_layers)] for name in names})
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """As vLLM read it up to 0.32, the last version with Medusa."""
-        config = self.config
-        return {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": config.hidden_size,
-            "vocab_size": config.vocab_size,
-            "truncated_vocab_size": config.draft_vocab_size,
-            "num_heads": config.depth,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
-            "original_lm_head": False,
-            "torch_dtype": dtype,
-        }
+        return medusa_engine_config(self.config, target, dtype)
 
     @property
     def depth_weights(self) -> tuple[float, ...]:

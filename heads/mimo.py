@@ -10,7 +10,7 @@ class MiMoConfig(Qwen2Config):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its modules, which `heads.mtp_formats.read_native` reads."""
+    """The model without its modules, which `heads.formats.mtp.read_native` reads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it

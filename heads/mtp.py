@@ -3,6 +3,7 @@
     u^k_t = M_k [norm(h^{k-1}_t) ; norm(e(x_{t+k}))]    h^0_t: the target's last hidden state, after its final norm
     h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
 
+The engines' classes for DeepSeek and MiMo read the token at position 0 as zeros, and so does ours in their layouts.
 Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
 2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see,
 as `heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored.
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from heads.base import TargetEnds
 from heads.errors import UserError, first_line
 from heads.families import block_settings, final_norm_scale
+from heads.formats.mtp import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
-from heads.mtp_formats import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.recurrent import Recurrent, Turn
 from heads.recurrent_parts import HeadParts, ModuleParts
 from heads.target import FrozenTarget, check_one_width
 from heads.target_block import BlockMaker, block_record
-from heads.vocab import build_vocab, check_vocab, kept_ids
+from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 OF_THE_CHECKPOINT = {field.name for field in fields(BlockConfig)} - {"hidden_size"} | {"num_modules", "layout"}
 """Settings that native modules bring with them."""
@@ -44,23 +45,25 @@ class MtpConfig(BlockConfig):
     num_target_layers: int
     """Decoder layers of the target; the families that number modules go on from there."""
     draft_vocab_size: int
-    """Tokens the head can draft: rows of the target's output head that it uses."""
+    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. By
+    default the target's whole vocabulary; engines read no part of it."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
     native: bool = False
-    """Start from the modules that the target's checkpoint holds."""
+    """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     decoder: dict[str, Any] | None = None
     """Native: what the modules' blocks are made from, `heads.target_block.block_record`."""
     layout: str = "mimo"
-    """Names of the tensors and order of the projection, one of heads.mtp_formats.LAYOUTS."""
+    """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`."""
     num_modules: int = 1
-    """Modules; the last one is applied at all steps that are left."""
+    """Modules. The last one is applied at all remaining steps."""
     depth: int = 3
-    """Steps trained."""
+    """Steps to train."""
     depth_decay: float = 0.6
-    """beta: step k weighs beta^{k-1}, in parts of their sum."""
+    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of their sum."""
     loss: str = "kl"
-    """One of heads.losses.LOSSES."""
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -111,7 +114,7 @@ class MtpModule(nn.Module):
 
 
 class Mtp(Recurrent):
-    """The head. It is saved under the names of the family that its layout names."""
+    """The head. It is saved beside the target's own config, under the names of the family that its layout names."""
 
     Config: ClassVar[type[MtpConfig]] = MtpConfig
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings", "decoder"})
@@ -185,15 +188,15 @@ class Mtp(Recurrent):
     @classmethod
     def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
         made = MtpConfig(**config)
-        if made.draft_vocab_size == made.vocab_size:
-            return cls(made, *build_vocab(torch.zeros(made.vocab_size), made.vocab_size))
-        if absent := {"d2t", "t2d"} - weights.keys():
-            raise UserError(f"lacks {min(absent)}; the draft vocabulary belongs inside the head")
-        return cls(made, weights["d2t"], weights["t2d"])
+        return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
 
     @property
     def layout(self) -> Layout:
         return LAYOUTS[self.config.layout]
+
+    @property
+    def zero_first(self) -> bool:
+        return self.layout.zero_first
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
@@ -205,9 +208,8 @@ class Mtp(Recurrent):
         return {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
 
     def saved(self) -> dict[str, Tensor]:
-        whole = self.config.draft_vocab_size == self.config.vocab_size
-        tables = {} if whole else {"d2t": self.d2t, "t2d": self.t2d}
-        return to_field(self.own(), self.layout, self.config.num_target_layers) | tables
+        modules = to_field(self.own(), self.layout, self.config.num_target_layers)
+        return modules | tables_to_save(self.d2t, self.t2d)
 
     def restore(self, weights: dict[str, Tensor]) -> None:
         own = from_field(weights, self.own(), self.layout, self.config.num_target_layers)
@@ -227,7 +229,7 @@ class Mtp(Recurrent):
         self.restore(weights)
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        return mtp_engine_config(self.config, target, dtype)
+        return mtp_engine_config(target)
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
@@ -274,6 +276,7 @@ class Mtp(Recurrent):
                     project=module.input_proj,
                     leave_norm=module.final_layernorm,
                     state_first=module.hidden_first,
+                    zero_first=self.zero_first,
                 )
             )
         return HeadParts(modules=modules)

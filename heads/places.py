@@ -55,7 +55,7 @@ class Drafted:
     """W nodes of one level; each sees what was observed, its ancestors and itself."""
 
     length: Tensor  # (B,) int64, the slots observed
-    paths: Tensor  # (B, W, level) int64, of `heads.tree.Expand`
+    paths: Tensor  # (B, W, level) int64, of `heads.growth.Expand`
     slot: Tensor  # (S,) int64, 0 .. S - 1
     chain: bool
     """Whether one node is expanded a level, so that it sees all slots up to its own."""

@@ -7,8 +7,13 @@ verified as exactly as on any target. Embeddings, norms and the output head, whi
 are. torchao does it; it is an optional package.
 """
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,8 +28,11 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
     """Quantise the linear layers inside `layers`, in place. UserError where there are too few, or no torchao."""
     if scheme not in SCHEMES:
         raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
+    if sys.modules.get("torchao", torch) is None:  # hidden by a command, from libraries that import it for nothing
+        del sys.modules["torchao"]
     try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        with _quiet("torchao", "torch.utils._pytree"):
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise UserError(
             f"target.quantize: {scheme} needs the package torchao, which is not installed; pip install -e '.[quant]'"
@@ -37,6 +45,21 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
             "(experts kept in one tensor, and GPT-2's layers, are none); leave it out"
         )
     quantize_(layers, Int8WeightOnlyConfig(set_inductor_config=False))
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Hold back the warnings of loggers: importing torchao logs four, of kernels for other machines and of its own
+    use of torch."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from heads.attention import causal_attention
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.cache import round_up
+from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
@@ -33,7 +34,7 @@ from heads.native.drafting import KernelMemory
 from heads.places import Drafted, Observed
 from heads.recurrent_memory import Memory, TorchMemory, open_memory
 from heads.recurrent_parts import HeadParts
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, grow, is_chain, scratch_slots
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
@@ -68,6 +69,7 @@ class RecurrentState:
 class Recurrent(nn.Module):
     """A head that recycles its state: the part that is the same whatever a step computes."""
 
+    weights_file: ClassVar[str] = "model.safetensors"
     config: Any
     """Its `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss` are read here."""
     kept: Tensor
@@ -81,6 +83,15 @@ class Recurrent(nn.Module):
     def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
         """One step, the same in training and in drafting: (B, T, D) embeddings and states -> the state to recycle."""
         raise NotImplementedError
+
+    @property
+    def zero_first(self) -> bool:
+        """Whether a step reads zeros in the place of the token at position 0."""
+        return False
+
+    def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings (B, T, D) of the tokens that stand at rotary positions (B, T), as a step reads them."""
+        return embedding.masked_fill((positions == 0)[..., None], 0.0) if self.zero_first else embedding
 
     def normed(self, recycled: Tensor) -> Tensor:
         """What the output head reads of a recycled state."""
@@ -109,6 +120,7 @@ class Recurrent(nn.Module):
             if i < self.num_modules:
                 attend = _attend_by_steps(batch.documents)
             embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+            embedding = self.masked(embedding, batch.positions + i)
             turn = self.turn(batch.positions + i, state.dtype)
             state = self.step(min(i, self.num_modules - 1), embedding, state, turn, attend)
             normed.append(self.normed(state))

@@ -104,7 +104,8 @@ class TorchMemory:
             return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
 
         turn = self.turns[0][positions][:, None], self.turns[1][positions][:, None]
-        made = self.head.step(module, self.embed(tokens), states, turn, attend)
+        embedding = self.head.masked(self.embed(tokens), positions)
+        made = self.head.step(module, embedding, states, turn, attend)
         return made, self.head.normed(made)
 
 

@@ -39,6 +39,8 @@ class ModuleParts:
     leave_norm: nn.Module | None = None
     read_norm: nn.Module | None = None
     state_first: bool = False
+    zero_first: bool = False
+    """Whether e is zero for the token at position 0."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (part for part in vars(self).values() if isinstance(part, nn.Module))

@@ -15,21 +15,25 @@ from heads.target import FrozenTarget
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high taps: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section 3.1)."""
     taps = (2, num_layers // 2, num_layers - 3)
+    if num_layers == 1:
+        raise UserError("a target of one layer has no two residual streams that engines capture; use another head")
     if not 0 < taps[0] < taps[1] < taps[2]:
         raise UserError(
             f"a target of {num_layers} layers is too shallow for the default taps {list(taps)}: name them, "
-            f"as in head.taps: {shallow_taps(num_layers)} (0 = embeddings, {num_layers} = last layer's output)"
+            f"as in head.taps: {shallow_taps(num_layers)} (0 = embeddings; engines take two or more below {num_layers})"
         )
     return taps
 
 
 def shallow_taps(num_layers: int) -> list[int]:
-    """Three (or as many as there are) distinct taps for a shallow target, spread over its depth."""
-    return sorted({min(1, num_layers), (num_layers + 1) // 2, num_layers})
+    """Three distinct taps for a shallow target of two layers or more, spread over its depth, or two where it has no
+    more that every engine captures: below the last layer's output."""
+    return sorted({min(1, num_layers - 2), num_layers // 2, num_layers - 1})
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The taps in ascending order, or a UserError that names the bad one."""
+    """The taps in ascending order, or a UserError that names the bad one. Some train that no engine serves: a single
+    one, and the last layer's output (`heads.formats.contract`)."""
     for k in taps:
         if not 0 <= k <= num_layers:
             raise UserError(

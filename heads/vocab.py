@@ -1,7 +1,10 @@
 """The draft vocabulary: the target's most frequent labels, as the offsets and flags that engines read.
 
 d2t (Vd,) int64: target id = draft id + d2t[draft id], ascending. t2d (V,) bool: True where a target id has a draft id.
+A file has neither where the draft vocabulary is the target's whole: vLLM refuses one that has.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +30,20 @@ def vocab_of(kept: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def kept_ids(d2t: Tensor) -> Tensor:
     """(Vd,) the target id of each draft id."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def tables_to_save(d2t: Tensor, t2d: Tensor) -> dict[str, Tensor]:
+    """The tables under their names in a head's file; none of a whole vocabulary."""
+    return {} if len(d2t) == len(t2d) else {"d2t": d2t, "t2d": t2d}
+
+
+def saved_tables(weights: Mapping[str, Tensor], draft_size: int, size: int) -> tuple[Tensor, Tensor]:
+    """The tables in a head's file of `draft_size` ids out of `size`: the inverse of `tables_to_save`."""
+    if draft_size == size:
+        return vocab_of(torch.arange(size), size)
+    if absent := {"d2t", "t2d"} - weights.keys():
+        raise UserError(f"lacks {min(absent)}; the draft vocabulary belongs inside the head")
+    return weights["d2t"], weights["t2d"]
 
 
 def check_vocab(d2t: Tensor, t2d: Tensor, draft_size: int, size: int) -> None:

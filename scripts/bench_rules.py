@@ -10,200 +10,9 @@ would emit of a chain on average, chance of the tests taken out, is a sum over i
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations
-from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-
-from eval.command import Parser, add_head_options, count, draft_shapes, exit_status, open_head, trees
-from eval.files import check_file
-from eval.measure import check_decoded, trace
-from eval.metrics import (
-    Trace,
-    acceptance_by_depth,
-    rate_ratio,
-    rate_ratio_interval,
-    tau,
-    tau_interval,
-)
-from eval.prompt_options import add_prompt_options, chosen_prompts, prompt_facts
-from eval.results import environment, target_facts, write_results
-from eval.runtime.accept import Acceptance
-from eval.runtime.engine import Engine, Request
-from eval.runtime.rejection import block, expected_tokens, ratio
-from eval.runtime.rules import RULES, Rejection, check_rule
-from eval.runtime.sampling import Sampling
-from eval.wording import number, with_interval
-from heads.errors import UserError
-from heads.tree import Proposal, TreeShape, is_chain
-
-Record = dict[str, Any]
-
-
-@dataclass
-class Run:
-    """One rule on one tree: its traces, by prompt and seed."""
-
-    rule: str
-    shape: TreeShape
-    traces: list[list[Trace]] = field(default_factory=list)
-
-    @property
-    def rate(self) -> tuple[list[float], list[float]]:
-        """By prompt: tokens emitted, and rounds."""
-        emitted = [float(sum(t.emitted for t in traces)) for traces in self.traces]
-        return emitted, [float(sum(t.rounds for t in traces)) for traces in self.traces]
-
-    def record(self) -> Record:
-        """Its figures."""
-        traces = [t for by_seed in self.traces for t in by_seed]
-        pooled = [
-            Trace(sum(t.emitted for t in ts), sum((t.accepted for t in ts), ()), sum((t.reached for t in ts), ()))
-            for ts in self.traces
-        ]
-        return {
-            "rule": self.rule,
-            "tree": str(self.shape),
-            "nodes": self.shape.nodes,
-            "tau": {"mean": tau(traces), "ci95": tau_interval(pooled)},
-            "alpha": acceptance_by_depth(traces, self.shape.depth),
-            "rounds": sum(t.rounds for t in traces),
-        }
-
-
-class OnOneDraft(Rejection):
-    """`ratio` on a chain, which also notes what it and `block` may expect of each draft: (B,) tokens each."""
-
-    expected: list[tuple[Tensor, Tensor]]
-
-    def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        q = self.draws.law(consulted.shape[2])
-        single = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds
-        whole = block(consulted, q, proposal.tokens).odds
-        self.expected.append((expected_tokens(single, whole=False), expected_tokens(whole, whole=True)))
-        return super().accept(proposal, consulted, positions, above)
-
-
-def bench_rules(options: argparse.Namespace) -> int:
-    """Decode, compare, print and write."""
-    shapes = draft_shapes(options.trees)
-    if options.out:
-        check_file(options.out, "--out")
-    sampling = Sampling(options.temperature, seed=options.seed)
-    if options.temperature == 0:
-        raise UserError("--temperature: at 0 all rules are one; ask for a higher one")
-    opened = open_head(options)
-    prompts = chosen_prompts(options, opened.target, opened.tokenizer, max(shape.nodes for shape in shapes))
-    requests = [
-        [
-            Request(
-                list(prompt.ids), options.max_new_tokens, replace(sampling, seed=options.seed + i + s * len(prompts))
-            )
-            for s in range(options.seeds)
-        ]
-        for i, prompt in enumerate(prompts)
-    ]
-    longest = max(len(prompt.ids) for prompt in prompts)
-
-    def engine_of(rule: str, shape: TreeShape) -> Engine:
-        most = longest + options.max_new_tokens + shape.nodes
-        return Engine(
-            opened.target, opened.head, shape=shape, batch_size=options.batch_size, max_length=most, rule=rule
-        )
-
-    runs = [Run(rule, shape) for shape in shapes for rule in RULES if can_judge(rule, shape)]
-    whole = [request for by_seed in requests for request in by_seed]
-    for run in runs:
-        check_decoded(done := engine_of(run.rule, run.shape).generate(whole), options.prompts)
-        outputs = iter(done)
-        run.traces = [[trace(next(outputs)) for _ in by_seed] for by_seed in requests]
-        print(f"{run.rule} on {run.shape}: tau {run.record()['tau']['mean']:.3f}", file=sys.stderr, flush=True)
-    compared = [compare(one, other) for one, other in combinations(runs, 2) if one.shape == other.shape]
-    on_one_draft = [expect_on_one_draft(engine_of("ratio", shape), requests) for shape in shapes if is_chain(shape)]
-    record = {
-        "target": target_facts(opened.target),
-        "head": options.head,
-        **environment(opened.target),
-        **prompt_facts(options, prompts),
-        "seeds": options.seeds,
-        "temperature": options.temperature,
-        "runs": [run.record() for run in runs],
-        "compared": compared,
-        "on_one_draft": on_one_draft,
-    }
-    print_tables(record)
-    if options.out:
-        write_results(record, options.out)
-    return 0
-
-
-def can_judge(rule: str, shape: TreeShape) -> bool:
-    """Whether a rule can judge trees of this shape, and is another one there than those before it."""
-    try:
-        check_rule(rule, shape)
-    except UserError:
-        return False
-    return not (rule == "ratio-wr" and is_chain(shape))  # an only child is drawn alike
-
-
-def compare(one: Run, other: Run) -> Record:
-    """The later rule's tau over the earlier one's, paired over prompts."""
-    rates = other.rate, one.rate
-    return {
-        "tree": str(one.shape),
-        "rule": other.rule,
-        "over": one.rule,
-        "ratio": rate_ratio(*rates),
-        "ci95": rate_ratio_interval(*rates),
-    }
-
-
-def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
-    """What `ratio` and `block` may expect of the same drafts, over all rounds of all requests."""
-    rule = OnOneDraft("ratio", engine.shape, engine.decoder.sampling, engine.target.device)
-    engine.decoder = replace(engine.decoder, rule=rule)
-    plain = [0.0] * len(requests)
-    whole = [0.0] * len(requests)
-    jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]
-    for start in range(0, len(jobs), engine.batch_size):
-        part = jobs[start : start + engine.batch_size]  # no more than there are rows: each keeps its own
-        rule.expected = []
-        outputs = engine.generate([request for _, request in part])
-        for row, ((prompt, _), output) in enumerate(zip(part, outputs, strict=True)):
-            plain[prompt] += sum(float(ratio_[row]) for ratio_, _ in rule.expected[: output.rounds])
-            whole[prompt] += sum(float(block_[row]) for _, block_ in rule.expected[: output.rounds])
-    ones = [1.0] * len(requests)
-    interval = rate_ratio_interval((whole, ones), (plain, ones))
-    return {
-        "tree": str(engine.shape),
-        "block_over_ratio": sum(whole) / sum(plain),
-        "ci95": interval,
-        "least_prompt": min(w / p for w, p in zip(whole, plain, strict=True) if p),
-    }
-
-
-def print_tables(record: Record) -> None:
-    """tau of every rule, and the comparisons."""
-    console = Console()
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in ("draft", "rule", "tau"):
-        table.add_column(name, justify="right" if name == "tau" else "left", no_wrap=True)
-    for run in record["runs"]:
-        table.add_row(run["tree"], run["rule"], with_interval(run["tau"]["mean"], run["tau"]["ci95"], digits=3))
-    console.print(table)
-    for c in record["compared"]:
-        shown = with_interval(c["ratio"], c["ci95"], digits=3)
-        console.print(f"{c['tree']}: {c['rule']} over {c['over']} {shown}", highlight=False)
-    for c in record["on_one_draft"]:
-        shown = with_interval(c["block_over_ratio"], c["ci95"], digits=4)
-        least = number(c["least_prompt"], 4)
-        console.print(
-            f"{c['tree']}: block over ratio on the same drafts {shown}, least prompt {least}", highlight=False
-        )
+from eval.command import Parser, add_head_options, count, exit_status, trees
+from eval.prompt_options import add_prompt_options
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -219,5 +28,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.benchmark.rules_run import bench_rules
+
+    return bench_rules(options)
+
+
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: bench_rules(parse_arguments())))
+    sys.exit(exit_status(main))

@@ -3,8 +3,8 @@
     python scripts/tracked.py eval/bench.py --head=runs/quickstart --tree=chain:5    # what a sweep file's command runs
     python scripts/tracked.py --agent recipes/sweeps/quickstart-drafts.yaml          # wandb sweep, then wandb agent
 
-The first runs the program with its arguments and tells wandb the figures of the results.json it leaves (in --out, else
-in runs/wandb/ID); with WANDB_MODE=disabled it only runs it. Exit status: the program's.
+The first runs the program with its arguments and tells wandb the figures and charts of the report it leaves (in --out,
+else in runs/wandb/ID); with WANDB_MODE=disabled it only runs it. Exit status: the program's.
 """
 
 import argparse
@@ -19,9 +19,8 @@ import yaml
 from eval.command import Parser, count, exit_status
 from eval.files import read_given
 from eval.results import read_results
-from eval.sweep_file import figures_of, read_sweep
+from eval.sweep_file import read_sweep
 from heads.errors import UserError, first_line
-from train.tracker import quiet_settings
 
 
 def run_tracked(words: list[str]) -> int:
@@ -35,10 +34,9 @@ def run_tracked(words: list[str]) -> int:
     try:
         status = subprocess.run([sys.executable, *words, *([] if given else [f"--out={out}"])]).returncode
         if (out / "results.json").is_file():
-            results = read_results(out / "results.json")
-            run.log({name: value for name, value in figures_of(results).items() if value is not None})
-            exact = results["exact"]
-            run.summary.update({"prompts": exact["prompts"], "divergences": len(exact["divergences"])})
+            from train.tracker import log_outcome
+
+            log_outcome(run, read_results(out / "results.json"), out)
     finally:
         run.finish(exit_code=status)
     return status
@@ -47,6 +45,8 @@ def run_tracked(words: list[str]) -> int:
 def start(words: list[str], folder: Path) -> Any:
     """A wandb run whose config are the options; an agent's run where one started this process."""
     import wandb
+
+    from train.tracker import quiet_settings
 
     options = [word[2:].partition("=") for word in words if word.startswith("--") and not word.startswith("--out=")]
     config = {name.replace("_", "-"): value if equals else True for name, equals, value in options}

@@ -1,16 +1,23 @@
 """Fixtures shared by all tests: a tiny random target with a tokenizer, saved as a user would have it."""
 
+import logging
 import os
+import sys
 
 # Before torch is imported: with more threads than free cores, OpenMP's barriers make small models many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torchao is, which transformers imports where it is installed: four lines of warnings.
+if "torchao" not in sys.modules:
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 # Before triton is: kernels run in its interpreter where there is no GPU.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,31 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+PROCESSES = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Share the files of a whole run, or of a folder's, between processes, where pytest-xdist is installed and the
+    command line says nothing of it. A file stays whole, since its tests share what is costly to make."""
+    options = config.option
+    is_one_of_them = "PYTEST_XDIST_WORKER" in os.environ  # which asks this hook, too, and must not share in its turn
+    if is_one_of_them or not config.pluginmanager.hasplugin("xdist"):
+        return
+    if options.numprocesses is not None or options.dist != "no":
+        return
+    if options.usepdb or options.collectonly or all(Path(name.partition("::")[0]).is_file() for name in config.args):
+        return
+    options.numprocesses, options.dist, options.loadscopereorder = PROCESSES, "loadfile", False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process waits long for another at the end."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHAT_TEMPLATE = (
@@ -47,8 +79,31 @@ def teach_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def quicken_interpreter() -> None:
+    """Spare Triton's interpreter half of its time, which goes into two things that change no result: putting its
+    operations into the language anew for every launch and every call inside a kernel, and reckoning whether each sum
+    and product of whole numbers overflows, of which nothing is made outside its debug mode."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched: set[bool] = set()
+
+    def patch_once(fn: Any) -> Any:
+        speaks_language = any(value is language for value in fn.__globals__.values())
+        if speaks_language not in patched:
+            patched.add(speaks_language)
+            patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 if find_spec("triton") and os.environ.get("TRITON_INTERPRET"):
     teach_bfloat16()
+    quicken_interpreter()
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
 from eval.command import exit_status
+from eval.measurements import folders_of, newest_results
 from eval.results import read_results
 from heads.checkpoint import read_config
 from train import checkpointing
@@ -103,7 +104,7 @@ def train(*changes: str) -> int:
 
 def measure(head: str = "run", *options: str) -> int:
     given = ["--prompts", "prompts.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
-    return exit_status(lambda: bench.bench_command(bench.parse_arguments([head, *given, "--out", "out", *options])))
+    return exit_status(lambda: bench.main([head, *given, "--out", "out", *options]))
 
 
 def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> None:
@@ -128,7 +129,7 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
         (["target.path=''"], "target.path: String should have at least 1 character"),
         (["output_dir=''"], "output_dir: String should have at least 1 character"),
         (["eval.tree=chian:5"], "tree 'chian:5'"),
-        (["head.depth=0"], "head.depth: expected at least 1"),
+        (["head.depth=0"], "head.depth: expected 1 to 1024"),
         (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
         (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
@@ -272,7 +273,7 @@ def poison(weights: dict[str, torch.Tensor]) -> None:
 
 
 def point_elsewhere(weights: dict[str, torch.Tensor]) -> None:
-    weights["d2t"] += 1000
+    weights["d2t"] = torch.arange(128)
 
 
 @pytest.mark.parametrize("change", [drop, add, reshape, poison, point_elsewhere])
@@ -400,6 +401,33 @@ def test_results_are_of_the_head_that_lies_there_and_of_the_settings_asked_for(h
     assert train("output_dir=run", "eval.report.temperatures=[0, 1]", "train.lr=0.02") == 0
     again = read_config(here / "run/head")["sha256"]
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
+
+
+def test_a_head_that_was_cut_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
+    file = here / "run/head" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(lambda: train("output_dir=run"))
+
+
+def test_results_that_were_damaged_are_measured_again(here: Path) -> None:
+    (here / "run/results.json").write_text("{")
+    assert train("output_dir=run") == 0
+    assert read_results(here / "run/results.json")["exact"]["divergences"] == []
+
+
+def test_every_measurement_of_a_run_is_kept(here: Path) -> None:
+    """Prompts from a file with a comma in its name, too."""
+    (here / "prompts.jsonl").rename(here / "some, of mine.jsonl")
+    own = (here / "run/results.json").read_bytes()
+    given = ["run", "--prompts", "some, of mine.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
+    for _ in range(2):
+        assert exit_status(lambda: bench.main(given)) == 0
+    folders = sorted((here / "run/bench").iterdir())
+    assert len(folders) == 2 and all((folder / "report.html").is_file() for folder in folders)
+    assert all("chain-2_greedy_some-of-mine" in folder.name for folder in folders)
+    assert (here / "run/results.json").read_bytes() == own
+    newest = newest_results(folders_of(here / "run"))
+    assert newest is not None and newest[0] == folders[1] and newest[1]["suites"].keys() == {"some, of mine"}
 
 
 def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) -> None:

@@ -1,50 +1,288 @@
-"""Every command in the README exists and is understood."""
+"""The READMEs are true: every command is understood and runs, every path exists, every figure is a record's.
 
+A `bash` block whose first line is a comment `# needs ...` is understood and not run. Other commands run, shortened by
+the options in TINY, in a copy of the checkout.
+"""
+
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
+from eval.messages import read_messages
+from eval.records import read_records
 from eval.settings import to_settings
+from eval.sweep_file import KEYS
+from heads.checkpoint import save_head, target_record
+from heads.formats import loaders
+from heads.registry import build_head
+from heads.target import load_target, load_tokenizer
+from train.chats import encode_chat
+from train.entry import LAUNCH, attempt
 from train.recipe import load_recipe
+from train.target_recipe import load_target_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [
-    command.strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    for command in line.split("&&")
-    if command.strip().startswith(("accelerate launch ", "python "))
-]
+FOLDERS = ("heads", "eval", "train", "recipes", "scripts", "tests")
+FIRST = ROOT / "README.md"
+# Runs are made in this order.
+PAGES = [FIRST, ROOT / "eval/results/README.md"]
+PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("README.md")} - {*PAGES})
+PAGES += [ROOT / ".github/CONTRIBUTING.md"]
+RECORDS = ROOT / "eval/results"
+ELSEWHERE = {
+    "pip": ".ci/run",
+    "pytest": ".ci/run",
+    "ruff": ".ci/run",
+    "mypy": ".ci/run",
+    "scripts/make_target.py": "tests/scripts/test_make_target.py",
+    "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
+}
+"""Program -> what runs it."""
+TRAIN = (
+    "train.max_steps=2 train.warmup_steps=0 train.eval_every=2 train.checkpoint_every=2 data.sources.0.limit=20 "
+    "eval.num_prompts=2 eval.max_new_tokens=8 eval.report.num_prompts=2 eval.report.max_new_tokens=8 "
+    "eval.report.repeats=1 eval.report.temperatures=[0]"
+)
+ANSWERS = "data.regenerate.prompts=4 data.regenerate.new_tokens=8"
+GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --intermediate-size 512"
+TINY = {
+    "train/": TRAIN,
+    "scripts/regenerate.py": ANSWERS,
+    "eval/bench.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
+    "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
+    "eval/scaling.py": "--batch-sizes 1 --contexts 64 --batches 1 --max-new-tokens 8 --repeats 1",
+    "eval/sweep.py": "--count 1",
+    "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
+    "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
+    "scripts/bench_rules.py": "--num-prompts 2 --seeds 1 --max-new-tokens 8",
+    "scripts/bench_training_memory.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128",
+    "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
+}
+"""Program -> the options that make it quick."""
+METHODS = {"eagle3": "EAGLE-3", "mtp": "MTP", "draft": "draft model", "medusa": "Medusa", "lookup": "prompt lookup"}
 
 
-def test_there_are_commands() -> None:
-    assert any(command.startswith("accelerate launch train/eagle.py recipes/quickstart.yaml") for command in COMMANDS)
-    assert any(command.startswith("python eval/bench.py") for command in COMMANDS)
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    text: str
+    is_inline: bool
+    needs: str | None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text)
+
+    @property
+    def program(self) -> str:
+        """The file in the checkout that runs, or the name of a program of others."""
+        return next((word for word in self.words if word.endswith(".py")), self.words[0])
+
+    @property
+    def arguments(self) -> list[str]:
+        return self.words[self.words.index(self.program) + 1 :]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.program.endswith(".py")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """The commands of the `bash` blocks, and those that stand in a sentence."""
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(page, "bash"):
+        needs = re.match(r"# (needs .*)\n", block)
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split(" && "):
+                if not command.startswith("#"):
+                    yield Command(str(page.relative_to(ROOT)), command.strip(), False, needs and needs[1])
+    for command in re.findall(r"`((?:accelerate launch .*|python )\w+/\w+\.py [^`]+)`", text):
+        yield Command(str(page.relative_to(ROOT)), command, True, None)
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
+OURS = [command for command in COMMANDS if command.is_ours]
+RUN = [c for n, c in enumerate(OURS) if c.text not in {before.text for before in OURS[:n]}]
+RUN = [c for c in RUN if c.needs is None and c.program not in ELSEWHERE]
+
+
+def test_the_first_page_begins_with_two_commands() -> None:
+    first, second = (block for block in blocks(FIRST, "bash")[0].splitlines())
+    assert first == f"pip install -e . && {LAUNCH} train/eagle.py recipes/quickstart.yaml"
+    assert second == "pip install -e '.[dev]' && pytest"
+
+
+@pytest.mark.parametrize("command", OURS, ids=lambda command: f"{command.page}: {command.text}")
+def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command)
-    program, *arguments = words[2:] if words[0] == "accelerate" else words[1:]
-    assert (ROOT / program).is_file(), f"the README runs {program}, which is not there"
-    if program.startswith("train/"):
-        assert load_recipe(arguments[0], arguments[1:])
+    assert (ROOT / command.program).is_file(), f"{command.page} runs {command.program}, which is not there"
+    if command.arguments == ["--help"]:
         return
-    module: Any = import_module(program.removesuffix(".py").replace("/", "."))
-    options = module.parse_arguments(arguments)
-    if program in ("eval/bench.py", "eval/compare.py"):
-        assert to_settings(options)
+    if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
+        assert load_recipe(command.arguments[0], command.arguments[1:])
+    elif command.program == "scripts/make_target.py":
+        assert load_target_recipe(command.arguments[0], command.arguments[1:])
+    else:
+        module: Any = import_module(command.program.removesuffix(".py").replace("/", "."))
+        options = module.parse_arguments(command.arguments)
+        if command.program in ("eval/bench.py", "eval/compare.py"):
+            assert to_settings(options)
+
+
+def test_every_command_of_others_is_run_elsewhere_or_needs_what_is_not_here() -> None:
+    others = [command for command in COMMANDS if not command.is_ours and command.needs is None]
+    assert all(command.program in (*ELSEWHERE, ".ci/run") for command in others), others
+    for program, place in ELSEWHERE.items():
+        assert Path(program).stem in (ROOT / place).read_text(), f"{place} does not run {program}"
+
+
+def test_every_run_that_is_named_is_made_by_some_command() -> None:
+    recipes = [*(ROOT / "recipes").glob("*.yaml"), *(ROOT / "recipes/targets").glob("*.yaml")]
+    made = {yaml.safe_load(path.read_text())["output_dir"] for path in recipes}
+    for command in OURS:
+        made |= {word.removeprefix("output_dir=") for word in command.words if word.startswith("output_dir=runs/")}
+        if command.program == "scripts/grow_target.py":
+            made.add(command.arguments[1])
+    for page in PAGES:
+        text = "\n".join([*blocks(page, "bash"), *blocks(page, "python")])
+        for run in re.findall(r"(?<!=)\bruns/[\w.-]+", text):
+            assert run in made, f"{page.relative_to(ROOT)}: no command makes {run}"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout's folders, as links in a folder where runs are written."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in FOLDERS:
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def shortened(command: Command) -> list[str]:
+    """The words of a command that does the same in seconds."""
+    launch, _, _ = command.text.partition(command.program)
+    launcher = ["-m", "accelerate.commands.launch", *shlex.split(launch)[2:]] if "accelerate" in launch else []
+    extra = next((options for program, options in TINY.items() if command.program.startswith(program)), "")
+    if command.program.startswith("train/") and "data.regenerate=null" not in command.words:
+        extra += f" {ANSWERS}"
+    return [sys.executable, *launcher, command.program, *command.arguments, *extra.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN, ids=lambda command: f"{command.page}: {command.text}")
+def test_a_command_runs(command: Command, checkout: Path) -> None:
+    # One after the other, as a reader would: later ones measure what earlier ones trained.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        shortened(command),
+        cwd=checkout,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_program_in_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks(FIRST, "python")
+    assert len([line for line in program.splitlines() if line]) <= 10
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    target = load_target("recipes/quickstart/target")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = build_head("eagle3", {"draft_vocab_size": 256}, target, torch.ones(target.vocab_size))
+    save_head(head, tmp_path / "runs/quickstart/head", target=target_record(target))
+    exec(compile(program, str(FIRST), "exec"), {})
+    assert re.search(r"^\d\.\d\d tokens per pass$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [FIRST, ROOT / "train/README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_conversation_that_is_shown_gives_labels(page: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    (example,) = blocks(page, "json")
+    (tmp_path / "chats.jsonl").write_text(example)
+    records = list(read_records(str(tmp_path / "chats.jsonl")))
+    assert len(records) == 4
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    for record in records:
+        (document,) = encode_chat(tokenizer, read_messages(record))
+        assert 0 < document.labels.sum() < len(document.labels)
+
+
+def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = (command for command in OURS if "data.sources=" in command.text and command.page == "README.md")
+    (example,) = blocks(FIRST, "json")
+    for name in ("chats.jsonl", "held-out.jsonl"):
+        (tmp_path / name).write_text(example)
+    recipe, *overrides = command.arguments
+    small = f"{TRAIN} target.path={tiny_target_dir} target.dtype=float32 head.draft_vocab_size=64 head.depth=2"
+    small += " data.context_length=192 data.regenerate.new_tokens=8 train.precision=fp32 eval.report.trees=[chain:2]"
+    monkeypatch.chdir(tmp_path)
+    assert attempt("eagle", [str(ROOT / recipe), *overrides, *small.split()]) == 0
+    assert json.loads((tmp_path / "runs/mine/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"
+    assert len(next((tmp_path / "runs/mine").glob("answers-*.jsonl")).read_text().splitlines()) == 4
+
+
+def engine_words(kind: str, engine: str) -> list[str]:
+    """The words that serve the head of the first page's recipe, if it were of a kind."""
+    command = loaders.COMMANDS[kind].get(engine)
+    return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5)) if command else []
+
+
+def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
+    served = [command.words for command in COMMANDS if "--speculative-" in command.text]
+    assert served == [engine_words("eagle3", engine) for engine in loaders.ENGINES]
+
+
+@pytest.mark.parametrize("kind", loaders.COMMANDS)
+def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> None:
+    old, vllm, sglang = (engine_words(kind, engine) for engine in (loaders.OLD_VLLM, *loaders.ENGINES))
+    method = json.loads((vllm or old)[-1])["method"]
+    algorithm = f"`{sglang[sglang.index('--speculative-algorithm') + 1]}`" if sglang else "not loaded"
+    row = rf"^\| {METHODS[kind]}.* \| `{method}`.* \| {algorithm} \|$"
+    first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
+    assert re.search(row, first, re.MULTILINE)
+    assert f'{{"method": "{method}", ' in heads and algorithm.replace("`", "") in heads
+    assert all(engine.removesuffix(".0") in first and engine in heads for engine in loaders.ENGINES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), f"{link} is linked and not there"
+    for name in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{name} is named and not there"
 
 
 def test_the_tree_of_files_is_true() -> None:
-    tree = next(block for block in BLOCKS if block.startswith("heads/"))
+    (tree,) = blocks(ROOT / ".github/CONTRIBUTING.md", "text")
     folder = ""
     for line in tree.splitlines():
         if match := re.match(r"(\w+/)", line):
@@ -52,4 +290,65 @@ def test_the_tree_of_files_is_true() -> None:
             assert (ROOT / folder).is_dir()
         for name in re.findall(r"\b(\w+\.py)\b", line):
             places = [ROOT / folder / name, ROOT / folder / "runtime" / name]
-            assert any(place.is_file() for place in places), f"{folder}{name} is in the README's tree and nowhere else"
+            assert any(place.is_file() for place in places), f"{folder}{name} is in the tree of files and nowhere else"
+
+
+def test_every_recipe_is_listed() -> None:
+    listed = re.findall(r"^\| `(\S+\.yaml)` \|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+def test_every_key_of_a_sweep_is_listed() -> None:
+    section = (ROOT / "recipes/README.md").read_text().partition("## Keys of a sweep")[2]
+    named = {name for line in section.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert named == {*KEYS}
+
+
+def measurements(record: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(method, draft) -> what a record says of it."""
+    results = json.loads((RECORDS / f"{record}.json").read_text())
+    kinds = {head["name"]: METHODS[head["kind"]] for head in results["heads"]}
+    return {(kinds[found["head"]], found["tree"]): found for found in results["measurements"]}
+
+
+def interval(figure: dict[str, Any], unit: str = "") -> str:
+    """A tau or a speedup with its interval."""
+    value = figure["mean"] if "mean" in figure else figure["measured"]
+    return f"{value:.2f}{unit} [{figure['ci95'][0]:.2f}, {figure['ci95'][1]:.2f}]"
+
+
+def test_the_first_page_s_table_is_each_method_s_fastest_draft() -> None:
+    lines = []
+    for method in METHODS.values():
+        cells = []
+        for record in ("grown-greedy", "grown-sampled"):
+            drafts = [found for (name, _), found in measurements(record).items() if name == method]
+            best = max(drafts, key=lambda found: found["speedup"]["measured"])
+            cells += [best["tree"], f"{best['tau']['mean']:.2f}", interval(best["speedup"], "x")]
+        lines.append(f"| {method}{', untrained' * (method == 'prompt lookup')} | {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    assert table in FIRST.read_text(), f"the records say:\n{table}"
+
+
+@pytest.mark.parametrize("records", [("compare-greedy", "compare-sampled"), ("grown-greedy", "grown-sampled")])
+def test_the_tables_of_results_are_the_records(records: tuple[str, str]) -> None:
+    greedy, sampled = map(measurements, records)
+    lines = []
+    for (method, draft), found in greedy.items():
+        figures = [found, sampled[method, draft]]
+        cells = [cell for f in figures for cell in (interval(f["tau"]), interval(f["speedup"], "x"))]
+        lines.append(f"| {method} | {draft} | {' | '.join(cells)} |")
+    text = (RECORDS / "README.md").read_text()
+    absent = [line for line in lines if line not in text]
+    assert not absent, "the records say:\n" + "\n".join(absent)
+
+
+def test_every_record_is_listed_with_its_commit() -> None:
+    text = (RECORDS / "README.md").read_text()
+    first = FIRST.read_text()
+    for path in RECORDS.glob("*.json"):
+        assert f"`{path.name}`" in text
+        commit = json.loads(path.read_text()).get("versions", {}).get("draftsmith", "")[:7]
+        assert commit in text
+        if path.name.startswith("grown-"):
+            assert f"commit {commit}" in first and path.name in first

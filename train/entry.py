@@ -1,118 +1,50 @@
-"""What the entries train/*.py share: arguments, exit status, and the measurement at the end."""
+"""What the entries train/*.py share: arguments and the end of the process."""
 
+import os
 import sys
 from collections.abc import Sequence
 
-from eval.bench import run_bench
-from eval.command import asks_usage, exit_status
-from eval.report import write_report
-from eval.results import read_results, weights_hash
-from eval.settings import BenchSettings
-from heads.checkpoint import adapt_target, load_head
-from heads.errors import UserError
-from train.interrupts import Interrupted, Interrupts
-from train.launch import leave, on_main, tell_first
-from train.loop import Outcome, fit
-from train.preparing import load_recipe_target
-from train.recipe import Eval, Recipe, load_recipe
-from train.run_folder import RunFolder
+from eval.command import asks_usage, exit_status, tell
+from train.usage import recipe_keys
 
-USAGE = "usage: accelerate launch train/{name}.py RECIPE.yaml [key.sub=value ...]"
+LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
+USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...]"
 KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
 """Entry -> the kind of head that it trains."""
 
 
 def run_entry(name: str) -> None:
     """Train by the recipe on the command line, measure the head, end the process: 0, 2 user, 130 interrupt, 1 ours."""
-    leave(attempt(name, sys.argv[1:]))
+    end(attempt(name, sys.argv[1:]))
 
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
     """The exit status of one run."""
 
     def run() -> int:
-        if asks_usage(USAGE.format(name=name), arguments):
+        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: recipe_keys(KINDS[name])):
             return 0
-        recipe = load_recipe(arguments[0], arguments[1:])
-        kind = recipe.head["kind"]
-        if kind != KINDS[name]:
-            entry = next((entry for entry, trained in KINDS.items() if trained == kind), None)
-            raise UserError(
-                f"{arguments[0]}: head.kind: train/{name}.py trains {KINDS[name]}, the recipe says {kind}; "
-                + (
-                    f"use train/{entry}.py"
-                    if entry
-                    else "give that kind an entry and a line in KINDS of train/entry.py"
-                )
-            )
-        try:
-            outcome = fit(recipe)
-            with Interrupts():
-                return finish(outcome)
-        except Interrupted as interrupted:
-            tell_first(f"interrupted{interrupted}; the same command goes on from there")
-            return 130
+        from train.run import train_head
 
-    return exit_status(run, tell_first)
+        return train_head(arguments, name, KINDS)
+
+    return exit_status(run, say_why)
 
 
-def finish(outcome: Outcome) -> int:
-    """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
-    recipe = outcome.recipe
+def say_why(text: str) -> None:
+    """Say why the process ends; of several processes the first to end does."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        tell(text)
+        return
+    from train.launch import tell_first
 
-    def act() -> int:
-        folder, loaded = outcome.folder, outcome.loaded
-        if is_measured(folder, recipe):
-            if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
-                write_report(read_results(folder.results), folder.path)
-            outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
-            return 0
-        if recipe.target.adapter is not None:  # the best head's, and not the last step's
-            loaded = load_recipe_target(outcome.accelerator, recipe)
-            adapt_target(folder.head, loaded.target)
-        head = load_head(folder.head, dtype=loaded.target.dtype, device=loaded.target.device)
-        results = run_bench(
-            loaded.target,
-            head,
-            loaded.tokenizer,
-            report_settings(recipe.eval),
-            head_path=str(folder.head),
-            out=folder.path,
-        )
-        folder.write_recipe(recipe)
-        return 1 if results["exact"]["divergences"] else 0
-
-    code = on_main(outcome.accelerator, act)
-    outcome.folder.unlock()
-    return code
+    tell_first(text)
 
 
-def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
-    """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
-    if not folder.results.is_file():
-        return False
-    measured = read_results(folder.results)["head"]["sha256"]
-    was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
+def end(status: int) -> None:
+    """End the process, by `train.launch.leave` where it got as far as needing that."""
+    if "accelerate" in sys.modules:
+        from train.launch import leave
 
-
-def report_settings(settings: Eval) -> BenchSettings:
-    """The bench of `eval` and `eval.report`."""
-    report = settings.report
-    return BenchSettings(
-        prompts=settings.prompts,
-        num_prompts=report.num_prompts or settings.num_prompts,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        skip_long=settings.skip_long,
-        trees=tuple(report.trees or [settings.tree]),
-        rule=settings.rule,
-        temperatures=tuple(report.temperatures or [settings.temperature]),
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
-        batch_size=report.batch_size,
-        repeats=report.repeats,
-        # Where prompts are drawn by seed, not the ones by which the best head was chosen.
-        seed=settings.seed + 1,
-    )
+        leave(status)
+    sys.exit(status)

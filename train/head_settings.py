@@ -47,7 +47,13 @@ def head_errors(source: Source) -> list[str]:
 def resolved_settings(kind: str, config: Any) -> dict[str, Any]:
     """A recipe's `head` with every setting that it may give a head of `kind`, as a head of this `config` has them."""
     own = {name: getattr(config, name) for name in recipe_settings(kind)}
-    return {"kind": kind, **{name: asdict(value) if is_dataclass(value) else value for name, value in own.items()}}
+    return {
+        "kind": kind,
+        **{
+            name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+            for name, value in own.items()
+        },
+    }
 
 
 def _parts(hint: Any) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without a word of it
 
 from heads.errors import UserError
 from heads.processor import fastest_dtype
@@ -49,6 +50,8 @@ def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerato
         "step_scheduler_with_optimizer": False,
     }
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
+    if not on_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
     if on_gpu:
         accelerator = Accelerator(kwargs_handlers=[group], **arguments)
     elif wanted == "deepspeed":
@@ -129,7 +132,6 @@ def _check_environment(settings: Train, wanted: str) -> None:
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it looks for a GPU and complains
     import deepspeed
 
     # It would be built in C++ at the first collective, which fails without ninja.
@@ -202,7 +204,7 @@ def _is_first_to_end() -> bool:
     """By a count in the store that the launcher, or the first process, keeps for the others; alone where it is gone."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
-        store = torch.distributed.TCPStore(
+        store = TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=STORE_TIMEOUT
         )
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)

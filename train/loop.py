@@ -165,7 +165,7 @@ class Training:
             except Interrupted:
                 self._checkpoint()
                 raise Interrupted(f" at step {self.state.step}") from None
-        self.tracker.finish()
+        self.tracker.stop()
         state = self.state
         best = f"best head: tau {state.best_tau:.3f} at step {state.best_step}, in {self.folder.head}"
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import load_pair
+from eval.opening import load_pair
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.registry import build_head

@@ -46,71 +46,88 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Adapter(Settings):
-    """Medusa-2 (arXiv 2401.10774, section 2.2.2): a LoRA adapter of the target, trained with the heads and for them.
+    """A LoRA adapter of the target, trained together with Medusa's heads (Medusa-2, arXiv 2401.10774, section 2.2.2).
 
-    `train.lr` is the adapter's rate. The loss is KL(target as it was || adapted target) on every label, plus
-    `heads_weight` times the heads' own.
+    `train.lr` is the adapter's learning rate. The loss is KL(original target || adapted target) on every label, plus
+    `heads_weight` times the heads' own. The published text is then the adapted target's.
     """
 
     first_step: Step
-    """Until then the heads are trained alone; with it the adapter begins, with a warm-up of its own."""
+    """First step that trains the adapter too, with a warm-up of its own. The steps before it train the heads alone."""
     rank: Count = 32
+    """Rank of the low-rank matrices."""
     alpha: Positive = 16.0
+    """Scale of the update, which is alpha / rank times the product of the two matrices."""
     dropout: Fraction = 0.05
+    """Dropout on the adapter's input."""
     modules: Annotated[list[Name], Field(min_length=1)] | None = None
-    """Names of the layers adapted, by their last part; every linear layer but the output head if null."""
+    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
+    output head."""
     heads_weight: Positive = 0.2
+    """Weight of the heads' loss beside the target's."""
     head_lr_multiple: Positive = 4.0
-    """The heads' rate, in parts of `train.lr`."""
+    """The heads' learning rate, as a multiple of `train.lr`."""
 
 
 class Target(Settings):
+    """The language model that the head drafts for. It stays frozen."""
+
     path: Name
-    """A folder or a hub id of any Hugging Face causal language model."""
+    """A folder or a Hub id, such as `Qwen/Qwen3-8B`; `OWNER/NAME@REVISION` names one revision."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto` keeps what the target was saved in, except float32 on a CPU, where bfloat16 is slow."""
+    """Number type of the target's weights. `auto`: as it was saved, but float32 on a CPU."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the target."""
     quantize: Literal["int8"] | None = None
-    """int8: the matrices of the decoder layers, through torchao; a quarter of float32's memory."""
+    """`int8` stores the matrices of the decoder layers in a quarter of float32's memory; needs torchao."""
     adapter: Adapter | None = None
+    """Medusa-2: an adapter of the target, trained with the heads."""
 
 
 class PythonSource(Settings):
-    """Modules of Python's standard library; some are held out by a hash of their path."""
+    """Modules of Python's standard library. No download is needed; some modules are held out for evaluation."""
 
     kind: Literal["python"]
+    """The form of the source."""
     limit: Count | None = None
-    """At most so many modules; all of them if null."""
+    """Most modules to read. Null: all."""
     weight: Weight = None
-    """Its share of the training rows and prompts, relative to the other sources. If no source gives one, rows are
-    shared in proportion to size, prompts evenly."""
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
+    then rows are shared in proportion to size, and prompts evenly."""
 
 
 class RecordSource(Settings):
-    """Records of JSON lines, Parquet, or a hub data set."""
+    """Records of a .jsonl, .json, .parquet or .txt file (.gz too where it is JSON), or of a data set on the Hub."""
 
     path: Name
+    """A file, or the Hub id of a data set."""
     split: str = "train"
-    """Of a hub data set; a file has none."""
+    """Split of a Hub data set. A file has none."""
     limit: Count | None = None
+    """Most records to read. Null: all."""
     weight: Weight = None
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
+    then rows are shared in proportion to size, and prompts evenly."""
 
 
 class TextSource(RecordSource):
-    """Plain text: records with `text`, or a .txt file."""
+    """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
 
     kind: Literal["text"]
+    """The form of the source."""
 
 
 class ChatSource(RecordSource):
-    """Conversations: `messages`, `conversations` or `instruction` records; the labels are the assistant's answers."""
+    """Conversations: records with `messages`, `conversations`, or `instruction` and `response`. The labels are the
+    tokens of the assistant's answers."""
 
     kind: Literal["chat"]
+    """The form of the source."""
     chat_template: str | None = None
-    """A file with a Jinja chat template, used in place of the tokenizer's own."""
+    """File with a Jinja chat template, used in place of the tokenizer's own."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """The share of records that may be left out because they cannot be used: no answer, an unknown role, refused by the
-    chat template, ..."""
+    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
+    chat template. Above it, training does not begin."""
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
@@ -120,125 +137,177 @@ class Answers(Settings):
     """Prompts from the sources, and how the runtime has them answered."""
 
     prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """How many there are."""
+    """Number of prompts to take from the sources. The sources must hold as many."""
     prompt_tokens: Count = 512
-    """Prompts from text are this long at most; longer conversations are left out."""
+    """Most tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left out."""
     new_tokens: Count = 256
+    """Most tokens of an answer."""
     batch_size: Count = 8
+    """Prompts answered together."""
     seed: Seed = 0
+    """Seed of the sampling."""
     train_on_prompts: bool = False
-    """Whether prompt tokens are labels too."""
+    """Take the tokens of the prompts as labels too."""
 
 
 class Regenerate(Answers):
-    """Train on the target's own answers to prompts from the sources, which is what a draft head must foresee."""
+    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text."""
 
     temperature: Temperature = 0.0
+    """Sampling temperature of the answers; 0 is greedy."""
     share: Share = 1.0
-    """The share of training rows that are answers; the rest are the sources as they are."""
+    """Share of the training rows that are answers. The rest are the sources as they are."""
 
 
 class OnPolicy(Answers):
-    """Train on what the draft itself writes, as it stands (arXiv 2310.08461, section 4); head.kind draft only."""
+    """Train a draft model on text that it writes itself (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
 
     every: Count
-    """Steps between two renewals; the first samples are written after so many."""
+    """Steps between two renewals of the samples. The first are written after this many steps."""
     samples: Count
-    """How many of the prompts, in turn, are answered at each renewal."""
+    """Prompts answered at each renewal, taken in turn."""
     temperature: Temperature = 1.0
+    """Sampling temperature of the draft's text; 0 is greedy."""
     share: Share = 0.5
-    """The share of training rows that are samples; the rest are the other data."""
+    """Share of the training rows that are samples. The rest are the other data."""
 
 
 class Data(Settings):
+    """Training data."""
+
     sources: Annotated[list[AnySource], Field(min_length=1)]
+    """Where the text comes from: one or more sources of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens in one packed row."""
+    """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
     regenerate: Regenerate | None = None
+    """Answers of the target to train on. Null: the sources as they are."""
     on_policy: OnPolicy | None = None
+    """Samples of the draft to train on. Null: none."""
 
 
 class Train(Settings):
+    """The training loop."""
+
     max_steps: Count
+    """Optimizer steps of the whole run."""
     seed: Seed = 0
+    """Seed of the initial weights and of the order of the data."""
     batch_size: Several = 8
     """Rows of one forward pass on one device."""
     grad_accum: Several = 1
     """Forward passes of one optimizer step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps lm_head and the norms. Not
-    under DeepSpeed or FSDP, which cut matrices up."""
+    """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps the output head and the
+    norms. Not under DeepSpeed or FSDP, which split matrices between processes."""
     lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
+    """Highest learning rate."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
+    """AdamW's two decay rates."""
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Weight decay of matrices. Norms and biases have none."""
     schedule: Literal["cosine", "wsd"] = "cosine"
+    """Learning rate after the warm-up: `cosine` falls along a cosine, `wsd` stays, then falls at the end."""
     warmup_steps: Step = 0
+    """Steps in which the learning rate rises to `lr`."""
     decay_fraction: Share = 0.2
-    """wsd only: the part of the run in which the rate falls."""
+    """`wsd` only: last part of the run, in which the learning rate falls."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The rate at the end of the run, in parts of `lr`."""
+    """Learning rate at the end of the run, as a fraction of `lr`."""
     max_grad_norm: Positive = 1.0
+    """Gradients of a larger norm are scaled down to it."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """The dtype of products in training. bf16 is autocast over float32 weights; auto is bf16 where that is faster on
-    this machine, else fp32. A resumed run keeps what it began with."""
+    """Number type of the products. `bf16` is autocast over float32 weights; `auto` is bf16 where this machine computes
+    it faster, else fp32. A resumed run keeps what it began with."""
     checkpoint_every: Count = 500
+    """Steps between checkpoints, from which an interrupted run resumes."""
     keep_checkpoints: Count = 2
+    """Newest checkpoints that are kept."""
     eval_every: Count | None = None
-    """Steps between measurements of tau; only at the end if null."""
+    """Steps between measurements of tau; the head with the best tau is kept. Null: only at the end."""
     log_every: Count = 10
+    """Steps between log lines."""
 
 
 class Report(Settings):
-    """The measurement that ends the run, where it is to differ from the ones along the way."""
+    """The measurement that ends the run: settings in which it differs from the measurements along the way."""
 
     num_prompts: Count | None = None
+    """Prompts to measure on. Null: `eval.num_prompts`."""
     max_new_tokens: Count | None = None
+    """Most tokens of an answer. Null: `eval.max_new_tokens`."""
     batch_size: Count = 1
+    """Prompts decoded together."""
     trees: Annotated[list[str], Field(min_length=1)] | None = None
-    """Drafts to measure; `auto` looks for the fastest."""
+    """Chains and trees to measure; `auto` looks for the fastest. Null: `eval.tree`."""
     temperatures: Annotated[list[Temperature], Field(min_length=1)] | None = None
+    """Sampling temperatures to measure at. Null: `eval.temperature`."""
     repeats: Count = 2
+    """Times that each setting decodes each prompt."""
 
 
 class Eval(Settings):
+    """Measurements of tau during training, which choose the head that is kept."""
+
     prompts: Name
-    """A suite's name or a file of held-out prompts."""
+    """Held-out prompts: a file, or one of the suites `python-heldout`, `spec_bench`, `mt_bench`, `humaneval`, `mbpp`
+    and `gsm8k`."""
     num_prompts: Count = 32
+    """Prompts to measure on, evenly spread over the suite."""
     max_prompt_tokens: Count = 256
-    """The most tokens of a prompt; a longer one in a file is an error, and held-out modules are cut to fit."""
+    """Most tokens of a prompt. A longer one in a file is an error; modules of `python-heldout` are cut to fit."""
     skip_long: bool = False
     """Leave longer prompts out instead."""
     max_new_tokens: Count = 128
+    """Most tokens of an answer."""
     batch_size: Count = 8
+    """Prompts decoded together."""
     tree: str = "chain:5"
+    """Draft tokens of a round: `chain:K`; `static:3.2.1` and `tree:DEPTHxTOPKxNODES` for trees; `head` for the head's
+    own tree."""
     rule: Literal["match", "ratio", "ratio-wr", "block"] = "match"
-    """By which sampled drafts are accepted (eval/runtime/rules.py); at temperature 0 all are one."""
+    """Acceptance rule of sampled drafts (see eval/README.md). At temperature 0 all rules are one."""
     temperature: Temperature = 0.0
+    """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, Field(ge=0, lt=MOST)] = 0
+    """Sample from this many most likely tokens; 0 keeps all."""
     top_p: Share = 1.0
+    """Sample from the most likely tokens that together have this probability; 1 keeps all."""
     min_p: Fraction = 0.0
+    """Leave out tokens less likely than this fraction of the most likely one; 0 keeps all."""
     seed: Seed = 0
-    """Chooses held-out prompts, and the noise of sampling."""
+    """Seed of the choice of held-out prompts, and of the sampling."""
     report: Report = Report()
+    """The measurement that ends the run."""
 
 
 class Tracking(Settings):
+    """Experiment tracking. `metrics.jsonl` in the run's folder is always written."""
+
     wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: `offline` writes files to be sent later with `wandb sync`."""
     project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
-    """The wandb project that the run belongs to."""
+    """Project of the wandb run."""
     name: Name | None = None
-    """The run's name there; the last part of `output_dir` if null."""
+    """Name of the wandb run. Null: the name of the run's folder."""
 
 
 class Recipe(Settings):
+    """A training recipe."""
+
     output_dir: Name
+    """Folder of the run: checkpoints, head, results, report. The same command in the same folder resumes the run."""
     target: Target
+    """The language model that the head drafts for."""
     head: dict[str, Any]
-    """`kind`, and the settings of that kind's own Config."""
+    """The draft head: `kind`, and the settings of that kind."""
     data: Data
+    """Training data."""
     train: Train
+    """The training loop."""
     eval: Eval
+    """Measurements of tau."""
     tracking: Tracking = Tracking()
+    """Experiment tracking."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

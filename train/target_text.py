@@ -30,14 +30,19 @@ CHAT_TEMPLATE = (
 
 
 class TokenizerSettings(Settings):
+    """The byte-level BPE, learnt from the training text."""
+
     vocab_size: Annotated[int, Field(ge=1)]
+    """Tokens."""
     train_modules: Annotated[int, Field(ge=1)]
-    """Modules (and as many conversations) the merges are learnt from."""
+    """Python modules, and as many conversations, from which the merges are learnt."""
 
 
 class DataSettings(Settings):
+    """Text beside this machine's Python source."""
+
     chats: list[str] = Field(default_factory=list)
-    """Files of conversations, a JSON record a line, in any form that `eval.messages` reads."""
+    """Files of conversations, a JSON record a line, in any form that a `chat` source reads."""
 
 
 def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) -> None:

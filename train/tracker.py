@@ -11,6 +11,9 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from eval.files import write_text
+from eval.results import Results
+from eval.sweep_file import figures_of
+from eval.wording import is_disturbed
 from heads.errors import UserError, first_line
 from train.recipe import Recipe, plain_settings
 from train.run_folder import RunFolder
@@ -93,14 +96,25 @@ class Tracker:
         measured = f"measured tau {metrics['tau']:.3f}{by_training}"
         self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
 
-    def finish(self, *, code: int = 0) -> None:
-        """Close everything; may be called twice."""
+    def log_outcome(self, results: Results) -> None:
+        """Record the measurement of the finished head in wandb, in a run opened anew if training ended in an earlier
+        process."""
+        if self.main and self.recipe.tracking.wandb != "off":
+            self._wandb = self._wandb or start_wandb(self.recipe, self.folder)
+            log_outcome(self._wandb, results, self.folder.path, head=self.folder.head)
+
+    def stop(self) -> None:
+        """End the record of the training; wandb stays open for its outcome. May be called twice."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def finish(self, *, code: int = 0) -> None:
+        """Close everything; may be called twice."""
+        self.stop()
         if self._wandb is not None:
             self._wandb.finish(exit_code=code)
             self._wandb = None
@@ -163,6 +177,35 @@ def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
         ) from None
     write_text(id_file, run.id + os.linesep)
     return run
+
+
+def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
+    """Give a wandb run what a report in `folder` says: the figures, which a sweep can optimise, a table of every
+    setting, the charts, and the head as an artifact if there is one to keep."""
+    import wandb
+
+    figures = {name: value for name, value in figures_of(results).items() if value is not None}
+    names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
+    rows = [
+        [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
+        for m in results["measurements"]
+    ]
+    charts = {f"plots/{file.stem}": wandb.Image(str(file)) for file in sorted((folder / "plots").glob("*.png"))}
+    run.log({**figures, "measurements": wandb.Table(["draft", "temperature", *names, "reliable"], rows), **charts})
+    exact = results["exact"]
+    run.summary.update(
+        {
+            "prompts": exact["prompts"],
+            "divergences": len(exact["divergences"]),
+            "reliable": not is_disturbed(results),
+        }
+    )
+    if head is not None:
+        about = {"kind": results["head"]["kind"], "draft": results["tree"], **figures}
+        artifact = wandb.Artifact(f"head-{run.id}", type="model", metadata=about)
+        for file in sorted(path for path in head.rglob("*") if path.is_file()):  # add_dir would say so on the terminal
+            artifact.add_file(str(file), name=str(file.relative_to(head)))
+        run.log_artifact(artifact)
 
 
 def quiet_settings() -> Any:

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels.pick import best_columns, best_columns_twin, serves
+from eval.shapes import ModelShape
 from heads.base import Observation, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.kernels.drafting import TritonMemory

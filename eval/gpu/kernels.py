@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from eval.gpu.trees import works
-from eval.grown import ModelShape
 from eval.roofline import Part
 from eval.runtime.kernels import accept, choose
 from eval.runtime.state import RoundState, Settlement
+from eval.shapes import ModelShape
 from heads.kernels import attention, compaction, layers
 from heads.kernels.products import COLD, MAKERS
 from heads.kernels.timing import device_seconds

@@ -19,10 +19,10 @@ from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
-from eval.grown import SHAPES
 from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
+from eval.shapes import SHAPES
 from heads.tree import parse_shape
 
 Found = dict[str, Any]
@@ -36,6 +36,7 @@ LENGTH, CONTEXT = 2048, 1024
 VERIFIED = (8, 16, 32, 64)
 """Nodes of the steps that are compared with a step of one."""
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
+"""Rows, each behind a text of the first of the contexts; and contexts, each of one row."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Bench:
 
     device: torch.device
     shape: str
-    """Of `eval.grown.SHAPES`."""
+    """Of `eval.shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""
@@ -255,7 +256,7 @@ def scaling(bench: Bench, found: Found) -> None:
     """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
     speedup."""
     found |= {"batch": {}, "context": {}}
-    cases = [("batch", b, 512) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
+    cases = [("batch", b, CONTEXTS[0]) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
     for kind, batch_size, length in cases:
         if bench.leaves_out(f"{kind} {batch_size if kind == 'batch' else length}", found):
             continue

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.runtime.distribution import RowSampling
 from eval.runtime.kernels.pick import Noise, best_columns
-from eval.runtime.sampling import RowSampling, Sampling
-from heads.tree import Proposal, TreeShape, grow, parse_shape
+from eval.runtime.sampling import Sampling
+from heads.growth import grow
+from heads.tree import Proposal, TreeShape, parse_shape
 
 CUDA = torch.device("cuda")
 COLUMNS = 32000

@@ -43,9 +43,9 @@ def load() -> ctypes.CDLL | None:
 def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
     """Accept the deepest path of chosen tokens; on a CPU with a compiler, in one call.
 
-    choice (B, N): the token the target chose after each node; above (B, N, N): `heads.tree.ancestors` of the proposal;
-    depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one level above it)
-    never counts.
+    choice (B, N): the token the target chose after each node; above (B, N, N): `heads.growth.ancestors` of the
+    proposal; depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one level
+    above it) never counts.
     """
     library, (B, N) = load() if choice.device.type == "cpu" else None, choice.shape
     if library is None or library.most_nodes() < N:

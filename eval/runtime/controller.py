@@ -20,7 +20,7 @@ token. Under the rules that compare two laws it keeps the law too, by induction 
 of any shape, continued by the law, is a draw of the law, and the noise of a round is keyed by its root's position,
 which no earlier round of the request had. But that holds only as long as no two requests share a seed, because the
 choice carries over what one request's noise did to rounds of the next; and the text would hang on the clock, so that
-none could be repeated. Those rules are therefore refused: `check_adaptive`.
+none could be repeated. Those rules are therefore refused: `eval.runtime.rules.check_adaptive`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heads.errors import UserError
 from heads.tree import TreeShape, is_chain
 
 TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
@@ -52,15 +51,6 @@ WINDOW = 16
 """Rounds that the running cost remembers."""
 OUTLIER = 1.5
 """A round that took more than so many times the usual is taken for one that took so many times the usual."""
-
-
-def check_adaptive(rule: str) -> None:
-    """UserError where drafts may not change from round to round."""
-    if rule != "match":
-        raise UserError(
-            f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "
-            "repeated; use rule match, or fixed drafts"
-        )
 
 
 def ladder(shape: TreeShape) -> list[str]:

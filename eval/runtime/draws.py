@@ -1,4 +1,4 @@
-"""Noise and choices on a CPU in C: what `eval.runtime.sampling` does with tensor operations, one pass over each row.
+"""Noise and choices on a CPU in C: `eval.runtime.distribution` in one pass over each row.
 
 In float64 operations noise for thousands of ids is a good part of a small target's round. All here return None where C
 does not serve, and then the tensor operations do; the two give the same to the bit, but for one value of the noise in
@@ -41,7 +41,7 @@ def library_for(like: Tensor) -> ctypes.CDLL | None:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None:
-    """As `eval.runtime.sampling.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
+    """As `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
     library = library_for(seeds)
     if library is None:
         return None

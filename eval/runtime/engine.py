@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.runtime.backlog import BACKLOG, room_of
-from eval.runtime.controller import check_adaptive
+from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.hf import open_step
+from eval.runtime.judges import make_rule
 from eval.runtime.ladder import Ladder
 from eval.runtime.memory import check_memory, need_of
 from eval.runtime.prefill import read_prompts
@@ -28,8 +29,7 @@ from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.request import check_request
 from eval.runtime.round import Decoder
-from eval.runtime.rules import check_rule, make_rule
-from eval.runtime.sampling import RowSampling
+from eval.runtime.rules import check_adaptive, check_rule
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.seat import Seat
 from eval.runtime.state import RoundState, Settlement
@@ -42,8 +42,9 @@ from heads.target import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
-OnTokens = Callable[[int, list[int]], None]
-"""Called with a request's index and the tokens newly decided for it; they are never taken back."""
+OnTokens = Callable[[int, list[int]], bool | None]
+"""Called with a request's index and the tokens newly decided for it; they are never taken back. True ends the request
+with them."""
 
 
 @dataclass
@@ -317,10 +318,10 @@ class Engine:
             if seat is None or seats[row] is not seat:  # another has taken the row since
                 continue
             fresh = seat.learn(report, under_way, M)
+            if on_tokens is not None and fresh and on_tokens(seat.index, fresh):
+                seat.stopped = True
             if seat.stopped:
                 state.done[row] = True
-            if on_tokens is not None and fresh:
-                on_tokens(seat.index, fresh)
             if report.done or seat.stopped:
                 ended[row] = seat.index, self._output(row, seat)
                 # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance
+from eval.runtime.distribution import RowSampling
 from eval.runtime.kernel_step import KernelStep, kernels_fit
 from eval.runtime.notices import say_once
-from eval.runtime.sampling import RowSampling
 from heads.cache import RowCache, round_up
 from heads.encoder_decoder import cache_layers
 from heads.errors import UserError
+from heads.growth import ancestors
 from heads.native.architectures import native_decoder, why_not_native
 from heads.native.decoder import NativeDecoder
 from heads.native.slots import SlotCache
 from heads.native.stack import PackedCache
 from heads.target import Features, FrozenTarget
-from heads.tree import Proposal, ancestors
+from heads.tree import Proposal
 
 CHUNK = 256
 """Prompt tokens of one prefill step, at most."""
@@ -96,7 +97,7 @@ class TargetStep:
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
         """One pass over a tree: node j of row b stands in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.tree.ancestors`, None for a chain and wherever kernels run; length (B,): tokens in the
+        above (B, N, N): `heads.growth.ancestors`, None for a chain and wherever kernels run; length (B,): tokens in the
         cache; extent: slots shown, at least length + N of every row; depth: the most levels that the trees have.
         """
         if self.kernels is not None:

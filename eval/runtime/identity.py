@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eval.runtime.distribution import gumbel
 from eval.runtime.engine import Engine
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
-from eval.runtime.sampling import gumbel
 from heads.target import FrozenTarget
 
 NEAR = 2.0

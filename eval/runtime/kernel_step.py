@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eval.runtime.distribution import RowSampling
 from eval.runtime.kernels import choose
 from eval.runtime.notices import say_once
-from eval.runtime.sampling import RowSampling
 from heads.families import OutputHead
 from heads.kernels.attention import ancestor_words
 from heads.kernels.backend import runs_kernels, why_not

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from eval.runtime.backlog import Backlog
 from eval.runtime.controller import Controller, Span, ladder
+from eval.runtime.judges import make_rule
 from eval.runtime.round import Decoder
-from eval.runtime.rules import make_rule
 from eval.runtime.state import Settlement
 from heads.base import Drafter, Observation, Pick
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape

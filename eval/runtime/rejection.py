@@ -34,7 +34,7 @@ from heads.tree import Proposal, TreeShape, is_chain
 
 @dataclass(frozen=True)
 class Family:
-    """Who descends from whom, as the shape alone decides it. Nodes stand in the order of `heads.tree.grow`, and so
+    """Who descends from whom, as the shape alone decides it. Nodes stand in the order of `heads.growth.grow`, and so
     siblings in the order in which they were drawn."""
 
     parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` asks for draws

@@ -17,14 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance
+from eval.runtime.distribution import RowSampling
 from eval.runtime.hf import TargetStep
+from eval.runtime.judges import Rule
 from eval.runtime.kernels.accept import take_path
-from eval.runtime.rules import Rule
-from eval.runtime.sampling import RowSampling
 from eval.runtime.state import RoundState, Settlement
 from heads.base import Drafter, Observation
+from heads.growth import ancestors
 from heads.target import Features
-from heads.tree import Proposal, TreeShape, ancestors, is_chain
+from heads.tree import Proposal, TreeShape, is_chain
 
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""

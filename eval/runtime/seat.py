@@ -24,7 +24,7 @@ class Seat:
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
-    """Whether a stop string ended it."""
+    """Whether a stop string ended it, or whoever follows its tokens."""
 
     def __post_init__(self) -> None:
         self.most_tokens = len(self.request.prompt)

@@ -20,8 +20,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from heads.growth import ancestors
 from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
-from heads.tree import ancestors
 
 SPLIT = 256
 """Slots of one split. A number of the function: another one rounds differently."""

@@ -72,7 +72,7 @@ class TritonMemory:
         self.input_norm, self.leave_norm, self.read_norm = (
             None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
         )
-        self.state_first = module.state_first
+        self.state_first, self.zero_first = module.state_first, module.zero_first
         half = turns[0].shape[3] // 2
         self.cos, self.sin = (turn[0, 0, :, :half].contiguous() for turn in turns)  # (S, d / 2)
         self.split = draft_split(len(self.cos))
@@ -115,7 +115,7 @@ class TritonMemory:
         embedded = self.embed(tokens) if self.table is None else self.table
         entry = enter(
             tokens, embedded, states, rows, places, self.token_norm, self.state_norm,
-            behind=self.behind, state_first=self.state_first,
+            behind=self.behind, state_first=self.state_first, zero_first=self.zero_first,
         )  # fmt: skip
         x, stream = entry.x, entry.stream
         if self.project is not None and self.input_norm is not None:

@@ -95,13 +95,16 @@ def enter(
     *,
     behind: int,
     state_first: bool = False,
+    zero_first: bool = False,
 ) -> Entry:
     """tokens (B, W) int64; embedded: a table (V, D), or each token's own row (B, W, D); states (B, A, D); rows (B, W)
-    int64: which of its row's states each token stands beside, its own if None; behind: P."""
+    int64: which of its row's states each token stands beside, its own if None; behind: P; zero_first: read the token at
+    position 0 as zeros."""
     if not runs_kernels(states):
         return enter_twin(
-            tokens, embedded, states, rows, places, token_norm, state_norm, behind=behind, state_first=state_first
-        )
+            tokens, embedded, states, rows, places, token_norm, state_norm,
+            behind=behind, state_first=state_first, zero_first=zero_first,
+        )  # fmt: skip
     (B, W), (A, D) = tokens.shape, states.shape[1:]
     x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
     at, given, options = _rows(places, behind)
@@ -110,7 +113,7 @@ def enter(
         tokens, embedded, states.contiguous(), parents, token_norm.weight, state_norm.weight, x, stream,
         token_norm.eps, state_norm.eps, A, tokens.stride(0), tokens.stride(1), parents.stride(0), parents.stride(1),
         *given, **options, D=D, PAD=next_power_of_2(D), TABLE=embedded.dim() == 2, PARENTS=rows is not None,
-        STATE_FIRST=state_first, num_warps=8 if D > 2048 else 4,
+        STATE_FIRST=state_first, ZERO_FIRST=zero_first, num_warps=8 if D > 2048 else 4,
     )  # fmt: skip
     return Entry(x, stream, at)
 
@@ -126,9 +129,12 @@ def enter_twin(
     *,
     behind: int,
     state_first: bool = False,
+    zero_first: bool = False,
 ) -> Entry:
     """The same in torch operations."""
     table = embedded[tokens] if embedded.dim() == 2 else embedded
+    if zero_first:
+        table = table.masked_fill((places.positions == 0)[..., None], 0.0)
     above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
     halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
     x = torch.cat(halves[::-1] if state_first else halves, dim=1)
@@ -153,12 +159,13 @@ def _place(  # type: ignore[no-untyped-def]
     r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
     DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
 ):  # fmt: skip
-    """Of one token."""
+    """Of one token; -> its position."""
     b, w = r // W, r % W
     first = tl.load(FIRST + b)
     if DRAFTED:
         path, j = PATHS + b * path_b + w * path_w, tl.arange(0, LEVELS)
-        tl.store(POSITIONS + r, first - 1 + level)
+        position = first - 1 + level
+        tl.store(POSITIONS + r, position)
         tl.store(SLOTS + r, b * S + first + tl.load(path + level - 1))
         for k in tl.static_range(WORDS):
             above = tl.load(path + j, mask=j < level, other=0)
@@ -169,6 +176,7 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(POSITIONS + r, position)
         true = position if ALL else tl.where(w < tl.load(COUNT + b), position, S - 1)
         tl.store(SLOTS + r, b * S + true)
+    return position
 
 
 @partial(jit, plain=(*STEPS, "A", "token_b", "token_w", "row_b", "row_w"))
@@ -177,18 +185,22 @@ def _enter(  # type: ignore[no-untyped-def]
     token_eps, state_eps, A, token_b, token_w, row_b, row_w,
     FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
     DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
-    D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, STATE_FIRST: constexpr,
+    D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, STATE_FIRST: constexpr, ZERO_FIRST: constexpr,
 ):  # fmt: skip
     """Half a row of x, the token's or the state's; who does the token's says where it stands, too."""
     r, half, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PAD)
     b, w, inside = r // W, r % W, i < D
     if half == 0:
+        position = _place(
+            r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS,
+        )  # fmt: skip
         at = tl.load(TOKENS + b * token_b + w * token_w) if TABLE else r
         x = tl.load(EMBEDDED + at * D + i, mask=inside, other=0.0).to(X.dtype.element_ty).to(tl.float32)
+        if ZERO_FIRST:
+            x = tl.where(position == 0, 0.0, x)
         weight = tl.load(TOKEN_NORM + i, mask=inside, other=0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + token_eps)
         goal = X + r * 2 * D + (D if STATE_FIRST else 0)
-        _place(r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS)
     else:
         at = b * A + (tl.load(ROWS + b * row_b + w * row_w) if PARENTS else w)
         state = tl.load(STATES + at * D + i, mask=inside, other=0.0)

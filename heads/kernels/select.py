@@ -46,7 +46,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Beam:
-    """The W nodes that are expanded at one level; `heads.tree.Expand` says what rows and paths are."""
+    """The W nodes that are expanded at one level; `heads.growth.Expand` says what rows and paths are."""
 
     tokens: Tensor  # (B, W) int64
     scores: Tensor  # (B, W) float32

@@ -34,7 +34,7 @@ class Chain:
         self.reference = ctypes.byref(self.struct)
 
     def proposal(self) -> Proposal:
-        """What `heads.tree.grow` would have made of it, once it is drafted."""
+        """What `heads.growth.grow` would have made of it, once it is drafted."""
         return Proposal(self.tokens, *chain_nodes(len(self.tokens), self.depth), self.scores)
 
 

@@ -80,6 +80,7 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
         *(None if n is None else n.weight.data_ptr() for n in norms),
         *(0.0 if n is None else n.eps for n in norms),
         parts.state_first,
+        parts.zero_first,
     )
     return KernelModule(struct, stack, (norms, projection, reading))
 
@@ -175,7 +176,7 @@ class KernelMemory:
         depth: int,
         extent: int,
     ) -> Proposal:
-        """What `heads.tree.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
+        """What `heads.growth.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
         (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
         assert self.single and self.table is not None
         B, D = recycled.shape

@@ -59,7 +59,7 @@ class ModuleStruct(ctypes.Structure):
         *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
         *((name, _POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
         *((name, _FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
-        ("state_first", _INT),
+        *((name, _INT) for name in ("state_first", "zero_first")),
     )
 
 

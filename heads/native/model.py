@@ -44,7 +44,7 @@ class KernelModel:
     def draft_chain(
         self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int, cache: PackedCache
     ) -> Proposal:
-        """What `heads.tree.grow` makes of steps: a chain behind each root (B,), which stands at `length` (B,) behind
+        """What `heads.growth.grow` makes of steps: a chain behind each root (B,), which stands at `length` (B,) behind
         the token `previous` (B,), whose keys may not be in the cache."""
         library, B, D, S = self.stack.library, len(root), self.decoder.embedding.shape[1], cache.capacity
         chain, room = Chain(pick, root, length, depth, self.vocab_size), torch.empty(3, B, D)

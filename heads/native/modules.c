@@ -10,7 +10,7 @@ typedef struct {
     const float *token_norm, *state_norm;         /* (D) */
     const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
     float token_eps, state_eps, leave_eps, read_eps;
-    int64_t state_first;                          /* which half comes first */
+    int64_t state_first, zero_first;              /* which half comes first; is the token at position 0 read as zeros */
 } Module;
 
 int64_t module_room(const Module *m, int64_t B, int64_t N, int64_t D, int64_t E)
@@ -27,7 +27,11 @@ void recycle(const Module *m, const Pass *given, const int64_t *tokens, const fl
     float *halves = p.scratch;
     for (int64_t r = 0; r < R; r++) {
         const float *embedding = table + (tokens ? tokens[r] : r) * D;
-        normalise_rows(embedding, D, m->token_norm, m->token_eps, halves + r * 2 * D + first, D, 1, D);
+        float *half = halves + r * 2 * D + first;
+        if (m->zero_first && p.positions[r] == 0)
+            memset(half, 0, D * sizeof(float)); /* the norm of zeros */
+        else
+            normalise_rows(embedding, D, m->token_norm, m->token_eps, half, D, 1, D);
     }
     normalise_rows(states, D, m->state_norm, m->state_eps, halves + D - first, 2 * D, R, D);
     if (m->project.K)

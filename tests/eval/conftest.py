@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from eval.prompts import Prompt
 from eval.runtime.engine import Engine, Request
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.growth import grow
 from heads.registry import HEADS
 from heads.target import FrozenTarget, load_target, load_tokenizer
-from heads.tree import Proposal, TreeShape, grow
+from heads.tree import Proposal, TreeShape
 
 
 @dataclass(frozen=True)
@@ -114,3 +115,137 @@ def pair_head(tiny_target: FrozenTarget, tiny_prompts: list[Prompt]) -> Any:
     head = PairHead(PairConfig())
     head.learn([output.tokens for output in outputs])
     return head
+
+
+def figures(tree: str, depth: int, nodes: int, temperature: float, speed: float) -> dict[str, Any]:
+    """What results.json says of one setting."""
+    spread = {"p50": 2.0, "p95": 3.0, "p99": 4.0}
+    return {
+        "tree": tree,
+        "depth": depth,
+        "nodes": nodes,
+        "temperature": temperature,
+        "rule": "match",
+        "exact": {"prompts": 2, "identical": 2, "divergences": []},
+        "tau": {"mean": 1.5, "ci95": [1.2, 1.75]},
+        "alpha": [0.5, *[None] * (depth - 1)],
+        "accepted_histogram": [6, 5, *[0] * (depth - 1)],
+        "baseline": {"tokens_per_second": 400.0, "ms_per_token": 2.5, "token_ms": dict(spread)},
+        "speculative": {
+            "tokens_per_second": 400.0 * speed,
+            "ms_per_round": 3.0,
+            "token_ms": dict(spread),
+            "breakdown_ms": {"draft": 0.5, "verify": 2.0, "accept": 0.25, "commit": 0.125},
+            "plain_step_ms": 2.5,
+        },
+        "speedup": {"measured": speed, "ci95": [speed - 0.1, speed + 0.1], "predicted": speed},
+        "adaptive": {"shares": {tree: 0.75, "none": 0.25}, "rounds": 11},
+        "loop_share": 0.0,
+        "tokens": 18,
+        "undecoded": 0,
+    }
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """A whole results.json: three settings, a search, two suites and a sample."""
+    settings = [("chain:2", 2, 3, 0.0, 1.25), ("tree:2x2x4", 2, 4, 0.0, 1.5), ("chain:2", 2, 3, 1.0, 1.125)]
+    curve = [
+        {"tree": tree, "depth": 2, "nodes": nodes, "width": width, "tokens": 1.5, "round_ms": 3.0, "speedup": 1.25}
+        for tree, nodes, width in (("chain:2", 3, 1), ("tree:2x2x4", 4, 2))
+    ]
+    return {
+        "schema_version": 1,
+        "measured_at": "2026-11-03T14:05:12.000+00:00",
+        "target": {
+            "name": "org/target",
+            "architecture": "LlamaForCausalLM",
+            "fingerprint": "f00d",
+            "quantize": None,
+            "weight_bytes": 329856,
+            "parameters": 82464,
+            "layers": 8,
+            "hidden_size": 32,
+            "vocab_size": 128,
+            "grown_from": None,
+            "adapter": {"rank": 4, "parameters": 1000},
+        },
+        "head": {
+            "kind": "eagle3",
+            "path": "run/head",
+            "sha256": "beef",
+            "parameters": 16384,
+            "taps": [2, 4, 5],
+            "config": {"depth": 1},
+        },
+        "device": {"type": "cpu", "name": "a processor", "threads": 2},
+        "dtype": "float32",
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "draftsmith": "8eb7ac4033f2"},
+        "settings": {
+            "prompts": "code.jsonl",
+            "suites": ["code.jsonl"],
+            "num_prompts": 2,
+            "distinct_prompts": 2,
+            "prompts_hash": "1f08dbb0123ecf06",
+            "trees": ["auto"],
+            "temperatures": [0.0, 1.0],
+            "max_new_tokens": 12,
+            "batch_size": 1,
+            "repeats": 2,
+            "seed": 0,
+        },
+        **figures(*settings[1]),
+        "exact": {"prompts": 6, "identical": 6, "divergences": []},
+        "suites": {name: figures(*settings[1]) for name in ("code", "code/def")},
+        "measurements": [figures(*setting) for setting in settings],
+        "auto": [
+            {
+                "temperature": 0.0,
+                "alpha": [0.5, 0.25],
+                "costs_ms": [],
+                "curve": curve,
+                "proposed": ["chain:2", "tree:2x2x4"],
+                "measured": {"chain:2": 1.25, "tree:2x2x4": 1.5},
+                "chosen": "tree:2x2x4",
+                "plain_is_faster": False,
+            }
+        ],
+        "samples": [
+            {
+                "suite": "code",
+                "prompt_id": "1",
+                "prompt": "def f(x):",
+                "output": "return",
+                "rounds": 2,
+                "tau": 1.5,
+                "pieces": [
+                    {"text": "re", "round": 0, "drafted": False},
+                    {"text": "tu", "round": 1, "drafted": True},
+                    {"text": "rn", "round": 1, "drafted": False},
+                ],
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def failed_results(results: dict[str, Any]) -> dict[str, Any]:
+    """The same of a head that changed one of two texts."""
+    divergence = {
+        "suite": "code",
+        "prompt": "1",
+        "tree": "chain:2",
+        "against": "plain",
+        "temperature": 0.0,
+        "repeat": 0,
+        "position": 1,
+        "plain_token": 110,
+        "token": None,
+        "plain_text": "er",
+        "text": None,
+        "top_two_margin": 0.125,
+    }
+    results["exact"] = {"prompts": 6, "identical": 5, "divergences": [divergence]}
+    for place in (results, *results["measurements"], *results["suites"].values()):
+        place["speedup"] = None
+    return results

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
+from markupsafe import escape
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
-from eval.bench import run_bench
+from eval.benchmark.run import default_out, run_bench
+from eval.charts import head_charts, points
 from eval.command import exit_status
+from eval.drawing import inline_svg
 from eval.measure import Contender
 from eval.page import render_page
 from eval.prompts import load_prompts
-from eval.report import model_card, print_report
+from eval.report import model_card, print_report, read_log, write_report
 from eval.results import Results, read_results
 from eval.runtime.engine import Engine, Request
+from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict
-from eval.runtime.rules import Rejection
 from eval.settings import BenchSettings
-from eval.wording import MISSING, percent, warnings
+from eval.wording import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -89,10 +94,10 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     page = (out / "report.html").read_text()
     assert "16 of 16 prompts" in page and "http://" not in page and "https://" not in page and "<script" not in page
     assert "## Measured" in (out / "README.md").read_text()
+    names = ("acceptance", "tokens", "round", "speedup", "depth", "latency")
+    assert {file.name for file in (out / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
     assert (out / "plots" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "plots" / "round.png").is_file()
-    assert "Speedup by depth" in page and "Time between tokens" in page
-    assert (out / "plots" / "depth.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count('<svg viewBox="0 0 331.2 ') == len(names)
     for measurement in read["measurements"]:
         spread = measurement["speculative"]["token_ms"]
         assert 0 < spread["p50"] <= spread["p95"] <= spread["p99"] and measurement["baseline"]["token_ms"]["p50"] > 0
@@ -126,7 +131,7 @@ def test_a_rule_that_is_exact_in_law_is_reported_as_such(
     assert read["exact"]["kind"] == "law" and read["exact"]["identical"] is None
     assert read["exact"]["greedy"] == {"prompts": 16, "identical": 16}
     page, card = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
-    for shown in (" ".join(text.split()), page.replace("&#39;", "'"), card.lower()):
+    for shown in (" ".join(text.split()), page.replace("&#39;", "'").lower(), card.lower()):
         assert "exact in law under rule ratio" in shown and "own tokens: 16 of 16 prompts" in shown
         assert "identical" not in shown
     assert "in law" in text and results["speedup"] is not None
@@ -177,7 +182,9 @@ def test_auto_records_its_curve_and_its_choice(
     assert measured[search["chosen"]] == max(measured.values()) == results["speedup"]["measured"]
     assert results["tree"] == search["chosen"] and "auto, greedy: the costs promised most of" in text
     page = (tmp_path / "report.html").read_text()
-    assert "<polyline" in page and f"measured {search['chosen']} is fastest" in page
+    assert search["plain_is_faster"] == (results["speedup"]["measured"] < 1)
+    verdict = "plain decoding is faster than all" if search["plain_is_faster"] else f"{search['chosen']} is the fastest"
+    assert verdict in text and verdict in page
 
 
 def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
@@ -212,8 +219,46 @@ def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path])
     assert len(found) == 1 and "57.90 ms a token on average and 1.00 in the median" in found[0]
     console = Console(record=True, width=200)
     print_report(results, console)
-    assert found[0] in console.export_text() and found[0][1:] in render_page(results)
-    assert f"Note: {found[0]}." in model_card(results)
+    terminal, page, card = console.export_text(), render_page(results, []), model_card(results)
+    assert found[0] in terminal and found[0][1:] in page and f"Note: {found[0]}." in card
+    # The mark stands beside the speedup that it is about, in the row, and beside no other.
+    speed = f"{results['measurements'][-1]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
+    assert terminal.count(speed) == card.count(speed) == page.count(f'<td class="caution">{speed}</td>') == 1
+    results |= results["measurements"][-1]
+    caution = f'<span class="caution">{NOT_RELIABLE}: the machine was busy</span>'
+    assert caution in render_page(results, []) and caution not in page
+    console = Console(record=True, width=200)
+    print_report(results, console)
+    assert console.export_text().count(speed) == 2, "in the headline's table, too"
+
+
+def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results, str, Path]) -> None:
+    results = copy.deepcopy(measured[0])
+    greedy, sampled = results["measurements"][:2], results["measurements"][2:]
+    for m, speed in zip((*greedy, *sampled), (0.62, 0.4, 0.9, 1.1), strict=True):
+        m["speedup"] |= {"measured": speed, "ci95": None}
+        m["baseline"] |= {"ms_per_token": 1.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}  # on a quiet machine
+    search = {"tree": "chain:2", "width": 1, "depth": 2, "speedup": 0.7}
+    results |= greedy[0]
+    results["auto"] = [
+        {
+            "temperature": 0.0,
+            "curve": [search],
+            "proposed": ["chain:2"],
+            "measured": {"chain:2": 0.62, "tree:2x2x4": 0.4},
+            "chosen": "chain:2",
+            "plain_is_faster": True,
+        }
+    ]
+    console = Console(record=True, width=200)
+    print_report(results, console)
+    said = "lain decoding is faster than every draft measured (greedy)"
+    terminal, page = console.export_text(), render_page(results, [])
+    for text in (terminal, page, model_card(results)):
+        assert said in text and "fastest" not in text
+    for text in (terminal, page):
+        assert "plain decoding is faster than all 2 measured, chain:2 is next (0.62x)" in text
+    assert '<span class="caution">plain decoding is faster</span>' in page
 
 
 def test_prompts_that_stand_there_twice_are_told_of(
@@ -261,7 +306,7 @@ def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
     assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
     again = read_results(tmp_path / "out/results.json")
     assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
-    assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again)
+    assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again, [])
 
 
 def test_a_long_draft_shows_the_depths_that_rounds_came_to(measured: tuple[Results, str, Path]) -> None:
@@ -275,7 +320,8 @@ def test_a_long_draft_shows_the_depths_that_rounds_came_to(measured: tuple[Resul
         ["accepted", "at", "depth", "2", "25.0%"],
         ["accepted", "at", "depth", "3", MISSING],
     ]
-    assert "depth 3:" in render_page(results) and "depth 4:" not in render_page(results)
+    (chart,) = (chart for chart in head_charts(results) if chart.name == "acceptance")
+    assert re.findall(r">(\d+|\d+%|.)</text>", inline_svg(chart)) == ["1", "2", "3", "50%", "25%", MISSING]
 
 
 def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, str, Path]) -> None:
@@ -283,8 +329,36 @@ def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, st
     results["target"]["grown_from"] = "recipes/quickstart/target"
     console = Console(record=True, width=200)
     print_report(results, console)
-    for text in (console.export_text(), render_page(results), model_card(results)):
+    for text in (console.export_text(), render_page(results, []), model_card(results)):
         assert "(grown from quickstart/target)" in text
+
+
+NASTY = "</title><img src=x onerror=y> a|b `c` $d$ *e* _f_ [g](h) &amp; <b>\x1b[31m\n# i"
+
+
+def test_names_of_folders_are_shown_as_they_are(measured: tuple[Results, str, Path], tmp_path: Path) -> None:
+    results = copy.deepcopy(measured[0])
+    results["target"]["name"] = NASTY.replace("/", "")
+    results["settings"]["suites"] = [results["target"]["name"]]
+    name = NASTY.replace("/", "").replace("\x1b", "\ufffd").replace("\n", "\ufffd")
+    assert heading(results) == f"pairs on {name}" and name in setting_line(results)
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(model_card(results).split("---\n", 2)[2])
+    inline = [child for token in tokens for child in token.children or ()]
+    assert not [child for child in inline if child.type in ("html_inline", "link_open", "em_open", "strong_open")]
+    assert [child.attrs["src"] for child in inline if child.type == "image"] == ["plots/acceptance.png"]
+    assert not [token for token in tokens if token.type == "html_block"]
+    shown = ["".join(child.content for child in token.children or ()) for token in tokens if token.type == "inline"]
+    assert shown[0] == heading(results) and f"{setting_line(results)}." in shown
+    assert f" for {name}. " in shown[1]
+    page = render_page(results, head_charts(results))
+    assert "<img" not in page and "</title>&lt;" not in page and f"<h1>{escape(heading(results))}</h1>" in page
+    console = Console(record=True, width=400)
+    print_report(results, console)
+    said = console.export_text()
+    assert heading(results) in said and audit_line(results) in said and "\x1b" not in said
+    write_report(results, tmp_path)
+    drawn = (tmp_path / "plots/acceptance.svg").read_text()
+    assert "<img" not in drawn and "$d$" in drawn
 
 
 def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
@@ -348,7 +422,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.settings.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.contest.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
@@ -410,14 +484,43 @@ def test_the_command_says_in_one_line_what_is_wrong_and_exits_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert exit_status(lambda: module.bench_command(module.parse_arguments(arguments))) == 2
+    assert exit_status(lambda: module.main(arguments)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_keeps_its_own_results(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").touch()
-    (tmp_path / "head").mkdir()
-    assert module.default_out(tmp_path / "head") == tmp_path / "bench"
-    assert module.default_out(tmp_path) == Path(f"runs/bench-{tmp_path.name}")
+def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for head in (Path("run/head"), Path("alone"), Path("disk/kept")):
+        head.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (head / name).touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/head").symlink_to("../disk/kept")
+    for run in ("run", "linked"):
+        (tmp_path / run / "recipe.yaml").touch()
+        for head in (run, f"{run}/head", f"./{run}/"):
+            assert default_out(head) == tmp_path / run / "bench"
+    monkeypatch.chdir(tmp_path / "run")
+    assert default_out(".") == default_out("head") == tmp_path / "run/bench"
+    assert default_out("../alone") == Path("runs/bench-alone")
+    assert default_out("lookup:3") == Path("runs/bench-lookup-3")
+
+
+def test_a_runs_training_is_drawn_beside_its_results(measured: tuple[Results, str, Path], tmp_path: Path) -> None:
+    records: list[Any] = [{"kind": "train", "step": step, "loss": 3 / step} for step in range(1, 6)]
+    records += [{"kind": "eval", "step": step, "tau": 1 + step / 10} for step in (2, 4)]
+    spoiled: list[Any] = [{"kind": "train", "step": 9}, {"kind": [], "step": {}}, 3]
+    spoiled.append({"kind": "eval", "step": "9", "tau": 1})
+    spoiled.append({"kind": "eval", "step": 9, "tau": math.inf})
+    cut = '{"kind": "train", "step": 6, "lo'
+    text = "\n".join(json.dumps(record) for record in [*records, *spoiled])
+    (tmp_path / "metrics.jsonl").write_text(f"{text}\n{cut}")
+    write_report(measured[0], tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Training loss</h2>" in page and "<h2>tau over training</h2>" in page
+    assert (tmp_path / "plots/loss.svg").is_file() and (tmp_path / "plots/training-tau.png").is_file()
+    log = read_log(tmp_path / "metrics.jsonl")
+    assert points(log, "eval", "tau") == [(2, 1.2), (4, 1.4)] and len(points(log, "train", "loss")) == 5
+    assert read_log(tmp_path / "none.jsonl") == []

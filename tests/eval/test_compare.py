@@ -1,5 +1,6 @@
 """Several heads in one race: the table, the record, and what is refused."""
 
+import html
 import io
 import json
 from dataclasses import replace
@@ -8,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import compare as module
+from eval.benchmark.compare_run import Contestant, compare, head_names, named_shapes
 from eval.command import exit_status
-from eval.compare import Contestant, compare, head_names, named_shapes
+from eval.compare_report import show, write_comparison
 from eval.results import Results
 from eval.settings import BenchSettings, to_settings
+from eval.wording import NOT_RELIABLE
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -68,6 +72,33 @@ def test_all_heads_run_in_one_race_with_the_trees_they_can_draft(
     lines = [line for line in (out / "compare.md").read_text().splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 10 and "| early_exit:6 | early_exit | 0 | tree:2x2x5 | greedy |" in "\n".join(lines)
     assert "30 of 30 prompts" in text and text.count("3 of 3") == 10
+    page = (out / "compare.html").read_text()
+    assert "30 of 30 prompts" in page and page.count("<td>3 of 3</td>") == 10 and page.count("var(--draft)") > 10
+    names = [f"compare-{name}.{ending}" for name in ("speedup", "tau") for ending in ("png", "svg")]
+    assert sorted(file.name for file in (out / "plots").iterdir()) == sorted(names)
+    assert "3 heads on " in (out / "plots/compare-tau.svg").read_text()
+
+
+def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    name = "<img src=x> a|b `c` [d](e) $f$"
+    chosen = settings(tmp_path, trees=("chain:2",))
+    results, _ = run(tiny_target, [Contestant(name, pair_head, "runs/pairs")], tiny_tokenizer, chosen)
+    for m in results["measurements"]:
+        m["baseline"] |= {"ms_per_token": 9.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
+    write_comparison(results, tmp_path / "out")
+    page, text = ((tmp_path / "out" / file).read_text() for file in ("compare.html", "compare.md"))
+    assert "<img" not in page and html.escape(name) in page
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
+    shown = ["".join(child.content for child in token.children or ()) for token in tokens if token.type == "inline"]
+    assert name in shown and not any(token.type == "html_block" for token in tokens)
+    speed = f"{results['measurements'][0]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
+    assert speed in shown and f'<td class="caution">{speed}</td>' in page
+    console = Console(record=True, width=200)
+    show(results, console)
+    (row,) = (line for line in console.export_text().splitlines() if line.endswith("3 of 3"))
+    assert name in row and speed in row
 
 
 def test_auto_finds_each_heads_own_best(
@@ -118,9 +149,9 @@ def test_heads_of_different_targets_are_refused(
         save_head(head, tmp_path / name, target=target_record(target))
     arguments = [str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "out")]
     capsys.readouterr()
-    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 2
+    assert exit_status(lambda: module.main(arguments)) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
+    assert error.count("error:") == 1 and str(tmp_path / "two") in error and "fingerprint" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -132,7 +163,7 @@ def test_the_command_compares_trained_heads_with_others(
     prompts, out = settings(tmp_path).prompts, tmp_path / "out"
     given = ["--prompts", prompts, "--max-new-tokens", "6", "--tree", "chain:2,chain:3", "--out", str(out)]
     arguments = [str(tmp_path / "one"), "lookup:2", *given, "--repeats", "1"]
-    assert exit_status(lambda: module.compare_command(module.parse_arguments(arguments))) == 0
+    assert exit_status(lambda: module.main(arguments)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "3 of 3" in line]
     assert [row[1:4:2] for row in rows] == [["medusa", "chain:2"], ["lookup", "chain:2"], ["lookup", "chain:3"]]
     assert json.loads((out / "compare.json").read_text())["exact"]["identical"] == 9

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.grown import Growth, ModelShape, grow_llama, shape_of
+from eval.figures import target_facts
+from eval.grown import Growth, grow_llama, shape_of
 from eval.grown_heads import HeadSize, grow_head
-from eval.results import target_facts
 from eval.runtime.engine import Engine, Request, Sampling
+from eval.shapes import ModelShape
 from eval.wording import heading
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError

@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.audit import audit, find_divergences, first_difference, top_two_margin
+from eval.figures import split_near_ties
 from eval.measure import Entry, Race, race, split_units, trace
 from eval.metrics import tau
 from eval.prompts import Prompt
-from eval.results import split_near_ties
 from eval.runtime.identity import Flip
 from eval.runtime.sampling import Sampling
 from heads.target import FrozenTarget

@@ -9,10 +9,12 @@ from torch import Tensor
 from eval.pilot import NEVER, Fate, Probe, can_draft, ranks, run_pilot
 from eval.prompts import Prompt
 from eval.runtime.accept import match
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.distribution import RowSampling
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError
+from heads.growth import ancestors, grow
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, ancestors, grow, parse_shape
+from heads.tree import Proposal, TreeShape, parse_shape
 
 VOCAB, ROWS = 12, 16
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval import prompts as module
-from eval.prompts import Prompt, follow_up, load_prompts, prompts_hash
+from eval.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from heads.errors import UserError
 
 
@@ -162,5 +162,16 @@ def test_a_machine_without_held_out_modules_is_told(
     monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.setattr(module, "read_split", lambda held_out: iter(()))
-    with pytest.raises(UserError, match="no held-out Python module"):
+    with pytest.raises(UserError, match="no held-out module"):
         load("python-heldout", tokenizer)
+
+
+def test_a_file_may_have_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b.jsonl", "c.jsonl", "d,e,f.jsonl"):
+        Path(name).touch()
+    assert split_prompts("a,b.jsonl") == ["a,b.jsonl"]
+    assert split_prompts("mt_bench, a,b.jsonl,c.jsonl") == ["mt_bench", "a,b.jsonl", "c.jsonl"]
+    assert split_prompts("d,e,f.jsonl,gsm8k") == ["d,e,f.jsonl", "gsm8k"]
+    assert split_prompts("c.jsonl,") == ["c.jsonl", ""]
+    assert split_prompts("no,file.jsonl") == ["no", "file.jsonl"]

@@ -1,16 +1,25 @@
 """results.json and what is said of it."""
 
+import io
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from eval.charts import head_charts
+from eval.command import exit_status
+from eval.figures import headline, pieces, pooled_exactness
 from eval.files import write_text
-from eval.results import headline, pieces, pooled_exactness, read_results, write_results
+from eval.page import render_page
+from eval.report import model_card, print_report, report_command
+from eval.results import read_results, write_results
 from eval.runtime.engine import Output
+from eval.sweep_file import figures_of
 from eval.wording import (
     audit_line,
     count,
@@ -23,6 +32,7 @@ from eval.wording import (
     with_interval,
 )
 from heads.errors import UserError
+from tests.mutations import damage_bytes, mutate
 
 
 def output(tokens: list[int], accepted: list[int]) -> Output:
@@ -49,7 +59,7 @@ def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizer
 class Halves:
     """A tokenizer whose tokens 1 and 2 are the two bytes of one character."""
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **how: Any) -> str:
         return b"".join({0: b"a", 1: b"\xc3", 2: b"\xa9"}[i] for i in ids).decode(errors="replace")
 
 
@@ -110,6 +120,104 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=r"results\.json: expected a results\.json"):
         read_results(tmp_path / "results.json")
+
+
+def refuse_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Render the report of a file; whether it was refused, which is told in one line that names the file."""
+    capsys.readouterr()
+    status = exit_status(lambda: report_command(path))
+    said = capsys.readouterr()
+    if status == 2:
+        assert said.err.startswith(f"error: {path}: ") and said.err.count("\n") == 1 and not said.out, said.err
+    assert status in (0, 2), said.err
+    return status == 2
+
+
+def test_a_whole_results_file_is_rendered(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results["measurements"][1]["speedup"]["ci95"] = [1.625, 1.75]  # beside the point itself, as of few prompts
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert not refuse_in_one_line(tmp_path / "results.json", capsys)
+    assert {"report.html", "README.md", "plots"} < {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("tau",), None),
+        (("tau", "mean"), "1.5"),
+        (("tau", "mean"), 1e300),
+        (("tau", "ci95"), [1.0]),
+        (("baseline",), []),
+        (("measurements",), []),
+        (("measurements", 0, "depth"), 10**30),
+        (("measurements", 0, "tree"), "$\\frac$"),
+        (("measurements", 1, "speedup", "ci95"), [None, 1.0]),
+        (("speculative", "plain_step_ms"), 0),
+        (("speculative", "breakdown_ms"), {"draft": 1.0}),
+        (("accepted_histogram",), [1, -1]),
+        (("exact", "divergences"), [{}]),
+        (("exact", "kind"), "law"),
+        (("exact", "identical"), None),
+        (("auto", 0, "chosen"), None),
+        (("auto", 0, "proposed"), ["chain:9"]),
+        (("target", "parameters"), float("nan")),
+        (("head", "config", "depth"), "two"),
+        (("settings", "suites"), "code"),
+        (("samples", 0, "pieces", 0, "round"), None),
+        (("measured_at",), "yesterday"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    keys: tuple[Any, ...], value: Any, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder: Any = results
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = value
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results))
+    assert refuse_in_one_line(path, capsys)
+    with pytest.raises(UserError, match=f"json: ({'|'.join(map(str, keys))}|the whole)"):
+        read_results(path)
+
+
+def test_speeds_of_an_audit_that_failed_are_refused(failed_results: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(failed_results))
+    assert not is_exact(read_results(path))
+    for place in (failed_results, failed_results["measurements"][1], failed_results["suites"]["code"]):
+        place["speedup"] = {"measured": 2.0, "ci95": None, "predicted": 2.0}
+        path.write_text(json.dumps(failed_results))
+        with pytest.raises(UserError, match="expected null"):
+            read_results(path)
+        place["speedup"] = None
+
+
+@pytest.mark.filterwarnings("ignore:Creating legend")  # said where the machine is busy
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_mutated_results_are_rendered_or_refused_in_one_line(
+    count: int, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, path, refused = random.Random(0), tmp_path / "results.json", 0
+    whole = json.dumps(results).encode()
+    for n in range(count):
+        if n % 4:
+            path.write_text(json.dumps(mutate(results, rng)))
+        else:
+            path.write_bytes(damage_bytes(whole, rng))
+        try:
+            found = read_results(path)
+        except UserError as error:
+            assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
+            refused += 1
+            continue
+        print_report(found, Console(file=io.StringIO()))
+        assert render_page(found, head_charts(found)) and model_card(found) and figures_of(found)
+        if count > 60 and n % 5 == 0:  # plots take half a second
+            assert not refuse_in_one_line(path, capsys)
+    assert count / 2 < refused < count
 
 
 def test_figures_are_put_into_words() -> None:

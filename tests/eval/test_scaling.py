@@ -12,10 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eval import measure
 from eval import scaling as module
+from eval.benchmark.scaling_run import measure_scaling, windows
 from eval.command import exit_status
 from eval.measure import Contender
 from eval.results import Results
-from eval.scaling import ScalingSettings, measure_scaling, windows
+from eval.settings import ScalingSettings
+from eval.wording import heading
 from heads.errors import UserError
 from heads.target import FrozenTarget
 
@@ -64,6 +66,8 @@ def test_every_pair_is_measured_written_and_drawn(
         assert ("adaptive" in point) == adaptive
     assert json.loads((tmp_path / "scaling.json").read_text())["points"][0]["tree"] == "chain:2"
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "scaling.svg").read_text()
+    assert f"{heading(results)}; " in drawn and "batches of " in drawn
     assert text.count("chain:2") == 4 and "identical to plain decoding: 8 of 8 prompts" in text
 
 
@@ -92,7 +96,7 @@ def test_what_does_not_fit_is_left_out(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measure.race(target, entries, prompts, *rest, **settings)
 
-    monkeypatch.setattr(module, "race", small_memory)
+    monkeypatch.setattr("eval.benchmark.scaling_run.race", small_memory)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
@@ -136,7 +140,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
         (["nowhere", "--batch-sizes", "0"], "--batch-sizes: expected at least 1, got 0"),
         (["lookup:2"], "drafts for any target; give --target"),
     ):
-        assert exit_status(lambda: module.scaling_command(module.parse_arguments(arguments))) == 2  # noqa: B023
+        assert exit_status(lambda: module.main(arguments)) == 2  # noqa: B023
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

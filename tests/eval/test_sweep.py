@@ -13,11 +13,15 @@ import pytest
 import yaml
 
 from eval import environment, sweep
-from eval.bench import bench_command
 from eval.bench import parse_arguments as parse_bench
+from eval.benchmark.run import bench_command
+from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
+from eval.results import read_results
 from eval.settings import to_settings
 from eval.sweep_file import Sweep, ranked, read_sweep
+from eval.wording import NOT_RELIABLE
+from tests.wandb_file import outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEPS = sorted((ROOT / "recipes/sweeps").glob("*.yaml"))
@@ -40,7 +44,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def call(*words: object) -> int:
-    return exit_status(lambda: sweep.run_sweep(sweep.parse_arguments([str(word) for word in words])))
+    return exit_status(lambda: sweep.main([str(word) for word in words]))
 
 
 @pytest.fixture
@@ -104,8 +108,10 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
         file.write_text(json.dumps(results))
     capsys.readouterr()
     call(*words)
-    said = [line for line in capsys.readouterr().out.splitlines() if "something else used this machine" in line]
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if "something else used this machine" in line]
     assert len(said) == 1 and f"(delete {out / record['rows'][0]['folder']})" in said[0]
+    assert len([line for line in lines if NOT_RELIABLE in line and "1 of 1" in line]) == 1
 
     calls.clear()
     parameters["max_new_tokens"] = {"values": [24]}
@@ -115,34 +121,16 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
 
 
 def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
-    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str], failed_results: dict[str, Any]
 ) -> None:
     file, out = write(tmp_path), tmp_path / "out"
     found = read_sweep(file)
     for setting in found.settings():
-        place = out / sweep.place_of(found, setting)
+        place = out / place_of(found, setting)
         place.mkdir(parents=True)
-        (place / "results.json").write_text(json.dumps(failed_results()))
+        (place / "results.json").write_text(json.dumps(failed_results))
     assert call(file, "--out", out) == 1 and not calls
     assert "an output was not the target's own" in capsys.readouterr().out
-
-
-def failed_results() -> dict[str, Any]:
-    """A results.json of a head that changed one of two texts."""
-    figures = {
-        "tree": "chain:1",
-        "temperature": 0.0,
-        "exact": {"prompts": 2, "identical": 1, "divergences": [{}]},
-        "tau": {"mean": 1.5, "ci95": None},
-        "alpha": [0.5],
-        "accepted_histogram": [1, 1],
-        "baseline": {"tokens_per_second": 10.0, "ms_per_token": 100.0},
-        "speculative": {"tokens_per_second": 15.0, "ms_per_round": 100.0},
-        "speedup": None,
-        "loop_share": 0.0,
-    }
-    places = ("target", "head", "device", "dtype", "versions", "settings", "suites", "samples")
-    return {"schema_version": 1, **{place: {} for place in places}, **figures, "measurements": [figures]}
 
 
 @pytest.mark.parametrize(
@@ -252,8 +240,13 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
     values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
     parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
     assert call(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
-    assert list(tmp_path.glob("out/*/results.json")) and list(tmp_path.glob("out/*/wandb/offline-run-*/*.wandb"))
+    (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
+    results, (told, models, code) = read_results(folder / "results.json"), outcome(folder)
+    assert told["tau"] == results["tau"]["mean"] and told["speedup"] == results["speedup"]["measured"]
+    assert told["measurements/nrows"] == 1 and told["plots/acceptance/_type"] == "image-file"
+    assert not models and code == 0

@@ -6,7 +6,9 @@ import re
 import resource
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.checkpoint import check_fits, find_head, load_head, save_head, seal, target_record
+from heads.checkpoint import (
+    check_fits,
+    find_head,
+    load_head,
+    read_config,
+    save_head,
+    seal,
+    target_record,
+    weights_hash,
+)
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
 from heads.vocab import build_vocab
@@ -88,7 +100,7 @@ def test_a_head_in_bfloat16_says_so_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_tensors_are_the_fields_own(folder: Path) -> None:
-    """Names and shapes as vLLM, SGLang and the EAGLE repository load them."""
+    """Names and shapes as vLLM, SGLang and the EAGLE repository load them; the tables of a part of the vocabulary."""
     H, A, D, Dk, width, V, Vd = 16, 3, 16, 8, 24, 40, 24
     assert {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()} == {
         "fc.weight": (H, A * H),
@@ -153,10 +165,15 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
     loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
     loaded["adapter"] = {"rank": 4}
-    target: Any = SimpleNamespace(name="t", model=object(), **loaded, **sizes)
-    assert target_record(target) == {
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    model.config.grown_from = "/home/somebody"
+    target: Any = SimpleNamespace(name="t", model=model, **loaded, **sizes)
+    record = target_record(target)
+    whole = record.pop("config")
+    assert whole["model_type"] == "llama" and not {"grown_from", "_name_or_path"} & whole.keys()
+    assert record == {
         "name": "t",
-        "architecture": "object",
+        "architecture": "LlamaForCausalLM",
         "fingerprint": "abcd-int8",
         "quantize": "int8",
         "adapter": {"rank": 4},
@@ -218,14 +235,85 @@ def test_a_save_that_fails_between_its_renames_puts_the_old_head_back(
 
 
 def test_a_save_killed_between_its_renames_loses_nothing(folder: Path) -> None:
-    """What a kill leaves there: the new head not yet in place, the old one out of the way, junk of an earlier save."""
-    shutil.copytree(folder, folder.parent / ".head.new")
-    folder.rename(folder.parent / ".head.old")
-    assert find_head(folder) == folder
-    folder.rename(folder.parent / ".head.old")
-    assert find_head(folder.parent) == folder
+    """What a kill leaves there: the old head out of the way, the new one not yet in place."""
+    before, aside = load_head(folder).state_dict(), folder.parent / ".head.saving"
+    shutil.copytree(folder, aside / "new")
+    folder.rename(aside / "old")
+    left = contents(folder.parent)
+    for path in (folder, folder.parent):
+        assert find_head(path) == folder and weights_hash(path) == read_config(folder)["sha256"]
+        assert torch.equal(load_head(path).state_dict()["fc.weight"], before["fc.weight"])
+    assert contents(folder.parent) == left, "readers write nothing"
     save_head(make_head(fc_norm=True), folder, target=TARGET)
     assert load_head(folder).config.fc_norm and entries(folder) == {"head"}
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", [".head.old", ".head.new"])
+def test_hidden_folders_of_others_stay(name: str, folder: Path) -> None:
+    shutil.copytree(folder, folder.parent / name)
+    before = contents(folder.parent / name)
+    save_head(make_head(), folder, target=TARGET)
+    shutil.rmtree(folder)
+    assert "no head there" in refusal(find_head, folder)
+    assert contents(folder.parent / name) == before and entries(folder) == {name}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_head_behind_a_symbolic_link_is_saved_where_it_leads(exists: bool, folder: Path) -> None:
+    """A user keeps heads on another disk."""
+    disk, run = folder.parent / "disk", folder.parent / "run"
+    disk.mkdir()
+    run.mkdir()
+    if exists:
+        folder.rename(disk / "kept")
+    (run / "head").symlink_to("../disk/kept")
+    for option in (True, False, True):
+        save_head(make_head(fc_norm=option), run / "head", target=TARGET)
+        assert load_head(run).config.fc_norm is load_head(disk / "kept").config.fc_norm is option
+        assert (run / "head").is_symlink() and {path.name for path in disk.iterdir()} == {"kept"}
+        assert {path.name for path in run.iterdir()} == {"head"}
+
+
+def read_until(path: Path, stop: Event) -> tuple[int, list[str]]:
+    """Read a head again and again: how often, and what went wrong."""
+    count, faults = 0, []
+    while not stop.is_set():
+        try:
+            head, record = load_head(path), read_config(find_head(path))
+            marks = {float(value.flatten()[0]) for name, value in head.state_dict().items() if name.endswith("weight")}
+            if len(marks) != 1 or record["provenance"]["mark"] < marks.pop():
+                faults.append("weights of two saves in one head, or a record older than the weights before it")
+            weights_hash(path)
+        except Exception as error:
+            faults.append(f"{type(error).__name__}: {error}")
+        count += 1
+    return count, faults
+
+
+@pytest.mark.parametrize("saves", [20, pytest.param(400, marks=pytest.mark.slow)])
+def test_readers_beside_a_writer_always_find_a_whole_head(saves: int, tmp_path: Path) -> None:
+    stop, head = Event(), make_head()
+
+    def save(mark: int) -> None:
+        for name, value in head.state_dict().items():
+            if name.endswith("weight"):
+                value.fill_(mark)
+        save_head(head, tmp_path / "head", target=TARGET, provenance={"mark": mark})
+
+    save(0)
+    with ThreadPoolExecutor(3) as readers:
+        found = [readers.submit(read_until, tmp_path, stop) for _ in range(3)]
+        try:
+            for mark in range(1, saves + 1):
+                save(mark)
+        finally:
+            stop.set()
+    assert [reader.result()[1] for reader in found] == [[], [], []]
+    assert all(reader.result()[0] > 0 for reader in found) and entries(tmp_path / "head") == {"head"}
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -244,6 +332,10 @@ def test_truncated_and_damaged_weights(folder: Path) -> None:
     assert "no head there" in refusal(load_head, folder)
 
 
+def narrow(weights: dict[str, Tensor]) -> None:
+    weights["fc.weight"] = weights["fc.weight"].to(torch.float8_e4m3fn)
+
+
 def set_nan(weights: dict[str, Tensor]) -> None:
     weights["fc.weight"][3, 4] = torch.nan
 
@@ -257,6 +349,7 @@ def set_nan(weights: dict[str, Tensor]) -> None:
         (lambda w: w.update(surplus=torch.zeros(2)), "surplus"),
         (lambda w: w.update({"fc.weight": torch.zeros(16, 32)}), r"expected \(16, 48\) .*, found \(16, 32\)"),
         (lambda w: w.update({"fc.weight": w["fc.weight"].int()}), r"expected .* floating-point, found .* torch.int32"),
+        (narrow, r"fc.weight: .* expected .* floating-point, found .* torch.float8"),
         (set_nan, "fc.weight holds values that are not finite"),
         (lambda w: w.update(d2t=w["d2t"][:-1]), "d2t"),
         (lambda w: w.update(d2t=w["d2t"].float()), "d2t"),
@@ -280,6 +373,9 @@ def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: 
         {"intermediate_size": 0},
         {"head_dim": 7},
         {"rope_theta": "b"},
+        {"rope_theta": 10**30},
+        {"rope_theta": float("inf")},
+        {"depth": 10**12},
         {"hidden_size": None},
         {"num_attention_heads": True},
         {"depth": []},
@@ -320,6 +416,7 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     [
         ("format", 99),
         ("kind", []),
+        ("provenance", None),
         ("config", {}),
         ("config", "wide"),
         ("target", []),
@@ -335,6 +432,20 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
 def test_damaged_records(section: str, value: object, folder: Path) -> None:
     set_config(folder, **{section: value})
     assert str(folder) in refusal(load_head, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("adapter", "one"), ("quantize", 8), ("fingerprint", None), ("name", 3), ("hidden_size", "16")]
+)
+def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
+    set_config(folder, target={**TARGET, name: value})
+    assert f"draftsmith.target.{name}" in refusal(load_head, folder)
+
+
+def test_a_config_larger_than_the_weights_takes_no_memory(folder: Path) -> None:
+    set_config(folder, config={**dataclasses.asdict(CONFIG), "intermediate_size": 10**7})
+    text = refusal(load_head, folder)
+    assert "describes a larger head" in text and str(folder) in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_a_fresh_model_has_the_config_asked_for() -> None:
         ),
         ({"fresh": {"num_attention_heads": 5}}, "head.fresh: no llama can be made of it"),
         ({"layers": [0], "lora": {"rank": 0}}, "head.lora: expected a rank of at least 1"),
-        ({"path": "no/such/folder"}, "no tokenizer that can be loaded|no model"),
+        ({"path": "no/such/folder"}, "no such folder|no tokenizer that can be loaded"),
         ({"layers": [0], "vocab_size": 3}, "head.vocab_size: decided by the target"),
     ],
 )

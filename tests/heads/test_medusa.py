@@ -1,6 +1,7 @@
 """Medusa: head k stands where its label is, blocks are the released ones, and drafting is what training trained."""
 
 import dataclasses
+from collections.abc import Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from heads.base import Batch, Observation, TargetEnds, TreeHead
 from heads.errors import UserError
+from heads.formats.medusa import field_name
 from heads.medusa import Medusa, MedusaConfig, MedusaState
 from heads.medusa_tree import grow_tree, rank_accuracies
 from heads.native import kernels
@@ -36,12 +38,12 @@ def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
     return random_batch(documents, width=width, vocab=vocab, labels_from=labels_from)
 
 
-def released(weights: dict[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
+def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
     """The released checkpoints' definition, on plain tensors: residual blocks with biases, then a matrix."""
     for j in range(num_layers):
-        gate = hidden @ weights[f"blocks.{k}.layers.{j}.weight"].T + weights[f"blocks.{k}.layers.{j}.bias"]
+        gate = hidden @ weights[f"{k}.{j}.linear.weight"].T + weights[f"{k}.{j}.linear.bias"]
         hidden = hidden + gate / (1 + torch.exp(-gate))
-    return hidden @ weights[f"lm_heads.{k}.weight"].T
+    return hidden @ weights[f"{k}.{num_layers}.weight"].T
 
 
 def test_a_head_is_the_released_definition() -> None:
@@ -67,6 +69,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
     head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
     kept = head.kept.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
+    weights = {field_name(name, 2): parameter for name, parameter in head.named_parameters()}
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
     for b in range(2):
         for t in range(21):
@@ -74,7 +77,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
                 x = t + 1 + k
                 if x >= 21 or not batch.loss_mask[b, x] or batch.documents[b, x] != batch.documents[b, t]:
                     continue
-                logq = released(dict(head.named_parameters()), batch.hidden[b, t], k - 1, 2).log_softmax(-1)
+                logq = released(weights, batch.hidden[b, t], k - 1, 2).log_softmax(-1)
                 if loss == "labels":
                     token = int(batch.tokens[b, x])
                     if token in kept:

@@ -29,8 +29,13 @@ CONFIG = MtpConfig(
     max_position_embeddings=64,
     depth=4,
 )
-FORMS = [{"num_modules": 1}, {"num_modules": 2, "layout": "deepseek"}, {"num_modules": 4}]
-"""One module for all four steps; two, of which the second does three; one for each."""
+FORMS = [
+    {"num_modules": 1},
+    {"num_modules": 2, "layout": "deepseek"},
+    {"num_modules": 4},
+    {"num_modules": 1, "layout": "qwen"},
+]
+"""One module for all four steps; two, of which the second does three; one for each; one that reads every token."""
 
 
 def make_head(**changes: object) -> Mtp:
@@ -80,13 +85,15 @@ def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:
             for t in range(T):
                 if t + k >= T or batch.documents[b, t + k] != batch.documents[b, t]:
                     continue
+                position = int(batch.positions[b, t]) + k - 1
+                zeroed = position == 0 and config.layout != "qwen"  # as the engines' classes of the other families do
+                embedding = torch.zeros_like(batch.embeddings[b, t]) if zeroed else batch.embeddings[b, t + k]
                 parts = [
-                    rms(batch.embeddings[b, t + k], w["token_layernorm.weight"]),
+                    rms(embedding, w["token_layernorm.weight"]),
                     rms(states[b, t], w["hidden_layernorm.weight"]),
                 ]
                 x = w["input_proj.weight"] @ torch.cat(parts[::-1] if config.layout == "mimo" else parts)
                 y = rms(x, w["block.input_layernorm.weight"])
-                position = int(batch.positions[b, t]) + k - 1
                 q = rope((w["block.self_attn.q_proj.weight"] @ y).view(heads, d), position)
                 key = rope((w["block.self_attn.k_proj.weight"] @ y).view(groups, d), position)
                 value = (w["block.self_attn.v_proj.weight"] @ y).view(groups, d)

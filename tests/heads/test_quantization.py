@@ -1,6 +1,7 @@
 """A target in int8: smaller, near the whole one, known by its fingerprint, and refused where it would not be so."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from heads.errors import UserError
 from heads.quantization import weight_bytes
 from heads.target import FrozenTarget, load_target
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -66,10 +69,34 @@ def test_layers_that_are_not_linear_are_refused() -> None:
         FrozenTarget(model, "its path", quantize="int8")
 
 
+class WithoutTorchao:
+    """Finds no torchao, wherever it is installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "torchao":
+            raise ModuleNotFoundError(name)
+
+
+def test_what_a_command_hid_is_taken_back_without_a_word(tmp_path: Path) -> None:
+    """In a process of its own, for importing torchao is what logs."""
+    pytest.importorskip("torchao")
+    work = (
+        "import sys; sys.modules['torchao'] = None\n"
+        "from heads.quantization import quantize_layers\n"
+        "from torch import nn\n"
+        "layers = nn.ModuleList([nn.Linear(8, 8)])\n"
+        "quantize_layers(layers, 'int8', 'its path')\n"
+        "print(type(layers[0].weight).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("torchao.")
+
+
 def test_without_torchao_it_says_what_to_install(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setattr(sys, "meta_path", [WithoutTorchao(), *sys.meta_path])
     with pytest.raises(ImportError):
         importlib.import_module("torchao")
     with pytest.raises(UserError, match=r"int8 needs the package torchao.*pip install -e '.\[quant\]'") as caught:

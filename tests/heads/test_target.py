@@ -190,7 +190,14 @@ def test_default_taps(n: int, taps: tuple[int, int, int] | None) -> None:
         return
     with pytest.raises(UserError, match=f"a target of {n} layers is too shallow .* name them, as in head.taps: \\["):
         default_taps(n)
-    assert check_taps(shallow_taps(n), n) == tuple(shallow_taps(n))
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_taps_that_are_proposed_are_taps_that_engines_capture(n: int) -> None:
+    taps = shallow_taps(n)
+    assert check_taps(taps, n) == tuple(taps) and len(taps) >= 2 and max(taps) < n
+    with pytest.raises(UserError, match="no two residual streams"):
+        default_taps(1)
 
 
 @pytest.mark.parametrize("taps", [[], [1, 1], [-1], [5]])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from heads.errors import UserError
-from heads.tree import ROOT_ONLY, Proposal, TreeShape, ancestors, grow, parse_shape, scratch_slots, static_shape
+from heads.growth import ancestors, grow
+from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
 
 VOCAB = 11
 Path = tuple[int, ...]

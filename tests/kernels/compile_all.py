@@ -123,7 +123,8 @@ def settle() -> None:
 
 def grow_trees() -> None:
     """Trees of the usual sizes and of the largest that kernels choose."""
-    from heads.tree import grow, parse_shape
+    from heads.growth import grow
+    from heads.tree import parse_shape
 
     def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         shape = (*logits.shape[:2], count)

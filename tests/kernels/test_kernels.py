@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance
-from heads.tree import Proposal, ancestors
+from heads.growth import ancestors
+from heads.tree import Proposal
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from eval.gpu import trees
 from eval.runtime import draws
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.kernels.noise import key_of, noise_of
 from eval.runtime.kernels.pick import Noise, best_columns
-from eval.runtime.sampling import RowSampling, Sampling, gumbel
+from eval.runtime.sampling import Sampling
 from heads.kernels.backend import constexpr, jit, tl
 from heads.tree import Proposal
 
@@ -120,7 +121,7 @@ def test_columns_out_of_order_in_memory_are_read_all_the_same() -> None:
 
 def test_more_than_a_program_compares_is_picked_by_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.runtime.kernels.pick.COMPARED", 3)
-    monkeypatch.setattr("eval.runtime.sampling.best_columns", None)
+    monkeypatch.setattr("eval.runtime.distribution.best_columns", None)
     rows, logits, at = rows_of(Sampling()), torch.randn(1, 2, 30), torch.zeros(1, 2, dtype=torch.int64)
     assert torch.equal(rows.pick(logits, at, 4)[0], logits.topk(4).indices)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.growth import grow
 from heads.kernels import select
 from heads.native import trees
-from heads.tree import grow, parse_shape
+from heads.tree import parse_shape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from heads.errors import UserError
 from heads.target import load_target
-from scripts.make_target import TargetRecipe, loop_settings, make_target
-from train.strict_yaml import check, read_settings
+from train.target_making import loop_settings, make_target
+from train.target_recipe import load_target_recipe
 from train.target_text import CHAT_TEMPLATE, chat_text
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -27,7 +27,7 @@ TINY = [
 def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few modules in place of the machine's."""
 
-    def modules(*, held_out: bool) -> Iterator[tuple[str, str]]:
+    def modules(*, held_out: bool, roots: object) -> Iterator[tuple[str, str]]:
         for i in range(3 if held_out else 9):
             body = "".join(f"def f{n}(x):\n    return x + {n * i}\n\n\n" for n in range(60))
             yield f"m{i}.py", body
@@ -46,8 +46,7 @@ def chats(path: Path, count: int) -> Path:
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.name)
 def test_every_recipe_of_a_target_loads(path: Path) -> None:
-    recipe, errors = check(read_settings(path), TargetRecipe)
-    assert not errors and isinstance(recipe, TargetRecipe)
+    recipe = load_target_recipe(path)
     assert loop_settings(recipe).grad_accum >= 1
     size = recipe.model
     attention = size.hidden_size * size.head_dim * 2 * (size.num_attention_heads + size.num_key_value_heads)

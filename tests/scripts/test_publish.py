@@ -4,6 +4,7 @@ not."""
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,18 +16,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd
+from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
-from eval.bench import run_bench
+from eval import upload
+from eval.benchmark.run import run_bench
 from eval.command import exit_status
+from eval.published import collect
 from eval.settings import BenchSettings
-from heads.checkpoint import load_head, read_config, save_head, target_record
+from heads.checkpoint import load_head, read_config, save_head, seal, target_record
 from heads.registry import build_head
 from heads.target import load_target, load_tokenizer
 from scripts import publish
+from tests.native_mtp import change_config, write_native
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "s3cret" * 5
@@ -139,14 +143,13 @@ def run(measured: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
     hub = StandInHub(tmp_path / "hub")
-    monkeypatch.setattr(publish, "HfApi", lambda token: hub if token == TOKEN else None)
-    monkeypatch.setattr(publish, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(upload, "HfApi", lambda token: hub if token == TOKEN else None)
+    monkeypatch.setattr(upload, "get_token", lambda: TOKEN)
     return hub
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["publish.py", *map(str, words)])
-    return exit_status(lambda: publish.publish(publish.parse_arguments()))
+    return exit_status(lambda: publish.main([str(word) for word in words]))
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
@@ -155,6 +158,7 @@ def front_matter(card: bytes) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,9 +166,18 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert len(hub.commits) == 1
     held = hub.repos[REPO]
     assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
-    assert front_matter(held["README.md"]) == {
+    matter = front_matter(held["README.md"])
+    card: Any = ModelCard(held["README.md"].decode()).data
+    figures = {found.metric_type: found.metric_value for found in card.eval_results}
+    results = json.loads((run / "results.json").read_text())
+    assert figures.pop("tau") == round(results["tau"]["mean"], 3)
+    assert not figures or figures == {"speedup": round(results["speedup"]["measured"], 3)}  # none of a busy machine
+    assert matter.pop("model-index")[0]["name"] == "a-head"
+    assert matter == {
+        "datasets": ["org/chats"],
         "library_name": "draftsmith",
         "license": "apache-2.0",
+        "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "eagle3"],
     }
     snapshot = hub.cache / "models--ann--a-head/snapshots" / hub.commits[0]
@@ -183,6 +196,71 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert done.returncode == 2 and len(said) == 1 and "give --target" in said[0], done.stderr
     done = bench("--target", str(tiny_target_dir))
     assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+
+
+def test_the_card_says_which_engines_serve_the_head_and_how(
+    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    card = hub.repos[REPO]["README.md"].decode()
+    commands = card[card.index("## Served by") :].split("```")[1:4:2]
+    settings = json.loads(shlex.split(commands[0])[-1])
+    assert commands[0].startswith("\nvllm serve org/the-target ")
+    assert settings == {"method": "eagle3", "model": REPO, "num_speculative_tokens": 2}
+    words = shlex.split(commands[1])
+    assert words[words.index("--speculative-draft-model-path") + 1] == REPO and "EAGLE3" in words
+    assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
+
+
+def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
+    known = hub.model_info
+    monkeypatch.setattr(
+        hub, "model_info", lambda repo: SimpleNamespace(card_data=card) if repo == "org/the-target" else known(repo)
+    )
+    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    matter = front_matter(hub.repos[REPO]["README.md"])
+    assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")
+
+
+def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    change_config(tmp_path / "target", auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"})
+    target = load_target(str(tmp_path / "target"))
+    head = build_head("mtp", {"native": True}, target, torch.ones(target.vocab_size))
+    save_head(head, tmp_path / "run/head", target=target_record(target))
+    publication = collect(tmp_path / "run", REPO, base_model="org/mimo", unmeasured=True)
+    data = publication.files["config.json"]
+    assert isinstance(data, bytes)
+    config = json.loads(data)
+    assert config["architectures"] == ["MiMoForCausalLM"]
+    assert config["auto_map"] == {"AutoConfig": "org/mimo--configuration_mimo.MiMoConfig"}
+    assert publication.card.count("org/mimo --trust-remote-code") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"draft_vocab_size": None}, "draft_vocab_size"),
+    ],
+)
+def test_what_an_engine_would_misread_is_published_at_request_alone(
+    change: dict[str, Any],
+    said: str,
+    run: Path,
+    hub: StandInHub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = run / "head/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert call(monkeypatch, run, REPO) == 2
+    error = capsys.readouterr().err
+    assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
+    assert call(monkeypatch, run, REPO, "--unserved") == 0
+    assert said in hub.repos[REPO]["README.md"].decode()
 
 
 def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +284,7 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["name"] = "org/target"
-    del config["draftsmith"]["seal"]
+    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
@@ -228,8 +306,8 @@ def test_a_path_that_nobody_cleans_stops_it(
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "HfApi", lambda token: pytest.fail("the hub was asked"))
-    monkeypatch.setattr(publish, "get_token", lambda: pytest.fail("a token was asked for"))
+    monkeypatch.setattr(upload, "HfApi", lambda token: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(upload, "get_token", lambda: pytest.fail("a token was asked for"))
     (run / "plots/acceptance.png").unlink()
     assert call(monkeypatch, run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -248,10 +326,37 @@ def test_a_head_without_results_is_published_as_unmeasured_only(
     assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
 
 
+def fail_audit(results: dict[str, Any]) -> None:
+    texts = dict.fromkeys(("suite", "prompt", "tree", "against", "plain_text", "text"), "x")
+    numbers = dict.fromkeys(("temperature", "position", "top_two_margin"), 0)
+    results["exact"]["divergences"].append({**texts, **numbers})
+    for figures in (results, *results["measurements"], *results["suites"].values()):
+        figures["speedup"] = None
+
+
+def test_the_newest_measurement_is_published_or_the_one_that_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = json.loads((run / "results.json").read_text())
+    for name, year, tau in (("a", 2900, 2.5), ("b", 2000, 1.125)):
+        changed = {**first, "measured_at": f"{year}-01-01T00:00:00.000+00:00"}
+        changed["measurements"] = [{**m, "tau": {"mean": tau, "ci95": None}} for m in first["measurements"]]
+        (run / "bench" / name).mkdir(parents=True)
+        (run / "bench" / name / "results.json").write_text(json.dumps(changed))
+    own = first["measurements"][0]["tau"]["mean"]
+    for folder, tau in ((None, 2.5), (run, own), (run / "bench/b", 1.125)):
+        named = [] if folder is None else ["--results", str(folder)]
+        assert call(monkeypatch, run, REPO, "--dry-run", *named) == 0
+        shown = capsys.readouterr().out
+        assert f"| chain:2 | greedy | {tau:.2f}" in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
+    assert call(monkeypatch, run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
+    assert "no results.json in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda results: results["exact"]["divergences"].append({}), "the audit failed"),
+        (fail_audit, "the audit failed"),
         (lambda results: results["head"]["config"].update(depth=9), "measured another head"),
         (lambda results: results["head"].update(sha256="0"), "measured another head"),
         (lambda results: results["target"].update(fingerprint="0"), "on another target"),
@@ -281,7 +386,7 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: 
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
-    del config["draftsmith"]["seal"]
+    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     held = hub.repos[REPO]
@@ -329,7 +434,7 @@ def test_what_goes_wrong_between_is_one_line_without_the_token(
 def test_without_a_token_nothing_is_tried(
     run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "get_token", lambda: None)
+    monkeypatch.setattr(upload, "get_token", lambda: None)
     assert call(monkeypatch, run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
 
@@ -350,6 +455,7 @@ def test_anothers_repository_and_another_model_are_left_alone(
     assert call(monkeypatch, run, "Good-People/a-head") == 0
 
 
+@pytest.mark.slow
 def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(
     run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

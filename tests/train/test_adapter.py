@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from eval.command import fitting_head
+from eval.opening import fitting_head
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError

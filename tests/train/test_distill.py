@@ -163,7 +163,9 @@ def test_frozen_weights_stay_and_the_adapters_learn(small: Settings, write_recip
     assert changed == {name for name in early if "lora_" in name} != set()
 
 
-@pytest.mark.parametrize("step", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))]
+)
 def test_a_run_on_its_own_text_goes_on_bit_for_bit(
     step: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

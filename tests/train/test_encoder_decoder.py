@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.command import load_pair
+from eval.opening import load_pair
 from eval.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling

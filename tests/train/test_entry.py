@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from eval.results import read_results
 from heads.registry import HEADS, recipe_settings
+from tests.wandb_file import outcome
 from train.entry import KINDS, attempt
 from train.features import make_batch
 from train.recipe import load_recipe
@@ -39,7 +41,7 @@ def test_a_whole_run_leaves_everything(
         assert (folder / name).is_file(), name
     results = json.loads((folder / "results.json").read_text())
     assert results["exact"]["identical"] == results["exact"]["prompts"] == 2
-    assert "d2t" in load_file(folder / "head/model.safetensors")
+    assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
     resolved = load_recipe(folder / "recipe.yaml").head
     assert resolved.keys() == {"kind", *recipe_settings("eagle3")} and resolved["taps"] == [2, 4, 5]
@@ -47,6 +49,38 @@ def test_a_whole_run_leaves_everything(
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
     assert "finished already" in said and "measured already" in said
+
+
+@pytest.mark.slow
+def test_wandb_holds_the_outcome_and_no_key(
+    small: Settings,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    key = "5ec2e7" * 7
+    for name in ("DATA", "CONFIG", "CACHE"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    small["tracking"] = {"wandb": "offline", "project": "test"}
+    assert attempt("eagle", [str(write_recipe(small))]) == 0
+    folder = Path(small["output_dir"])
+    results = read_results(folder / "results.json")
+    values, artifacts, code = outcome(folder)
+    assert code == 0 and values["train/loss"] > 0 and values["eval/tau"] > 0
+    assert values["tau"] == results["tau"]["mean"] and values["speedup"] == results["speedup"]["measured"]
+    assert values["tokens_per_second"] == results["speculative"]["tokens_per_second"]
+    assert (values["prompts"], values["divergences"]) == (2, 0)
+    assert values["measurements/_type"] == "table-file" and values["measurements/nrows"] == 1
+    drawn = {file.stem for file in folder.glob("plots/*.png")}
+    assert drawn and {name.split("/")[1] for name in values if name.startswith("plots/")} == drawn
+    (held,) = artifacts.values()
+    assert sorted(held) == sorted(path.name for path in (folder / "head").iterdir())
+    said = "".join(capfd.readouterr())
+    assert key not in said
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not leaks
 
 
 @pytest.mark.parametrize(
@@ -137,7 +171,7 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["train.preparing.read_documents", "train.entry.run_bench"])
+@pytest.mark.parametrize("where", ["train.preparing.read_documents", "train.run.run_bench"])
 def test_an_interrupt_outside_the_steps_is_told_too(
     where: str,
     small: Settings,
@@ -152,4 +186,4 @@ def test_an_interrupt_outside_the_steps_is_told_too(
 
 def test_no_recipe_is_a_usage_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert attempt("eagle", []) == 2
-    assert "usage: accelerate launch train/eagle.py RECIPE" in capsys.readouterr().err
+    assert " train/eagle.py RECIPE.yaml" in capsys.readouterr().err

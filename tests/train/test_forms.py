@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
-from eval.command import open_head
+from eval.opening import open_head
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head

@@ -45,9 +45,10 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    folder = fit(load_recipe(write_recipe(settings))).folder
-    folder.unlock()
-    return folder.path
+    outcome = fit(load_recipe(write_recipe(settings)))
+    outcome.tracker.finish()
+    outcome.folder.unlock()
+    return outcome.folder.path
 
 
 def test_it_learns_one_row_by_heart(settings: Settings, write_recipe: WriteRecipe) -> None:

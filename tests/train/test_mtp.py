@@ -44,9 +44,13 @@ def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
     [{"draft_vocab_size": 100}, {"num_modules": 2, "layout": "deepseek"}],
     ids=["one module", "two modules"],
 )
-def test_from_scratch(head: Settings, small: Settings, write_recipe: WriteRecipe) -> None:
+def test_from_scratch(
+    head: Settings, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
     small["head"] = {"kind": "mtp", "depth": 2, "intermediate_size": 32, **head}
     names = load_file(run(small, write_recipe) / "head/model.safetensors").keys()
+    said = capsys.readouterr().err
+    assert said.count("no engine serves it") == 1 and "use_aux_hidden_state: false" in said
     assert ("d2t" in names) == ("draft_vocab_size" in head)
     assert not [name for name in names if "embed_tokens" in name or "lm_head" in name or "shared_head.head" in name]
 
@@ -79,8 +83,10 @@ def test_a_checkpoint_without_its_modules_ends_at_once(
     assert not (Path(small["output_dir"]) / "head").exists()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_modules", [1, 3])
+@pytest.mark.parametrize(
+    ("num_modules", "temperature"),
+    [(3, 0.0), (1, 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (3, 1.0)))],
+)
 def test_output_is_the_targets_own(num_modules: int, temperature: float, tiny_target_dir: Path) -> None:
     torch.manual_seed(0)
     target = load_target(str(tiny_target_dir), dtype=torch.float64)

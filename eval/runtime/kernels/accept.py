@@ -6,8 +6,9 @@ Letters: B rows, N nodes, K depth, M = K + 1, D hidden, X width of the taps.
 from torch import Tensor
 
 from eval.runtime.accept import Acceptance, match
+from heads.growth import ancestors
 from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl
-from heads.tree import Proposal, ancestors
+from heads.tree import Proposal
 
 MOST_NODES = 128
 """A program compares all nodes with all: larger trees would not fit its registers."""

@@ -2,9 +2,10 @@
 
     choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
 
-A program forms one tile of logits in float32 for all M rows, adds the noise of `eval.runtime.sampling.gumbel` and keeps
-the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole law and take
-the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it by a constant.
+A program forms one tile of logits in float32 for all M rows, adds the noise of
+`eval.runtime.distribution.gumbel` and keeps the tile's best; a second pass compares the tiles in order. Filters (top-k,
+top-p, min-p) need the whole law and take the path with logits. Dividing by T leaves the argmax of log p + G as it is:
+log p differs from it by a constant.
 
 Letters: B rows of the batch, M hidden states, as many of each, D width, V vocabulary.
 """
@@ -12,8 +13,8 @@ Letters: B rows of the batch, M hidden states, as many of each, D width, V vocab
 import torch
 from torch import Tensor
 
+from eval.runtime.distribution import gumbel
 from eval.runtime.kernels.noise import key_of, noise_of
-from eval.runtime.sampling import gumbel
 from heads.kernels.backend import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 TILE = 64

@@ -1,4 +1,4 @@
-"""The noise of `eval.runtime.sampling.gumbel` inside kernels: its bits and its formula, so the very same numbers."""
+"""The noise of `eval.runtime.distribution.gumbel` inside kernels: its bits and formula, so the very same numbers."""
 
 from heads.kernels.backend import jit, tl
 

@@ -5,7 +5,8 @@
 and what is given is the log-softmax of the scores of the R best, by which trees rank them. A program takes BLOCK
 columns of all nodes that stand at one position, whose noise is the same, and keeps the best few of each beside the
 block's share of its softmax; a second pass compares the blocks' best. Among equal scores the lowest column stands
-first; one that is not a number stands last. With noise the twin is `eval.runtime.sampling.RowSampling.pick_in_tensors`.
+first; one that is not a number stands last. With noise the twin is
+`eval.runtime.distribution.RowSampling.pick_in_tensors`.
 
 Letters: B rows of the batch, W nodes, V columns, R columns picked.
 """

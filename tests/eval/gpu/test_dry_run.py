@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.gpu import checks, idle, parts
+from eval.gpu import checks, idle, parts, suite
 from eval.gpu.models import Models
-from eval.grown import SHAPES, ModelShape
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
+from eval.shapes import SHAPES, ModelShape
 from heads.kernels.timing import device_seconds
-from scripts import gpu_suite
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -42,13 +41,13 @@ def few_requests(count: int, tokens: int, new_tokens: int, temperature: float = 
 def bench() -> Iterator[parts.Bench]:
     """One small size of everything."""
     sizes = dict(
-        NEW=4, PROMPT=8, LONG=3, LENGTH=70, CONTEXT=16, VERIFIED=(4,), BATCHES=(2,), CONTEXTS=(40,), ROWS=(1, 16)
+        NEW=3, PROMPT=6, LONG=3, LENGTH=70, CONTEXT=16, VERIFIED=(4,), BATCHES=(2,), CONTEXTS=(20,), ROWS=(1, 16)
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.kernels.backend.ON_CPU", True)
         for name in ("eval.runtime.draws", "eval.runtime.state", "heads.native.drafting", "heads.native.stack"):
             patch.setattr(importlib.import_module(name), "load", lambda: None)
-        for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128).items():
+        for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
             patch.setitem(checks.SHAPE, size, value)
         patch.setitem(SHAPES, "small", ModelShape(64, 2, 4, 2, 16, 64, 300))
         for size, number in sizes.items():
@@ -69,8 +68,8 @@ def bench() -> Iterator[parts.Bench]:
 @pytest.mark.parametrize("name", ["plain", "drafting", "scaling", "kernels", "draft_steps"])
 def test_a_part_runs_through(name: str, bench: parts.Bench) -> None:
     found: dict[str, Any] = {}
-    gpu_suite.run_part(PARTS[name], bench, found)
-    assert not gpu_suite.failed(found), found
+    suite.run_part(PARTS[name], bench, found)
+    assert not suite.failed(found), found
     numbers = json.loads(json.dumps(found))
     if name == "kernels":
         timed = {part["part"].split(",")[0].split(" by ")[0] for part in numbers["16"]}
@@ -109,6 +108,6 @@ def test_idle_is_read_from_the_profilers_events(bench: parts.Bench, monkeypatch:
     monkeypatch.setattr(idle, "profile", profile)
     monkeypatch.setattr(idle, "COUNT", 2)
     found: dict[str, Any] = {}
-    gpu_suite.run_part(PARTS["idle"], bench, found)
+    suite.run_part(PARTS["idle"], bench, found)
     assert found["none"] == {"kernels": 3, "round_us": 5, "idle_share": pytest.approx(0.4), "gap_us": 1}
     assert set(found) == {"none", *parts.TREES}

@@ -1,7 +1,6 @@
 """Every part of the GPU suite but those of the kernels' own clocks runs through on a CPU, on a small shape."""
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval.gpu import parts
+from eval.gpu import parts, suite
 from eval.gpu.idle import idle_of
-from eval.grown import SHAPES, ModelShape
+from eval.shapes import SHAPES, ModelShape
 from scripts import gpu_suite
 
 CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
@@ -24,7 +23,7 @@ for without in ("checks", "kernels", "draft_steps", "idle"):  # of the device al
 def bench() -> Iterator[parts.Bench]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
-        for name, value in (("NEW", 8), ("PROMPT", 24), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
+        for name, value in (("NEW", 8), ("PROMPT", 24), ("LONG", 12), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
             patch.setattr(parts, name, value)
         patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
         patch.setattr("eval.roofline.TRIES", {"cpu": 1})
@@ -37,7 +36,7 @@ def bench() -> Iterator[parts.Bench]:
 @pytest.mark.filterwarnings("ignore")  # the library's, of its own ways
 def test_a_part_runs_through(name: str, bench: parts.Bench) -> None:
     found: dict[str, Any] = {}
-    gpu_suite.run_part(CPU_PARTS[name], bench, found)
+    suite.run_part(CPU_PARTS[name], bench, found)
     assert "error" not in found, found["error"]
     numbers = json.loads(json.dumps(found))
     if name == "drafting":
@@ -55,9 +54,9 @@ def test_a_part_that_breaks_leaves_what_it_had() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     found: dict[str, Any] = {}
-    gpu_suite.run_part(part, parts.Bench(torch.device("cpu"), "small", None, 0.0), found)
+    suite.run_part(part, parts.Bench(torch.device("cpu"), "small", None, 0.0), found)
     assert found == {"one": 1, "error": "RuntimeError: CUDA error: an illegal memory access was encountered"}
-    assert gpu_suite.failed(found) and not gpu_suite.failed({"one": 1})
+    assert suite.failed(found) and not suite.failed({"one": 1})
 
 
 def test_a_group_writes_down_what_it_finds_as_it_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +75,11 @@ def test_a_group_writes_down_what_it_finds_as_it_finds_it(tmp_path: Path, monkey
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(parts, "CHECKS", {"good": good, "bad": bad, "late": good})
     options = gpu_suite.parse_arguments(["--out", str(out), "--group", "checks"])
-    assert gpu_suite.run_group(options) == 0
+    assert suite.run_group(options) == 0
     assert seen == [{"checks": {"failed": 0, "good": "passed"}}]
     found = {"failed": 1, "good": "passed", "bad": "AssertionError: rows differ", "left_out": ["late"]}
     assert json.loads(out.read_text()) == {"checks": found}
-    assert gpu_suite.failed(found) and gpu_suite.failed({"left_out": ["late"]})
+    assert suite.failed(found) and suite.failed({"left_out": ["late"]})
 
 
 def test_a_group_that_dies_is_written_down_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +91,12 @@ def test_a_group_that_dies_is_written_down_beside_the_others(tmp_path: Path, mon
         "json.dump({group + ' part': {'share': 0.8}}, open(out, 'w'))\n"
         "os.kill(os.getpid(), 9) if group == 'grown' else None\n"
     )
-    monkeypatch.setattr(gpu_suite, "__file__", str(script))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(gpu_suite, "device_facts", lambda device: {})
+    monkeypatch.setattr(suite, "device_facts", lambda device: {})
     out = tmp_path / "record.json"
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py"])
     for groups, status in (["grown", "checks"], 1), (["checks"], 0):
         options = gpu_suite.parse_arguments(["--out", str(out), "--groups", *groups])
-        assert gpu_suite.run_suite(options) == status
+        assert suite.run_suite(options, script) == status
         record = json.loads(out.read_text())
         assert all(record[f"{group} part"] == {"share": 0.8} for group in groups)
         assert record.get("grown error") == ("ended with status -9" if status else None)

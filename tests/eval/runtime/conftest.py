@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Observation, Pick, TargetEnds
+from heads.growth import grow
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, grow
+from heads.tree import Proposal, TreeShape
 
 VOCAB, EOS = 61, 2
 BASE = dict(
@@ -265,7 +266,7 @@ class Toy:
         return law
 
     def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
-        """`rows` trees as `heads.tree.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
+        """`rows` trees as `heads.growth.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
         V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
 
         def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:

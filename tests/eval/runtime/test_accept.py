@@ -7,7 +7,8 @@ import torch
 
 from eval.runtime import accept as module
 from eval.runtime.accept import match, match_chain
-from heads.tree import Proposal, ancestors
+from heads.growth import ancestors
+from heads.tree import Proposal
 
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:

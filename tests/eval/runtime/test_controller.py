@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from eval.runtime.controller import LONGEST_INTERVAL, Controller, Span, check_adaptive, ladder
+from eval.runtime.controller import LONGEST_INTERVAL, Controller, Span, ladder
+from eval.runtime.rules import check_adaptive
 from heads.errors import UserError
 from heads.tree import TreeShape, parse_shape
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime import draws
-from eval.runtime.sampling import RowSampling, Sampling, gumbel
+from eval.runtime.distribution import RowSampling, gumbel
+from eval.runtime.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(draws.load() is None, reason="no C compiler")
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15

@@ -12,8 +12,9 @@ from eval.runtime.engine import Engine
 from eval.runtime.hf import TargetStep, check_family
 from eval.runtime.notices import say_once
 from heads.errors import UserError
+from heads.growth import ancestors
 from heads.target import FrozenTarget
-from heads.tree import Proposal, ancestors
+from heads.tree import Proposal
 
 TargetOf = Callable[[str], FrozenTarget]
 

@@ -13,6 +13,7 @@ from eval.runtime.hf import TargetStep
 from eval.runtime.kernel_step import kernels_fit, why_no_kernels
 from eval.runtime.notices import say_once
 from eval.runtime.sampling import Sampling
+from heads.growth import ancestors
 from heads.kernels import decoder
 from heads.kernels.attention import tree_attention
 from heads.kernels.backend import why_not
@@ -20,7 +21,7 @@ from heads.kernels.gemm import TILES
 from heads.kernels.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
 from heads.native.architectures import native_decoder
 from heads.target import FrozenTarget
-from heads.tree import Proposal, ancestors, parse_shape
+from heads.tree import Proposal, parse_shape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -92,7 +93,10 @@ def some_tree() -> tuple[Proposal, Tensor]:
     return Proposal(tokens, parents, above.sum(-1) - 1, torch.zeros(2, 6)), above
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("llama", "deepseek_v3") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 @torch.no_grad()
 def test_a_tree_gets_the_same_features_and_choices(
     family: str, kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
@@ -119,6 +123,7 @@ def test_a_tree_gets_the_same_features_and_choices(
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape"), [("llama", "tree:2x2x5"), ("qwen3", "chain:2"), ("deepseek_v3", "tree:2x2x5")]
 )
@@ -162,6 +167,7 @@ def test_a_request_alone_samples_as_it_would_by_torch(
     assert outputs[0].tokens == plain[0].tokens and outputs[0].rounds < plain[0].rounds
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
     kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
@@ -213,6 +219,7 @@ def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> No
     assert not rows_are_independent(mixed, weight, 5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     kernels: Callable[[bool], None],

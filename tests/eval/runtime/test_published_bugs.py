@@ -12,13 +12,16 @@ from torch import Tensor
 
 from eval.prompts import Prompt
 from eval.runtime.accept import Acceptance
+from eval.runtime.distribution import RowSampling, gumbel, stream, uniform
 from eval.runtime.engine import Engine, Request
+from eval.runtime.judges import DRAFTS, LAST, TESTS, Draws, Rejection, make_rule
 from eval.runtime.rejection import Verdict, family_of
-from eval.runtime.rules import DRAFTS, LAST, RULES, TESTS, Draws, Rejection, check_rule, make_rule
-from eval.runtime.sampling import RowSampling, Sampling, gumbel, stream, uniform
+from eval.runtime.rules import RULES, check_rule
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError
+from heads.growth import ancestors
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, ancestors, is_chain, parse_shape, static_shape
+from heads.tree import Proposal, TreeShape, is_chain, parse_shape, static_shape
 
 CPU = torch.device("cpu")
 LAWFUL = RULES[1:]
@@ -112,7 +115,7 @@ def test_the_hosts_random_numbers_have_no_say(
 @pytest.mark.parametrize("name", LAWFUL)
 def test_a_token_that_the_target_excludes_is_never_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a test is passed by r <= p / q, and r may be 0."""
-    monkeypatch.setattr("eval.runtime.rules.uniform", lambda *_: torch.zeros(1, 1, 2, dtype=torch.float64))
+    monkeypatch.setattr("eval.runtime.judges.uniform", lambda *_: torch.zeros(1, 1, 2, dtype=torch.float64))
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     _, found = judged(name, parse_shape("chain:1"), [1, 0], p, torch.tensor([[0.9, 0.1]]))
     assert found.accepted.tolist() == [0] and found.emitted[0, 0] == 1

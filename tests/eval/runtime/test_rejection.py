@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from eval.runtime.accept import match
+from eval.runtime.distribution import RowSampling
+from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict, expected_tokens, ratio
-from eval.runtime.rules import RULES, Rejection
-from eval.runtime.sampling import RowSampling
-from heads.tree import Proposal, TreeShape, ancestors, parse_shape, static_shape
+from eval.runtime.rules import RULES
+from heads.growth import ancestors
+from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 
 EXACT = 1e-9
 UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")

@@ -12,9 +12,10 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, TargetEnds
+from heads.growth import grow
 from heads.registry import build_untrained
 from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, grow, parse_shape
+from heads.tree import Proposal, TreeShape, parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
 

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from eval.prompts import Prompt
+from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, Request
-from eval.runtime.rules import RULES, Draws, Rule, check_rule, draw_counters, make_rule
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.judges import Draws, Rule, draw_counters, make_rule
+from eval.runtime.rules import RULES, check_rule
+from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick
 from heads.errors import UserError
+from heads.growth import ancestors, grow
 from heads.target import FrozenTarget
-from heads.tree import Proposal, ancestors, grow, parse_shape, static_shape
+from heads.tree import Proposal, parse_shape, static_shape
 
 CPU = torch.device("cpu")
 DECODED = 4

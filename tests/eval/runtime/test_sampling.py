@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.sampling import RowSampling, Sampling, gumbel, log_law
+from eval.runtime.distribution import RowSampling, gumbel, log_law
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 
 MASK = (1 << 64) - 1

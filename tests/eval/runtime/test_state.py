@@ -51,7 +51,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree: bool, form: str) -> None:
     generator = torch.Generator().manual_seed(depth)
     cut = 0
-    for _ in range(25):
+    for _ in range(25 if form == "compiler" else 10):  # the interpreter of kernels is slow
         ours = random_state(depth, generator)
         theirs, before = copy_of(ours), copy_of(ours)
         accepted = torch.randint(0, depth + 1, (B,), generator=generator)

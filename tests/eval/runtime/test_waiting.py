@@ -54,7 +54,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(GridExecutor, "__call__", unwatched)
     monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
-    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 128)):
+    for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
         monkeypatch.setitem(SHAPE, size, value)
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
     ours = ("eval.runtime.backlog", "eval.runtime.draws", "eval.runtime.state")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads.growth import ancestors
 from heads.native.architectures import native_decoder, why_not_native
 from heads.native.decoder import NativeDecoder
 from heads.native.feedforward import Experts
 from heads.target import Features, FrozenTarget
-from heads.tree import ancestors
 
 BASE = dict(
     vocab_size=61,

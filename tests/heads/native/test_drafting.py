@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.distribution import RowSampling
+from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
@@ -38,6 +39,7 @@ HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "eagle3.1": (Eagle3, Eagle3Config, dict(taps=(2, 4, 5), fc_norm=True, norm_output=True)),
     "mtp": (Mtp, MtpConfig, {}),
     "mtp of three": (Mtp, MtpConfig, dict(num_modules=3, layout="deepseek")),
+    "mtp that reads every token": (Mtp, MtpConfig, dict(layout="qwen")),
 }
 
 
@@ -104,6 +106,32 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
         for field in ("tokens", "parents", "depths"):
             assert torch.equal(getattr(one, field), getattr(other, field)), field
         torch.testing.assert_close(one.scores, other.scores, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "same"), [("mimo", True), ("qwen", False)])
+def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(
+    layout: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one token of a prompt's second place decides what is drafted behind it, or does not."""
+    head = Mtp(MtpConfig(**WIDTHS, layout=layout), *build_vocab(torch.ones(V), 40))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter).bfloat16())
+    table, out = torch.randn(2, V, D).bfloat16().float()
+    ends = TargetEnds(embed=torch.nn.Embedding.from_pretrained(table), logits=lambda h: h @ out.T, weight=out)
+    hidden, start, count = torch.randn(1, 4, D), torch.zeros(1, dtype=torch.int64), torch.tensor([4])
+
+    def scores(second: int) -> Tensor:
+        state = head.new_state(ends, batch_size=1, capacity=40, shape=parse_shape("chain:2"))
+        assert type(state.memory) is memory
+        tokens = torch.tensor([[3, second, 5, 7, 11]])
+        head.observe(state, Observation(tokens, hidden[..., :0], hidden, start, count, None))
+        return head.propose(state, likeliest).scores
+
+    for memory in (KernelMemory, TorchMemory):
+        if memory is TorchMemory:
+            monkeypatch.setattr(type(head), "parts", lambda self: None)
+        assert torch.equal(scores(20), scores(40)) is same
 
 
 def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are() -> None:

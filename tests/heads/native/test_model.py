@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.sampling import RowSampling, Sampling
+from eval.runtime.distribution import RowSampling
+from eval.runtime.sampling import Sampling
 from heads.base import Observation
 from heads.draft import DraftState
 from heads.native import kernels

@@ -180,6 +180,8 @@ def test_deepseeks_states_are_those_of_transformers(
                 hidden[:, :T],
                 batch.positions[:, :T],
             )
+            if k == 1:
+                embedded[:, 0] = 0  # as vLLM's class does, and transformers' does not
             mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
             turn = theirs.rotary_emb(hidden, positions)
             hidden = theirs.layers[k - 1](embedded, hidden, turn, mask, positions, past_key_values=None)
@@ -192,6 +194,8 @@ def test_mimos_states_are_its_formula(name: str, targets: dict[str, tuple[Frozen
     target, native = targets[name]
     head = build_head("mtp", {"native": True}, target, COUNTS).double()
     batch, state = batch_of(target), batch_of(target).hidden
+    embeddings = batch.embeddings.clone()
+    embeddings[:, 1] = 0  # the token that module 1 reads at position 0
     for k, ours in enumerate(head.unroll(batch, head.num_modules), start=1):
         p = f"model.mtp_layers.{k - 1}."
         w = {key.removeprefix(p): value.double() for key, value in native.items() if key.startswith(p)}
@@ -200,7 +204,8 @@ def test_mimos_states_are_its_formula(name: str, targets: dict[str, tuple[Frozen
             return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
 
         T = 18 - k
-        both = [rms(state[:, :T], "hidden_layernorm"), rms(batch.embeddings[:, k:], "token_layernorm")]
+        read = (embeddings if k == 1 else batch.embeddings)[:, k:]
+        both = [rms(state[:, :T], "hidden_layernorm"), rms(read, "token_layernorm")]
         x = torch.cat(both, -1) @ w["input_proj.weight"].T
         y = rms(x, "input_layernorm")
         q, key, v = (

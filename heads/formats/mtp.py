@@ -5,6 +5,9 @@
     qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
 
 A model class of transformers drops these tensors when it loads, so they are read from the target's files.
+
+A saved head is a folder that engines load beside the target: its config.json is the target's own, and its weights are
+the modules alone, under the names of the target's family. Embedding table and output head are the target's.
 """
 
 import json
@@ -40,14 +43,22 @@ class Layout:
     """Between the prefix and the names of the decoder block."""
     hidden_first: bool
     """Which half of the projection reads the hidden state."""
+    zero_first: bool = False
+    """Whether engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)
 
 
 LAYOUTS = {
-    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True),
-    "deepseek": Layout("model.layers.{n}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), "", hidden_first=False),
+    "mimo": Layout("model.mtp_layers.{i}.", PARTS, "", hidden_first=True, zero_first=True),
+    "deepseek": Layout(
+        "model.layers.{n}.",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "",
+        hidden_first=False,
+        zero_first=True,
+    ),
     "qwen": Layout(
         "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), "layers.0.", hidden_first=False
     ),
@@ -120,7 +131,7 @@ def read_native(path: str, config: Any, ends: Mapping[str, Tensor]) -> NativeMod
     """
     files = tensor_files(path)
     layers: int = config.num_hidden_layers
-    found = {name: _count(layout, files, layers) for name, layout in LAYOUTS.items()}
+    found = {name: count_modules(layout, files, layers) for name, layout in LAYOUTS.items()}
     name = max(found, key=lambda name: found[name])
     count, layout = found[name], LAYOUTS[name]
     if count == 0:
@@ -166,7 +177,7 @@ def tensor_files(path: str) -> dict[str, Path]:
     return out
 
 
-def _count(layout: Layout, names: Iterable[str], layers: int) -> int:
+def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
     """How many modules of this layout are among the tensors, from the first on; one where all share a prefix."""
     held, count = set(names), 0
     while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
@@ -191,35 +202,9 @@ def _check_shared(path: str, key: str, value: Tensor, ends: Mapping[str, Tensor]
         raise UserError(f"{path}: {key} is not the target's own; only modules that share the target's ends are read")
 
 
-def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """An `MtpConfig` and the record of its target as config.json.
+def mtp_engine_config(target: dict[str, Any]) -> dict[str, Any]:
+    """config.json: the target's own, from `heads.checkpoint.target_record`. Engines find the modules' class by it.
 
-    No engine loads modules of multi-token prediction by themselves: they belong in their target's checkpoint, under the
-    names they are saved with. So the architecture is ours, and says nothing that an engine would take for its own.
+    The modules are not quantised, whatever the target's checkpoint is.
     """
-    return {
-        "architectures": ["DraftsmithMtp"],
-        "model_type": "draftsmith_mtp",
-        "mtp_layout": config.layout,
-        "num_nextn_predict_layers": config.num_modules,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        **(
-            {"decoder": config.decoder}
-            if config.native
-            else {
-                "intermediate_size": config.intermediate_size,
-                "num_attention_heads": config.num_attention_heads,
-                "num_key_value_heads": config.num_key_value_heads,
-                "head_dim": config.head_dim,
-                "hidden_act": "silu",
-                "rms_norm_eps": config.rms_norm_eps,
-                "rope_theta": config.rope_theta,
-            }
-        ),
-        "max_position_embeddings": config.max_position_embeddings,
-        "torch_dtype": dtype,
-        "bos_token_id": target.get("bos_token_id"),
-        "eos_token_id": target.get("eos_token_id"),
-    }
+    return {key: value for key, value in target["config"].items() if key != "quantization_config"}

@@ -1,8 +1,14 @@
 """EAGLE-3's config.json as vLLM and SGLang read it.
 
-Both conventions of naming taps are written: vLLM counts the layer a stream enters, SGLang the layer it leaves.
+Both conventions of naming layers are written: vLLM counts the layer a stream enters, SGLang the layer it leaves. The
+EAGLE repository reads the file too, but no layer ids (it knows the default ones alone) and neither `fc_norm` nor
+`norm_output`, which it ignores. speculators' converter (c05b95b) takes the options and drops the layer ids, unless they
+are given by hand. `heads.formats.loaders` has what each reader takes, as data.
 """
 
+import json
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -39,3 +45,12 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "eagle_aux_hidden_state_layer_ids": list(config.taps),
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
     }
+
+
+def convert_command(head: str, target: str, taps: Sequence[int]) -> str:
+    """What brings a saved head into speculators' form."""
+    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(taps)})
+    return (
+        f"speculators convert {shlex.quote(head)} --algorithm eagle3 --verifier {shlex.quote(target)} "
+        f"--algorithm-kwargs {shlex.quote(ids)}"
+    )

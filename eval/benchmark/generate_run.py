@@ -1,0 +1,91 @@
+"""Turns of the engine's plain decoding and `transformers` generate, on the same prompts."""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from eval.figures import environment, target_facts
+from eval.files import check_file
+from eval.metrics import speedup, speedup_interval
+from eval.opening import chosen_prompts, open_target, prompt_facts
+from eval.prompts import Prompt
+from eval.results import write_results
+from eval.runtime.engine import Engine, Request
+from eval.wording import with_interval
+from heads.target import FrozenTarget
+
+WARM_UP_TOKENS = 16
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Time both and print the ratio; 1 if their texts differ."""
+    if options.out:
+        check_file(options.out, "--out")
+    target, tokenizer = open_target(options.target, options)
+    prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    engine = Engine(target, max_length=longest + options.max_new_tokens + 1)
+    warm_up = min(WARM_UP_TOKENS, options.max_new_tokens)
+    run_engine(engine, prompts[0], warm_up)
+    run_generate(target, prompts[0], warm_up)
+    ours, theirs = [0.0] * len(prompts), [0.0] * len(prompts)
+    tokens = different = 0
+    for repeat in range(options.repeats):
+        for i, prompt in enumerate(prompts):
+            # Whoever goes first alternates, so that neither always finds the caches warm.
+            if (repeat + i) % 2:
+                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
+                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
+            else:
+                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
+                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
+            ours[i] += own_seconds
+            theirs[i] += seconds
+            tokens += len(found)
+            different += found != expected
+    ratio, interval = speedup(theirs, ours), speedup_interval(theirs, ours)
+    print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
+    print(f"transformers generate   {tokens / sum(theirs):10.1f} tokens/s")
+    print(f"engine, plain           {tokens / sum(ours):10.1f} tokens/s")
+    print(f"ratio                   {with_interval(ratio, interval)}")
+    print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
+    if options.out:
+        record = {
+            "target": target_facts(target),
+            **environment(target),
+            **prompt_facts(options, prompts),
+            "tokens": tokens,
+            "engine_seconds": sum(ours),
+            "generate_seconds": sum(theirs),
+            "ratio": {"mean": ratio, "ci95": interval},
+            "different": different,
+        }
+        write_results(record, options.out)
+    return 1 if different else 0
+
+
+def run_engine(engine: Engine, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
+    """Tokens and seconds of the engine."""
+    started = time.perf_counter()
+    (output,) = engine.generate([Request(list(prompt.ids), max_new_tokens)])
+    return output.tokens, time.perf_counter() - started
+
+
+@torch.inference_mode()
+def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
+    """Tokens and seconds of `generate`, as a user would call it."""
+    started = time.perf_counter()
+    ids = torch.tensor([prompt.ids], device=target.device)
+    pad = target.eos_token_ids[0] if target.eos_token_ids else 0
+    generate: Any = target.model.generate  # typed by the library as something that cannot be called
+    output = generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
+        pad_token_id=pad,
+    )
+    return output[0, len(prompt.ids) :].tolist(), time.perf_counter() - started

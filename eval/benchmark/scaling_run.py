@@ -1,0 +1,215 @@
+"""The races of every batch size and context length: their table, scaling.json and the plot."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from eval.command import draft_shapes
+from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
+from eval.corpus import read_split
+from eval.drawing import COLOURS, save, style, title
+from eval.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.files import check_folder
+from eval.measure import Entry, race
+from eval.measurements import own_folder, plain_name
+from eval.opening import open_head, prompt_room
+from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
+from eval.report import print_audit
+from eval.results import Results, write_results
+from eval.runtime.sampling import Sampling
+from eval.settings import ScalingSettings
+from eval.wording import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
+from heads.base import Drafter
+from heads.errors import UserError, first_line
+from heads.target import FrozenTarget
+from heads.tree import TreeShape
+
+SCHEMA_VERSION = 1
+
+
+def measure_scaling(
+    target: FrozenTarget,
+    head: Drafter,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ScalingSettings,
+    *,
+    head_path: str,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> Results:
+    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds."""
+    shapes = draft_shapes(settings.trees, head)
+    room = prompt_room(target, settings.max_new_tokens, max(shape.nodes for shape in shapes))
+    if max(settings.contexts) > room:
+        raise UserError(
+            f"--contexts {max(settings.contexts)}: with {settings.max_new_tokens} new tokens and the draft "
+            f"{target.name} has room for {room}; ask for shorter ones"
+        )
+    most = max(settings.batch_sizes) * settings.batches
+    judged = Judged()
+    with progress_bar() as bar:
+        for context in settings.contexts:
+            prompts = windows(settings.prompts, tokenizer, context, most)
+            for batch_size in settings.batch_sizes:
+                chosen = prompts[: batch_size * settings.batches]
+                fresh = measure_point(target, head, tokenizer, shapes, chosen, batch_size, settings, bar)
+                fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
+                judged.add(fresh)
+    points = judged.measurements
+    exact = pooled_exactness([point for point in points if point["exact"]], judged.unrepeatable)
+    if exact["divergences"]:
+        withhold_speed(points)
+    results: Results = {
+        "schema_version": SCHEMA_VERSION,
+        "target": target_facts(target),
+        "head": head_facts(head, head_path),
+        **environment(target),
+        "settings": asdict(settings),
+        "exact": exact,
+        "points": points,
+    }
+    if out is not None:
+        write_results(results, out / "scaling.json")
+        if is_exact(results):
+            draw(results, out / "scaling")
+    show(results, console or Console())
+    return results
+
+
+def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
+    """So many prompts of so many tokens, one after another out of the suite's texts."""
+    ids: list[int] = []
+    for text in texts(suite, tokenizer):
+        ids += text
+        if len(ids) >= length * number:
+            cuts = [tuple(ids[i * length : (i + 1) * length]) for i in range(number)]
+            return [
+                Prompt(suite=suite, category=suite, id=str(i), text=str(tokenizer.decode(list(cut))), ids=cut)
+                for i, cut in enumerate(cuts)
+            ]
+    raise UserError(
+        f"{suite}: its texts have {len(ids)} tokens, {number} prompts of {length} need {length * number}; ask for "
+        "smaller batches, shorter contexts or another suite"
+    )
+
+
+def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[int]]:
+    """The token ids of a suite's texts: whole modules of the held-out ones, else its prompts."""
+    if suite == HELD_OUT_SUITE:
+        for _, text in read_split(held_out=True):
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    else:
+        yield from (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
+
+
+def measure_point(
+    target: FrozenTarget,
+    head: Drafter,
+    tokenizer: PreTrainedTokenizerBase,
+    shapes: Sequence[TreeShape],
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    settings: ScalingSettings,
+    bar: Progress,
+) -> Judged:
+    """The figures of each draft at one batch size and context; without any where the device's memory is too small."""
+    what = f"batch {batch_size}, context {len(prompts[0].ids)}"
+    task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
+    try:
+        result = race(
+            target,
+            [Entry(head, shape, adaptive=settings.adaptive) for shape in shapes],
+            prompts,
+            Sampling(settings.temperature, seed=settings.seed),
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=batch_size,
+            repeats=settings.repeats,
+            on_unit=lambda done: bar.advance(task, done),
+        )
+        return judge(result, target, tokenizer)
+    except torch.OutOfMemoryError as error:
+        said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
+        return Judged([{"tree": str(shape), **said} for shape in shapes])
+
+
+def draw(results: Results, path: Path) -> list[Path]:
+    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
+    trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
+    settings = results["settings"]
+    with style():
+        figure = Figure(figsize=(10, 0.8 + 3.6 * len(trees)), layout="constrained")
+        grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
+        for (left, right), tree in zip(grid, trees, strict=True):
+            points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
+            draw_lines(left, points, "batch_size", "context", "batch size", "context")
+            draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
+            name = f"{'adaptive ' * settings['adaptive']}{tree}"
+            left.set_title(name)
+        made = (
+            f"{heading(results)}; {settings['batches']} batches of {short_name(settings['prompts'])} at each point, "
+            f"{settings['max_new_tokens']} new tokens, {sampling_text(settings['temperature'])}; {device_text(results)}"
+        )
+        title(figure, "Speedup over plain decoding", made)
+        return save(figure, path)
+
+
+def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
+    """One line for each value of `by`."""
+    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
+    colours = matplotlib.colormaps["viridis"]
+    values = sorted({point[by] for point in points})
+    for n, value in enumerate(values):
+        line = sorted((point[along], point["speedup"]["measured"]) for point in points if point[by] == value)
+        colour = colours(0.9 * n / max(len(values) - 1, 1))
+        axes.plot(*zip(*line, strict=True), "o-", color=colour, ms=4, lw=1.5, label=f"{legend} {value}")
+    places = sorted({point[along] for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def show(results: Results, console: Console) -> None:
+    """The table in the terminal."""
+    console.print(f"\n[bold]{escape(heading(results))}[/bold]; {escape(device_text(results))}\n")
+    table = Table(box=None, pad_edge=False)
+    for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in results["points"]:
+        cells = [str(point["context"]), str(point["batch_size"]), point["tree"]]
+        if "out_of_memory" in point:
+            table.add_row(*cells, "", "", "out of memory")
+        else:
+            rate = number(point["baseline"]["tokens_per_second"], 1)
+            table.add_row(*cells, number(point["tau"]["mean"]), rate, speedup_text(point))
+    console.print(table, highlight=False)
+    console.print()
+    print_audit(results, console)
+
+
+def scaling_command(options: argparse.Namespace) -> int:
+    """Load what the command line names, and measure: the exit status."""
+    settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
+    parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
+    check_folder(options.out or parent, "--out")
+    opened = open_head(options)
+    with own_folder(parent, settings, options) as out:
+        results = measure_scaling(
+            opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out
+        )
+    print(f"written to {out}", file=sys.stderr)
+    return 0 if is_exact(results) else 1

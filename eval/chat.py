@@ -1,0 +1,40 @@
+"""Write with a draft head: the target's answers as they are decoded, accepted draft tokens in colour, tau beside them.
+
+    python eval/chat.py runs/quickstart --prompt 'import os'       # one answer
+    python eval/chat.py HEAD_DIR_OR_HUB_ID                         # a conversation; Ctrl-D ends it, Ctrl-C an answer
+
+The text is what plain decoding gives, token for token, whatever the head. Targets with a chat template answer; others
+go on from the text they are given. Output that is not a terminal gets the text alone; NO_COLOR is honoured.
+Exit status 0; 2 with one line for what the caller can mend; 130 on an interrupt outside an answer, or of the only one.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from eval.command import Parser, add_head_options, count, draft_tree, exit_status, seed, temperature
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("Write with a draft head: answers are streamed, accepted draft tokens in colour.")
+    add_head_options(parser)
+    add = parser.add_argument
+    add("--prompt", help="answer this and end; without it, prompts are read line by line")
+    add("--tree", type=draft_tree, help="the draft: chain:5, tree:5x8x24, static:3.2.1, head; chain:5 by default, or 3")
+    add("--temperature", type=temperature, default="0", help="0 is greedy")
+    add("--seed", type=seed, default=0, help="of the sampling; each further answer takes the next one")
+    add("--max-new-tokens", type=count, default=256, help="of each answer")
+    add("--plain", action="store_true", help="the text alone, as for output that is not a terminal")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.conversation import chat
+
+    return chat(options)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,147 @@
+"""Charts as files and inside a page: one drawing in matplotlib, written as PNG and SVG.
+
+Colours are named by what they stand for. A page gives each name its colours in light and in dark; a file has those of
+`COLOURS` on white.
+"""
+
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from eval.files import write_bytes
+
+COLOURS = {
+    "card": "#ffffff",
+    "ink": "#16191f",
+    "soft": "#5a6372",
+    "line": "#d5d9e0",
+    "draft": "#0a6ebd",
+    "verify": "#c4570c",
+    "accept": "#2e7d5b",
+    "commit": "#6b7280",
+    "plain": "#c9ced8",
+    "faded": "#8b94a3",
+}
+WIDTH = 4.6
+"""Inches of 72 units. A page shows a chart 330 to 430 pixels wide, so that its labels stay readable on a phone."""
+FONT_SIZE = 12
+LETTERS = 58
+"""Of a caption's line."""
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": FONT_SIZE,
+    "text.color": COLOURS["ink"],
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLOURS["line"],
+    "axes.labelcolor": COLOURS["soft"],
+    "axes.titlelocation": "left",
+    "xtick.color": COLOURS["line"],
+    "ytick.color": COLOURS["line"],
+    "xtick.labelcolor": COLOURS["soft"],
+    "ytick.labelcolor": COLOURS["soft"],
+    "legend.frameon": False,
+    "legend.labelcolor": COLOURS["soft"],
+    "lines.solid_capstyle": "round",
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.constrained_layout.w_pad": 0.06,
+    "svg.fonttype": "none",  # text stays text: found by a search, and in the reader's own font
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of a report."""
+
+    name: str
+    """Of its files."""
+    title: str
+    note: str
+    """A sentence or two that explain it."""
+    draw: Callable[[Axes], None]
+    height: float = 2.7
+    """Inches."""
+
+
+def inline_svg(chart: Chart) -> str:
+    """A chart as an SVG element that takes its colours, by name, and its font from the page."""
+    with drawn(chart) as figure:
+        text = to_svg(figure, chart.name, transparent=True)
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box is not None
+    body = text[text.index(">", box.end()) + 1 : text.rindex("</svg>")]
+    body = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")  # those ids are alike in every chart
+    for name, colour in COLOURS.items():
+        body = body.replace(colour, f"var(--{name})")
+    return f'<svg {box[0]} role="img" aria-label="{escape(f"{chart.title}. {chart.note}")}">{body}</svg>'
+
+
+def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Path]:
+    """Write each chart as NAME.png and NAME.svg, with its title above and below it the caption; -> the files."""
+    files = []
+    for chart in charts:
+        with drawn(chart, caption) as figure:
+            files += save(figure, folder / chart.name)
+    return files
+
+
+@contextmanager
+def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
+    """A chart as a figure; with its title and a caption where it stands by itself."""
+    lines = textwrap.wrap(caption or "", LETTERS)
+    extra = 0.4 + 0.17 * len(lines) if caption else 0.0
+    with style():
+        figure = Figure(figsize=(WIDTH, chart.height + extra), layout="constrained")
+        chart.draw(figure.subplots())
+        if caption:
+            title(figure, chart.title, "\n".join(lines))
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # found once, not anew for each file
+        yield figure
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look of all charts; letters that the font of a PNG lacks are no reason for a warning."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def title(figure: Figure, text: str, caption: str) -> None:
+    """A title above a figure and a caption below it."""
+    figure.suptitle(text, x=0.02, ha="left", fontsize=FONT_SIZE + 1, fontweight="bold")
+    figure.supxlabel(caption, x=0.02, ha="left", fontsize=FONT_SIZE - 3, color=COLOURS["soft"])
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Write a figure as PNG and SVG, each whole or not at all, without a date, so that equal results give equal
+    files; `path` is without an ending."""
+    png, svg = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
+    write_bytes(png, buffer.getvalue())
+    write_bytes(svg, to_svg(figure, path.name).encode())
+    return [png, svg]
+
+
+def to_svg(figure: Figure, name: str, *, transparent: bool = False) -> str:
+    """A figure as an SVG document whose ids are the same every time, and other ones under another name."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=transparent, metadata=nothing)
+    return buffer.getvalue()

@@ -1,0 +1,200 @@
+"""How a token is chosen: one processed law, and noise that depends on nothing but (seed, position, token id).
+
+    p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
+    choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
+
+Whatever differs from log p_t by a constant serves as well, so no choice waits for a sum over the vocabulary. G is
+Gumbel noise, so the choice is a draw from p_t; and since G is a pure function of the seed, the absolute position and
+the token id, it is the same draw on every device, in every batch, tree and round. That makes sampled speculative
+decoding equal to plain decoding token for token, and lets a draft use the very noise the target will use.
+
+Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
+"""
+
+import torch
+from torch import Tensor
+
+from eval.runtime import draws
+from eval.runtime.kernels.pick import Noise, best_columns, best_columns_twin, serves
+from eval.runtime.sampling import Sampling
+from heads.tree import Pick
+
+GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
+MIX_1, MIX_2 = -4658895280553007687, -7723592293110705685  # splitmix64's two multipliers
+LOW_34, LOW_37, LOW_33, LOW_52 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1, (1 << 52) - 1
+
+
+class RowSampling:
+    """The sampling of every row of a batch, as tensors; rows of different requests mix freely.
+
+    `random` and `filtered` are host flags (does any row sample? does any row filter?), so that a greedy batch costs
+    one argmax. They choose between forms of equal result, never the result.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
+        self._rows = [Sampling()] * batch_size
+        self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
+        self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(batch_size, device=device)
+        self.min_p = torch.zeros(batch_size, device=device)
+        self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.random = self.filtered = False
+        library = draws.library_for(self.seed)
+        picker = None if library is None else draws.Picker(library, self.temperature, self.seed)
+        self.pick: Pick = self.pick_by_kernels if picker is None else picker
+        """Children for the rule `match`: the likeliest to be chosen, noise and all."""
+
+    def set_row(self, row: int, sampling: Sampling) -> None:
+        """Give a row to a request."""
+        self._rows[row] = sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
+        self.seed[row] = sampling.seed
+        self.random = any(s.temperature > 0 for s in self._rows)
+        self.filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self._rows)
+
+    def filters(self) -> Tensor:
+        """(B,) bool: the rows that filter."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
+    def row(self, row: int) -> "RowSampling":
+        """One row alone, as a batch of one; a copy."""
+        alone = RowSampling(1, self.seed.device)
+        alone.set_row(0, self._rows[row])
+        return alone
+
+    def log_law(self, logits: Tensor) -> Tensor:
+        """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
+        return log_law(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
+        if not self.random:
+            return logits.argmax(dim=-1)
+        if not self.filtered:
+            chosen = draws.choose(logits, self.temperature, self.seed, positions)
+            if chosen is not None:
+                return chosen
+        noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        return noise.add_(scores).argmax(dim=-1)
+
+    def pick_by_kernels(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`pick` on a GPU; by tensor operations where there are no kernels."""
+        W = logits.shape[1]
+        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
+            ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
+            return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
+        if not serves(logits, count):
+            return self.pick_in_tensors(logits, positions, count, token_ids)
+        noise = Noise(positions, self.temperature, self.seed) if self.random else None
+        return best_columns(logits, count, token_ids, noise)
+
+    def pick_in_tensors(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`pick` by tensor operations, on any device."""
+        scores = self.perturb(logits, positions, token_ids) if self.random else logits
+        return best_columns_twin(scores, count, token_ids)
+
+    def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.
+
+        logits (B, W, Vx); positions (B, W) of the drafted tokens; token_ids (Vx,) the target ids of the columns, None
+        where they are 0 .. Vx - 1. Greedy rows come back as float32 logits, unchanged.
+        """
+        logits = logits.float()
+        if not self.random:
+            return logits
+        if token_ids is None:
+            token_ids = torch.arange(logits.shape[-1], device=logits.device)
+        hot = (self.temperature > 0)[:, None, None]
+        warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
+        together = positions.shape[1] > 1 and positions.stride(1) == 0  # a level of a tree stands at one position
+        noise = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
+        return torch.where(hot, logits / warmth + noise, logits)
+
+
+def log_law(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """The processed law, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the one
+    before left.
+
+    logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
+    """
+    return scaled(logits, temperature, top_k, top_p, min_p, filtered=filtered).log_softmax(dim=-1)
+
+
+def scaled(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
+) -> Tensor:
+    """`log_law` but for a constant of each position: 0 at the likeliest token."""
+    hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
+    top = logits.argmax(dim=-1, keepdim=True)
+    greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
+    # The maximum is taken off first: logits divided by a very low temperature would overflow to inf - inf.
+    warm = (logits - logits.gather(-1, top)).float() / torch.where(hot, temperature[:, None, None], 1.0)
+    if filtered:
+        warm = warm.masked_fill(~_kept(warm, top_k, top_p, min_p), -torch.inf)
+    return torch.where(hot, warm, greedy)
+
+
+def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(B, W, V) bool: what the three filters leave. Each keeps a prefix of the tokens in falling order, so one sort
+    does."""
+    V = scaled.shape[-1]
+    falling, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(V, device=scaled.device)
+    k = torch.where(top_k > 0, top_k, V)[:, None, None]
+    kept = rank < k
+    # A token stays while the mass before it is short of top_p, so the likeliest always does. Sums that only rounding
+    # brought to 1 must cut nothing off, hence the second term.
+    share = falling.masked_fill(~kept, -torch.inf).softmax(dim=-1)
+    before = share.cumsum(dim=-1) - share
+    p = top_p[:, None, None]
+    kept = kept & ((before < p) | (p >= 1)) & (falling >= falling[..., :1] + min_p[:, None, None].log())
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
+
+    Since G = -log(-log(1 - w)) for a uniform w, large noise comes from small w, where w is finest: values up to 36 are
+    drawn by their true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some
+    hundred millions).
+    """
+    noise = draws.gumbel(seeds, positions, token_ids)
+    if noise is not None:
+        return noise
+    return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
+
+
+def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
+    """Uniform noise as a pure function: seeds (B,), counters (B, W), ids (X,) -> (B, W, X) float64.
+
+    splitmix64 over the three integers gives 52 bits k, and (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
+    """
+    keys = _mix(_mix(seeds)[:, None] + counters * GAMMA)  # (B, W)
+    bits = _mix_(keys[..., None] + ids * GAMMA)
+    return bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
+
+
+def stream(seeds: Tensor, purpose: int) -> Tensor:
+    """Seeds (B,) of another noise, independent of the one that `seeds` themselves give; `purpose`: any 64-bit
+    number."""
+    return _mix_(seeds ^ purpose)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 tensors; a bijection. Shifts are arithmetic, so the sign's copies are masked
+    off."""
+    return _mix_(x.clone())
+
+
+def _mix_(x: Tensor) -> Tensor:
+    x.bitwise_xor_((x >> 30).bitwise_and_(LOW_34)).mul_(MIX_1)
+    x.bitwise_xor_((x >> 27).bitwise_and_(LOW_37)).mul_(MIX_2)
+    return x.bitwise_xor_((x >> 31).bitwise_and_(LOW_33))

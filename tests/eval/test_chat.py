@@ -1,0 +1,180 @@
+"""Answers that are shown while they are decoded are plain decoding's, whole characters, with their drafts marked."""
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from eval import chat as module
+from eval.command import exit_status
+from eval.conversation import Conversation, Screen, Stream, interruptible
+from eval.opening import Opened
+from eval.prompts import render
+from eval.runtime.detokenizer import Detokenizer
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.sampling import Sampling
+from heads.errors import UserError
+from heads.target import FrozenTarget, load_tokenizer
+from heads.tree import parse_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "def main(x):"
+
+
+@pytest.fixture
+def opened(pair_head: Any, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase) -> Opened:
+    return Opened(pair_head, tiny_target, tiny_tokenizer)
+
+
+def plainly(opened: Opened, prompt: str, max_new_tokens: int, sampling: Sampling) -> Output:
+    _, ids = render([{"role": "user", "content": prompt}], opened.tokenizer)
+    engine = Engine(opened.target, max_length=len(ids) + max_new_tokens + 1)
+    return engine.generate([Request(ids, max_new_tokens, sampling)])[0]
+
+
+def terminal(**options: Any) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=60, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("tree", ["chain:3", "tree:3x2x6"])
+def test_an_answer_is_plain_decodings_text(
+    opened: Opened, temperature: float, tree: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = Sampling(temperature, seed=5)
+    conversation = Conversation(opened, parse_shape(tree), sampling, 40, None)
+    output = conversation.answer(PROMPT)
+    plain = plainly(opened, PROMPT, 40, sampling)
+    said = capsys.readouterr()
+    text = str(opened.tokenizer.decode(plain.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    assert output.tokens == plain.tokens and said.out.rstrip("\n") == text.rstrip("\n") and text
+    assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
+
+
+def test_tokens_are_marked_as_the_output_says(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last round cut on a draft token, too: answers of many lengths."""
+    marked: list[bool] = []
+    show = Stream.show
+
+    def noted(self: Stream, token: int, drafted: bool) -> None:
+        marked.append(drafted)
+        show(self, token, drafted)
+
+    monkeypatch.setattr(Stream, "show", noted)
+    drafted_last = 0
+    for length in range(1, 24):
+        marked.clear()
+        output = Conversation(opened, parse_shape("chain:3"), Sampling(), length, None).answer(PROMPT)
+        assert marked == output.drafted()
+        drafted_last += marked[-1]
+    assert any(marked) and not all(marked) and drafted_last
+
+
+def test_a_terminal_shows_drafts_in_colour_and_the_figures_below(opened: Opened) -> None:
+    console = terminal()
+    output = Conversation(opened, parse_shape("chain:3"), Sampling(), 30, console).answer(PROMPT)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert any(output.drafted()) and "\x1b[32m" in shown and "tokens/s" in shown
+    console = terminal(no_color=True)
+    Conversation(opened, parse_shape("chain:3"), Sampling(), 30, console).answer(PROMPT)
+    assert "\x1b[32m" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_a_terminal_would_obey_is_not_written_to_it() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.add("a\x1b]0;title\x07\tb\nc\x9b31m", "green")
+        screen.draw("1 tokens")
+    shown = Text.from_ansi(console.file.getvalue()).plain  # type: ignore[attr-defined]
+    assert "title" in shown and "\x1b]" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x9b" not in console.file.getvalue() and "\x07" not in shown  # type: ignore[attr-defined]
+
+
+def test_a_conversation_remembers_what_was_said(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), 12, None)
+    first = conversation.answer(PROMPT)
+    second = conversation.answer("and then?")
+    text = str(opened.tokenizer.decode(first.tokens, skip_special_tokens=True))
+    turns = [("user", PROMPT), ("assistant", text), ("user", "and then?")]
+    _, ids = render([{"role": role, "content": content} for role, content in turns], opened.tokenizer)
+    engine = Engine(opened.target, max_length=len(ids) + 13)
+    assert second.tokens == engine.generate([Request(ids, 12)])[0].tokens
+    with pytest.raises(UserError, match=r"tokens; expected 1 to \d+"):
+        conversation.answer("x " * 600)
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+
+
+def test_ctrl_c_ends_the_answer_after_the_round(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), 40, None)
+    whole = conversation.answer(PROMPT)
+    asked = iter([False, False, True])
+    conversation.messages.clear()
+    cut = conversation.answer(PROMPT, lambda: next(asked))
+    assert cut.finish_reason == "stop" and cut.rounds == 2 and cut.tokens == whole.tokens[: len(cut.tokens)]
+    with interruptible() as is_interrupted:
+        assert not is_interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("text", ["naïve façade, 日本語 and 😀👩‍👩‍👧!", "  two spaces\n\tand a tab\n", "ünïcödé" * 5])
+def test_pieces_are_whole_characters(text: str) -> None:
+    tokenizer = load_tokenizer(str(ROOT / "recipes/quickstart/target"))
+    tokens = tokenizer(text)["input_ids"]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(token) for token in tokens]
+    assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert len(tokens) > len([piece for piece in pieces if piece]) or text.isascii()
+    assert detokenizer.flush() == ""
+    half = tokenizer("日")["input_ids"][:-1]
+    assert [detokenizer.push(token) for token in half] == [""] * len(half)
+    assert detokenizer.flush() == tokenizer.decode(half) != ""
+
+
+def call(words: Sequence[object]) -> int:
+    return exit_status(lambda: module.main([str(word) for word in words]))
+
+
+def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "9", "--prompt", PROMPT]
+    assert call(words) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and " tokens, tau " in said.err.splitlines()[-1]
+
+
+def test_lines_are_answered_one_by_one_until_the_input_ends(
+    tiny_target_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is too long among them, and an empty one."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n" + "x " * 900 + "\ntwo\n"))
+    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "5"]) == 0
+    _, *said = capsys.readouterr().err.splitlines()  # the first says what decodes
+    assert [line.split()[0] for line in said] == ["5", "error:", "5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lookup:2", "--prompt", "x"], "give --target"),
+        (["--prompt", "x"], "head"),
+        (["lookup:2", "--tree", "chain:2,chain:3"], "one tree"),
+        (["lookup:2", "--temperature", "0,1"], "one number"),
+        (["no-such-folder", "--prompt", "x"], "no-such-folder"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line

@@ -1,0 +1,278 @@
+"""Saved heads are what engines load, and a folder that is broken in any way is told apart by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.checkpoint import read_config, save_head, target_record
+from heads.formats.contract import Verdict, check_folder, why_unfit
+from heads.formats.loaders import EAGLE, EAGLE3, ENGINES, MEDUSA, OLD_VLLM, SGLANG, VLLM
+from heads.registry import HEADS, build_head
+from heads.target import FrozenTarget, load_target
+from tests.native_mtp import V, write_native
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    """A Llama of 8 layers and 128 tokens."""
+    return load_target(str(tiny_target_dir))
+
+
+def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
+    head = build_head(kind, settings, target, torch.arange(target.vocab_size))
+    save_head(head, folder, target=target_record(target))
+    return folder
+
+
+def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
+    record = read_config(folder)
+    found = check_folder(
+        folder,
+        record["kind"],
+        HEADS[record["kind"]].weights_file,
+        record["target"] | changes,
+        name="ann/a-head",
+        base="org/target",
+        steps=4,
+    )
+    assert [verdict.reader for verdict in found[:2]] == list(ENGINES)
+    assert all(verdict.serves or "\n" not in verdict.reason for verdict in found)
+    return {verdict.reader: verdict for verdict in found}
+
+
+def serving(found: dict[str, Verdict]) -> set[str]:
+    return {reader for reader, verdict in found.items() if verdict.serves}
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+
+
+@pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
+def test_an_eagle3_head_is_what_every_reader_loads(
+    settings: dict[str, Any], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "eagle3", **settings)
+    names = load_file(folder / "model.safetensors").keys()
+    assert ({"d2t", "t2d"} <= names) == (settings.get("draft_vocab_size") == 100)
+    found = verdicts(folder)
+    assert serving(found) == {VLLM, SGLANG, EAGLE} and why_unfit([*found.values()]) is None
+    assert found[VLLM].command == (
+        "vllm serve org/target --speculative-config "
+        '\'{"method": "eagle3", "model": "ann/a-head", "num_speculative_tokens": 4}\''
+    )
+    assert found[SGLANG].command == (
+        "python -m sglang.launch_server --model-path org/target --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path ann/a-head --speculative-num-steps 4 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers", "fault"),
+    [
+        ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
+        ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
+        ({"taps": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
+        ({"taps": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
+        ({"taps": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
+        ({"taps": [4]}, {VLLM}, "fc is left out"),
+    ],
+)
+def test_which_options_each_reader_takes(
+    settings: dict[str, Any], readers: set[str], fault: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, "eagle3", **settings))
+    assert serving(found) == readers
+    assert any(fault in text for verdict in found.values() for text in verdict.faults)
+    assert (why_unfit([*found.values()]) is None) == (readers >= set(ENGINES))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "readers"),
+    [
+        ("Qwen3ForCausalLM", {VLLM, SGLANG, EAGLE}),
+        ("Qwen2ForCausalLM", {VLLM, SGLANG}),
+        ("GraniteForCausalLM", {VLLM}),
+        ("Gemma3ForCausalLM", {SGLANG}),
+        ("MixtralForCausalLM", set()),
+        ("Gemma2ForCausalLM", set()),
+        ("T5ForConditionalGeneration", set()),
+        (None, set()),
+    ],
+)
+def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
+    architecture: str | None, readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
+    assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
+    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda w: w.update(d2t=torch.arange(128), t2d=torch.ones(128)), "d2t: expected none"),
+        (lambda w: w.pop("norm.weight"), "norm.weight: expected (32,), found none"),
+        (lambda w: w.update({"layers.0.norm.weight": w.pop("norm.weight")}), "layers.0.norm.weight: expected no such"),
+        (lambda w: w.update({"fc.weight": w["fc.weight"][:, :64].clone()}), "fc.weight: expected (32, 96), found"),
+        (
+            lambda w: w.update({"lm_head.weight": w["lm_head.weight"][:99].clone()}),
+            "lm_head.weight: expected (128, 32)",
+        ),
+    ],
+)
+def test_eagle3_tensors_that_engines_would_misread(
+    change: Callable[[Weights], object], fault: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    change_weights(folder, change)
+    found = verdicts(folder)
+    assert not serving(found) and why_unfit([*found.values()])
+    assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
+
+
+def nest(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda config: config["eagle_config"].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        (lambda c: c.update(architectures=["LlamaForCausalLM"]), set(EAGLE3)),
+        (lambda c: c.update(model_type="qwen3"), set(EAGLE3)),
+        (lambda c: c.update(num_hidden_layers=8), set(EAGLE3)),
+        (lambda c: c.update(norm_before_residual=True), set(EAGLE3)),
+        (lambda c: c.update(vocab_size=256), set(EAGLE3)),
+        (lambda c: c.update(hidden_size="32"), set(EAGLE3)),
+        (lambda c: c.pop("draft_vocab_size"), set(EAGLE3)),
+        (lambda c: c.update(num_aux_hidden_states=2), set(EAGLE3)),
+        (lambda c: c.pop("eagle_aux_hidden_state_layer_ids"), set(EAGLE3)),
+        (lambda c: c.pop("eagle_config"), {SGLANG}),
+        (nest(eagle_aux_hidden_state_layer_ids=[2, 4, 5]), {SGLANG}),  # as vLLM numbers them
+        (nest(eagle_aux_hidden_state_layer_ids="all"), {SGLANG}),
+    ],
+)
+def test_eagle3_fields_that_engines_would_misread(
+    change: Callable[[dict[str, Any]], object], broken: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "eagle3")
+    change_config(folder, change)
+    found = verdicts(folder)
+    assert {reader for reader, verdict in found.items() if verdict.faults} == broken
+    assert why_unfit([*found.values()])
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "readers"),
+    [
+        ("mimo", 1, {VLLM, SGLANG}),
+        ("mimo", 2, set()),
+        ("deepseek", 1, {VLLM, SGLANG}),
+        ("deepseek", 2, {VLLM}),
+        ("qwen", 1, {VLLM, SGLANG}),
+        ("qwen_dense", 1, {VLLM, SGLANG}),
+    ],
+)
+def test_native_modules_lie_beside_their_targets_own_config(
+    family: str, modules: int, readers: set[str], tmp_path: Path
+) -> None:
+    native = write_native(tmp_path / "target", family, modules=modules)
+    target = load_target(str(tmp_path / "target"))
+    folder = save(tmp_path / "head", target, "mtp", native=True)
+    config = json.loads((folder / "config.json").read_text())
+    whole = json.loads((tmp_path / "target/config.json").read_text())
+    assert config.pop("draftsmith")["kind"] == "mtp"
+    for key in ("architectures", "model_type", "num_hidden_layers", "vocab_size", "hidden_size"):
+        assert config[key] == whole[key], key
+    assert load_file(folder / "model.safetensors").keys() == native.keys()
+    found = verdicts(folder)
+    assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
+    if readers == set(ENGINES):
+        assert '"method": "mtp"' in found[VLLM].command and "--speculative-algorithm NEXTN" in found[SGLANG].command
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda w: w.pop("model.mtp_layers.0.self_attn.q_proj.bias"), "q_proj.bias: expected (32,), found none"),
+        (lambda w: w.update(d2t=torch.arange(128)), "d2t: expected none"),
+        (lambda w: w.pop("model.mtp_layers.0.input_proj.weight"), "num_nextn_predict_layers: 1, the file holds 0"),
+        (lambda w: w.update({"model.mtp_layers.0.mtp_block.x": torch.ones(2)}), "mtp_block.x: expected no such tensor"),
+    ],
+)
+def test_modules_that_engines_would_misread(change: Callable[[Weights], object], fault: str, tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
+    change_weights(folder, change)
+    found = verdicts(folder)
+    assert not serving(found)
+    assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
+
+
+def test_modules_beside_another_config_are_misread(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "mimo")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
+    change_config(folder, lambda config: config.update(num_nextn_predict_layers=2))
+    assert all("num_nextn_predict_layers: 2" in verdict.reason for verdict in verdicts(folder).values())
+    change_config(folder, lambda config: config.update(architectures=["LlamaForCausalLM"], model_type="llama"))
+    assert not serving(verdicts(folder))
+
+
+def test_no_engine_has_a_class_for_modules_from_scratch(target: FrozenTarget, tmp_path: Path) -> None:
+    """Beside a target of a family with modules they would be misread: their attention has no biases."""
+    found = verdicts(save(tmp_path / "head", target, "mtp"))
+    assert not serving(found) and all("has no class" in verdict.reason for verdict in found.values())
+    write_native(tmp_path / "target", "mimo")
+    found = verdicts(save(tmp_path / "other", load_target(str(tmp_path / "target")), "mtp"))
+    assert all("q_proj.bias: expected (32,), found none" in " ".join(v.faults) for v in found.values())
+
+
+def test_a_draft_vocabulary_of_modules_is_read_by_no_engine(tmp_path: Path) -> None:
+    write_native(tmp_path / "target", "deepseek")
+    target = load_target(str(tmp_path / "target"))
+    found = verdicts(save(tmp_path / "head", target, "mtp", native=True, draft_vocab_size=V - 8))
+    assert not serving(found) and all("d2t: expected none" in verdict.reason for verdict in found.values())
+
+
+@pytest.mark.parametrize(("settings", "readers"), [({}, {OLD_VLLM, MEDUSA}), ({"draft_vocab_size": 99}, set())])
+def test_a_medusa_is_what_its_own_repository_reads(
+    settings: dict[str, Any], readers: set[str], target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, "medusa", depth=2, num_layers=2, **settings)
+    weights = load_file(folder / "medusa_lm_head.safetensors")
+    names = {f"{k}.{j}.linear.{part}" for k in range(2) for j in range(2) for part in ("weight", "bias")}
+    assert weights.keys() - {"token_map"} == names | {"0.2.weight", "1.2.weight"}
+    found = verdicts(folder)
+    assert serving(found) == readers and not set(ENGINES) & readers
+    assert why_unfit([*found.values()])  # no engine of today has the method
+    assert not serving(verdicts(folder, architecture="Qwen2ForCausalLM")) - {OLD_VLLM}
+    change_config(folder, lambda config: config.update(medusa_fc_bias=False))
+    assert not serving(verdicts(folder))
+
+
+def test_a_draft_model_is_an_ordinary_model(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "draft", layers=[0, 5])
+    found = verdicts(folder)
+    assert serving(found) == {VLLM, SGLANG}
+    assert '"method": "draft_model"' in found[VLLM].command and "STANDALONE" in found[SGLANG].command
+    change_config(folder, lambda config: config.update(vocab_size=64))
+    assert not serving(verdicts(folder))

@@ -1,0 +1,47 @@
+"""A wandb run that was recorded offline, read back from its file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto import wandb_internal_pb2
+
+BLOCK, FILE_HEADER, PART_HEADER = 32768, 7, 7
+FIRST, LAST = 2, 4
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records: parts of a log of 32 KiB blocks, each part after its checksum, length and kind."""
+    data, at, held = file.read_bytes(), FILE_HEADER, b""
+    while at < len(data):
+        if BLOCK - at % BLOCK < PART_HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        part = data[at + PART_HEADER : at + PART_HEADER + length]
+        at += PART_HEADER + length
+        held = part if kind in (1, FIRST) else held + part
+        if kind in (1, LAST):
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined] # made when it is imported
+            record.ParseFromString(held)
+            yield record
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]], int | None]:
+    """The only offline run below a folder: its last values by name, a slash between the parts; the paths of each
+    model's files; and its exit code."""
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    values: dict[str, Any] = {}
+    artifacts: dict[str, list[str]] = {}
+    code = None
+    for record in records(file):
+        if (kind := record.WhichOneof("record_type")) in ("history", "summary"):
+            items = record.history.item if kind == "history" else record.summary.update
+            for item in items:
+                values["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+        elif kind == "artifact" and record.artifact.type == "model":
+            artifacts[record.artifact.name] = [entry.path for entry in record.artifact.manifest.contents]
+        elif kind == "exit":
+            code = record.exit.exit_code
+    return values, artifacts, code

@@ -1,0 +1,111 @@
+"""One training run: by its recipe to a head, and the measurement at the end."""
+
+from collections.abc import Sequence
+
+from eval.benchmark.run import run_bench
+from eval.report import write_report
+from eval.results import read_results
+from eval.settings import BenchSettings
+from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
+from heads.errors import UserError
+from heads.formats.contract import why_unfit
+from train.interrupts import Interrupted, Interrupts
+from train.launch import on_main, tell_first
+from train.loop import Outcome, fit
+from train.preparing import load_recipe_target
+from train.recipe import Eval, Recipe, load_recipe
+from train.run_folder import RunFolder
+
+
+def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
+    """Train by a recipe and its overrides with train/NAME.py, and measure the head: the exit status. `kinds`: the kind
+    of head that each entry trains. UserError for a recipe of another kind."""
+    recipe = load_recipe(arguments[0], arguments[1:])
+    kind = recipe.head["kind"]
+    if kind != kinds[name]:
+        entry = next((entry for entry, trained in kinds.items() if trained == kind), None)
+        raise UserError(
+            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; "
+            + (f"use train/{entry}.py" if entry else "give that kind an entry and a line in KINDS of train/entry.py")
+        )
+    try:
+        outcome = fit(recipe)
+        with Interrupts():
+            return finish(outcome)
+    except Interrupted as interrupted:
+        tell_first(f"interrupted{interrupted}; the same command goes on from there")
+        return 130
+
+
+def finish(outcome: Outcome) -> int:
+    """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
+    recipe = outcome.recipe
+
+    def act() -> int:
+        folder, loaded = outcome.folder, outcome.loaded
+        if (doubt := why_unfit(check_loaders(folder.head))) is not None:
+            outcome.tracker.say(f"{folder.head}: {doubt}")
+        if is_measured(folder, recipe):
+            if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
+                results = read_results(folder.results)
+                write_report(results, folder.path)
+                outcome.tracker.log_outcome(results)
+            outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
+            return 0
+        if recipe.target.adapter is not None:  # the best head's, and not the last step's
+            loaded = load_recipe_target(outcome.accelerator, recipe)
+            adapt_target(folder.head, loaded.target)
+        head = load_head(folder.head, dtype=loaded.target.dtype, device=loaded.target.device)
+        results = run_bench(
+            loaded.target,
+            head,
+            loaded.tokenizer,
+            report_settings(recipe.eval),
+            head_path=str(folder.head),
+            out=folder.path,
+        )
+        outcome.tracker.log_outcome(results)
+        folder.write_recipe(recipe)
+        return 1 if results["exact"]["divergences"] else 0
+
+    code = 1
+    try:
+        code = on_main(outcome.accelerator, act)
+    finally:
+        outcome.tracker.finish(code=code)
+    outcome.folder.unlock()
+    return code
+
+
+def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
+    """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
+    if not folder.results.is_file():
+        return False
+    try:
+        measured = read_results(folder.results)["head"]["sha256"]
+    except UserError:  # damaged: as good as none
+        return False
+    was = load_recipe(folder.recipe)
+    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
+
+
+def report_settings(settings: Eval) -> BenchSettings:
+    """The bench of `eval` and `eval.report`."""
+    report = settings.report
+    return BenchSettings(
+        prompts=settings.prompts,
+        num_prompts=report.num_prompts or settings.num_prompts,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        skip_long=settings.skip_long,
+        trees=tuple(report.trees or [settings.tree]),
+        rule=settings.rule,
+        temperatures=tuple(report.temperatures or [settings.temperature]),
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+        max_new_tokens=report.max_new_tokens or settings.max_new_tokens,
+        batch_size=report.batch_size,
+        repeats=report.repeats,
+        # Where prompts are drawn by seed, not the ones by which the best head was chosen.
+        seed=settings.seed + 1,
+    )

@@ -1,0 +1,234 @@
+"""A small language model from scratch: its text, its training, and its folder with what was measured."""
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eval.files import check_folder, write_text
+from eval.target_card import Making, measure_target, target_card
+from heads.attention import causal_attention
+from heads.errors import UserError
+from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
+from train.launch import make_accelerator, on_main
+from train.recipe import Train
+from train.run_folder import whole_folder
+from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
+from train.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
+
+SHOWN_EVERY = 50
+"""Steps between two lines of progress."""
+
+
+def make_target(arguments: Sequence[str]) -> int:
+    """Text, training, and the model folder with what was measured; 0."""
+    recipe = load_target_recipe(arguments[0], arguments[1:])
+    folder = Path(recipe.output_dir)
+    check_folder(folder, "output_dir")
+    accelerator = make_accelerator(loop_settings(recipe))
+    on_main(accelerator, lambda: prepare_text(recipe.tokenizer, recipe.data, folder))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END)
+    if recipe.data.chats:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    model = train(recipe, folder, accelerator, tokenizer.eos_token_id)
+    command = f"accelerate launch scripts/make_target.py {' '.join(arguments)}"
+    on_main(accelerator, lambda: publish(recipe, folder, model, tokenizer, command))
+    return 0
+
+
+def loop_settings(recipe: TargetRecipe) -> Train:
+    """How the processes share a step, in the words of a head's training recipe."""
+    settings, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
+    passes, rest = divmod(settings.tokens_per_step, settings.tokens_per_pass * world)
+    if rest or any(settings.tokens_per_pass % stage.context_length for stage in settings.stages):
+        raise UserError(
+            f"train.tokens_per_pass: {settings.tokens_per_pass} must be whole rows of every stage, and tokens_per_step "
+            f"{settings.tokens_per_step} whole passes of {world} processes"
+        )
+    steps = sum(stage.steps for stage in settings.stages)
+    return Train(max_steps=steps, grad_accum=passes, precision=settings.precision)
+
+
+def build_model(recipe: TargetRecipe, eos_token_id: int, device: torch.device) -> LlamaForCausalLM:
+    """The untrained model on its device; projections into the residual stream start smaller the more of them there
+    are."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=recipe.tokenizer.vocab_size,
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        bos_token_id=None,
+        use_cache=True,
+        **recipe.model.model_dump(),
+    )
+    AttentionInterface.register("blockwise", _blockwise)
+    config._attn_implementation = "blockwise" if device.type == "cpu" else "sdpa"
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * config.num_hidden_layers) ** -0.5)
+    model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def _blockwise(
+    _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention by matrix products, which on a CPU are faster in bfloat16 than the fused kernel."""
+    documents = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
+    out = causal_attention(q, k, v.to(q.dtype), documents)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[tuple[torch.optim.Optimizer, float]]:
+    """(optimizer, peak learning rate) for the layers' matrices and for everything else."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    muon = torch.optim.Muon(
+        matrices, lr=settings.muon_lr, momentum=0.95, nesterov=True, weight_decay=settings.muon_weight_decay
+    )
+    adam = torch.optim.AdamW(others, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [(muon, settings.muon_lr), (adam, settings.adam_lr)]
+
+
+def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
+    """All steps, from the newest checkpoint on."""
+    settings, passes = recipe.train, accelerator.gradient_accumulation_steps
+    world, rank = accelerator.num_processes, accelerator.process_index
+    text = np.load(folder / "train.npy", mmap_mode="r")
+    model = build_model(recipe, eos_token_id, accelerator.device)
+    if settings.compile:
+        model.model.compile()
+    optimizers = make_optimizers(model, settings)
+    start = resume(folder, model, [optimizer for optimizer, _ in optimizers])
+    wrapped = accelerator.prepare(LanguageLoss(model))
+    total = sum(stage.steps for stage in settings.stages)
+    begun, running = time.perf_counter(), torch.zeros((), device=accelerator.device)
+    for step in range(start, total):
+        factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
+        for optimizer, lr in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * factor
+        for number in range(passes):
+            rows = read_rows(text, recipe, step, number * world + rank, passes * world).to(accelerator.device)
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(rows)
+                accelerator.backward(loss)
+            running += loss.detach() / passes
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        for optimizer, _ in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        done = step + 1
+        if done % SHOWN_EVERY == 0:
+            mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is true
+            speed = (done - start) * settings.tokens_per_step / (time.perf_counter() - begun)
+            seen = done * settings.tokens_per_step / 1e6
+            accelerator.print(
+                f"step {done}/{total}  loss {mean:.4f}  {seen:.2f}M tokens  {speed:.0f} tokens/s", flush=True
+            )
+            running.zero_()
+        if done % settings.checkpoint_every == 0 or done == total:
+            on_main(accelerator, partial(save, folder, done, model, [optimizer for optimizer, _ in optimizers]))
+    return model
+
+
+class LanguageLoss(nn.Module):
+    """Mean cross-entropy of the next token, in float32."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def read_rows(text: np.ndarray, recipe: TargetRecipe, step: int, part: int, parts: int) -> Tensor:
+    """(rows, T + 1) int64: a part of a step's rows, a function of (seed, step, part).
+
+    Each stage goes through the windows of its context length in an order of its own.
+    """
+    settings, first = recipe.train, 0
+    number = 0
+    while step >= first + settings.stages[number].steps:
+        first += settings.stages[number].steps
+        number += 1
+    T = settings.stages[number].context_length
+    windows = (len(text) - 1) // T
+    rows = settings.tokens_per_pass // T
+    order = np.random.default_rng((recipe.seed, number)).permutation(windows)
+    begin = ((step - first) * parts + part) * rows
+    chosen = order[np.arange(begin, begin + rows) % windows]
+    return torch.from_numpy(np.stack([text[i * T : i * T + T + 1] for i in chosen]).astype(np.int64))
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """checkpoints/step-N, whole or absent; the one before it goes."""
+    with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
+        save_file(
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+            path / "model.safetensors",
+        )
+        for number, optimizer in enumerate(optimizers):
+            save_file(split_optimizer(optimizer.state_dict()), path / f"optimizer-{number}.safetensors")
+    for old in list_checkpoints(folder / "checkpoints")[:-1]:
+        shutil.rmtree(old)
+
+
+def resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Take up the newest checkpoint; returns the steps made."""
+    found = list_checkpoints(folder / "checkpoints")
+    if not found:
+        return 0
+    newest = found[-1]
+    with torch.no_grad():
+        weights = load_file(newest / "model.safetensors")
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    for number, optimizer in enumerate(optimizers):
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(join_optimizer(load_file(newest / f"optimizer-{number}.safetensors"), groups))
+    return int(newest.name.removeprefix("step-"))
+
+
+def publish(
+    recipe: TargetRecipe, folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, command: str
+) -> None:
+    """Write model/ in bfloat16, measure what was written, and say it in its README."""
+    out = folder / "model"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to("cpu", torch.bfloat16)
+    model.config._attn_implementation = "sdpa"
+    model.save_pretrained(out)
+    tokenizer.model_max_length = recipe.model.max_position_embeddings
+    tokenizer.save_pretrained(out)
+    size, seen = recipe.model, sum(stage.steps for stage in recipe.train.stages) * recipe.train.tokens_per_step
+    facts = Making(
+        layers=size.num_hidden_layers,
+        hidden_size=size.hidden_size,
+        vocab_size=recipe.tokenizer.vocab_size,
+        tokens=len(np.load(folder / "train.npy", mmap_mode="r")),
+        tokens_seen=seen,
+        conversations=bool(recipe.data.chats),
+        command=command,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    specials = set(special_tokens(bool(recipe.data.chats)))
+    print("measuring the target on the modules held out", flush=True)
+    found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, specials=specials, device=device)
+    write_text(out / "README.md", target_card(facts, found))
+    print((out / "README.md").read_text())

@@ -1,0 +1,100 @@
+"""The recipe of scripts/make_target.py: a model trained from scratch, its tokenizer and its text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from heads.errors import UserError
+from train.recipe import Count, Seed
+from train.strict_yaml import Settings, check, read_settings
+from train.target_text import DataSettings, TokenizerSettings
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class ModelSettings(Settings):
+    """The shape of the model, of the Llama architecture with tied embeddings."""
+
+    hidden_size: Count
+    """Width of the residual stream."""
+    num_hidden_layers: Count
+    """Decoder layers."""
+    num_attention_heads: Count
+    """Attention heads."""
+    num_key_value_heads: Count
+    """Heads of keys and values; must divide the attention heads."""
+    head_dim: Count
+    """Width of one attention head."""
+    intermediate_size: Count
+    """Width of the MLP."""
+    max_position_embeddings: Count
+    """Context length."""
+
+
+class Stage(Settings):
+    """A part of the training with one length of rows."""
+
+    steps: Count
+    """Optimizer steps."""
+    context_length: Count
+    """Tokens of one row."""
+
+
+class TargetTraining(Settings):
+    """The training loop. Muon trains the matrices of the layers, AdamW the embeddings and norms."""
+
+    stages: Annotated[list[Stage], Field(min_length=1)]
+    """Parts of the training, in order: short rows first, where a step is cheap."""
+    tokens_per_step: Count
+    """Tokens of one optimizer step, over all processes."""
+    tokens_per_pass: Count
+    """Tokens of one forward pass of one process."""
+    muon_lr: Rate
+    """Highest learning rate of Muon."""
+    muon_weight_decay: Annotated[float, Field(ge=0)]
+    """Weight decay of Muon."""
+    adam_lr: Rate
+    """Highest learning rate of AdamW."""
+    warmup_steps: Count
+    """Steps in which the learning rates rise."""
+    decay_steps: Count
+    """Last steps of the run, in which the learning rates fall to zero."""
+    precision: Literal["fp32", "bf16"]
+    """Number type of the products. bf16 is autocast over float32 weights."""
+    compile: bool = False
+    """Compile the layers with torch.compile, which pays on a GPU."""
+    checkpoint_every: Count
+    """Steps between checkpoints."""
+
+
+class TargetRecipe(Settings):
+    """A recipe of scripts/make_target.py."""
+
+    output_dir: str
+    """Folder of the run. The same command in the same folder resumes it."""
+    seed: Seed
+    """Seed of the initial weights and of the order of the data."""
+    data: DataSettings = DataSettings()
+    """Text beside this machine's Python source."""
+    tokenizer: TokenizerSettings
+    """The byte-level BPE."""
+    model: ModelSettings
+    """The shape of the model."""
+    train: TargetTraining
+    """The training loop."""
+
+
+def load_target_recipe(path: str | Path, overrides: Sequence[str] = ()) -> TargetRecipe:
+    """Read, override and check a target's recipe. UserError lists everything that is wrong, a line each."""
+    recipe, errors = check(read_settings(Path(path), overrides), TargetRecipe)
+    if errors:
+        raise UserError("\n".join(errors))
+    assert isinstance(recipe, TargetRecipe)
+    heads, groups = recipe.model.num_attention_heads, recipe.model.num_key_value_heads
+    if heads % groups:
+        raise UserError(
+            f"model.num_attention_heads: expected a multiple of num_key_value_heads ({groups}), got {heads}"
+        )
+    return recipe
