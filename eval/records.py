@@ -12,6 +12,7 @@ from typing import Any
 
 from eval.files import is_file, read_given
 from heads.errors import UserError, first_line, shown
+from heads.hub import is_here
 
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""
@@ -54,7 +55,7 @@ def _read(path: str, split: str) -> Iterator[Record]:
         if name.endswith(".parquet"):
             return _read_parquet(file)
         raise UserError(f"{path}: expected a {FORMS}")
-    if file.is_absolute() or path.count("/") > 1 or file.suffix or file.exists():
+    if file.is_absolute() or path.count("/") > 1 or file.suffix or is_here(path):
         raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
     return read_hub(path, path=path, split=split)
 

@@ -32,6 +32,7 @@ from heads.target import FrozenTarget, check_one_width
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, kept_ids
 
+MOST_LAYERS = 64
 AHEAD = 2
 """Depth 0, the paper's head 1, predicts the token at t + AHEAD."""
 
@@ -62,8 +63,8 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         check_loss_settings(self, also=LABELS)
-        if self.num_layers < 1:
-            raise UserError(f"head.num_layers: expected at least 1, got {self.num_layers}")
+        if not 1 <= self.num_layers <= MOST_LAYERS:
+            raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
         if self.tree_nodes != 0 and not 2 <= self.tree_nodes <= MOST_NODES:
             raise UserError(f"head.tree_nodes: expected 2 to {MOST_NODES}, or 0 for no tree, got {self.tree_nodes}")
 

@@ -18,23 +18,31 @@ from heads.tree import parse_shape
 from train.head_settings import head_errors
 from train.strict_yaml import Key, Settings, check, read_settings
 
-MOST = 2**31
-"""No count, step or id is this large: below it no product of two of them overflows."""
-Count = Annotated[int, Field(ge=1, lt=MOST)]
-Step = Annotated[int, Field(ge=0, lt=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=MOST)]
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-Weight = Positive | None
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(min_length=1)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
-Share = Annotated[float, Field(gt=0, le=1)]
+
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("holds characters that cannot be printed; name another")
+    return name
 
 
 def _check_project(name: str) -> str:
     if not name.strip() or len(name) > 128 or any(character in name for character in "/\\#?%:"):
         raise ValueError("expected 1 to 128 characters, none of / \\ # ? % :")
     return name
+
+
+MOST = 2**31
+"""No count, step or id is this large: below it no product of two of them overflows."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Several = Annotated[int, Field(ge=1, le=2**16)]
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Adapter(Settings):
@@ -128,7 +136,7 @@ AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminato
 class Answers(Settings):
     """Prompts from the sources, and how the runtime has them answered."""
 
-    prompts: Count
+    prompts: Annotated[int, Field(ge=1, le=10**8)]
     """Number of prompts to take from the sources. The sources must hold as many."""
     prompt_tokens: Count = 512
     """Most tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left out."""
@@ -184,9 +192,9 @@ class Train(Settings):
     """Optimizer steps of the whole run."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
-    batch_size: Count = 8
+    batch_size: Several = 8
     """Rows of one forward pass on one device."""
-    grad_accum: Count = 1
+    grad_accum: Several = 1
     """Forward passes of one optimizer step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps the output head and the

@@ -92,6 +92,8 @@ def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreT
         ('{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2: expected a JSON record"),
         ('{"prompt": "x"}\n\n[1]\n', "a.jsonl:3: expected a JSON object with keys, got list"),
         ('{"answer": "x"}\n', "a.jsonl:1: expected one of turns, messages"),
+        ('{"prompt": ""}\n', "a.jsonl:1: prompt: expected a prompt, got ''; write one"),
+        ('{"turns": []}\n', r"a.jsonl:1: turns: expected a prompt, got \[\]"),
         ('{"turns": [1, 2]}\n', "a.jsonl:1: turns: expected text"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl:1: messages: expected a message of role"),
         ('{"messages": ["x"]}\n', "a.jsonl:1: messages\\[0\\]: expected a turn"),

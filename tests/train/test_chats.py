@@ -138,15 +138,16 @@ def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedT
 
 
 def test_tools_are_what_the_template_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
-    for tools in ([{"name": "look"}], '[{"name": "look"}]'):
-        found = read_tools(("f:1", {"tools": tools}))
+    given: Any
+    for given in ([{"name": "look"}], '[{"name": "look"}]'):
+        found = read_tools(("f:1", {"tools": given}))
         prompt = encode_prompt(tokenizer, TALK[1:3], template=CALLING.replace("CALLS", ""), tools=found)
         assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
-    for tools in ([], None, "", "null"):
-        assert read_tools(("f:1", {"tools": tools})) is None
-    for tools in ("look", {"name": "look"}, 3):
+    for given in ([], None, "", "null"):
+        assert read_tools(("f:1", {"tools": given})) is None
+    for given in ("look", {"name": "look"}, 3):
         with pytest.raises(RecordError, match="f:1: tools: expected"):
-            read_tools(("f:1", {"tools": tools}))
+            read_tools(("f:1", {"tools": given}))
 
 
 @pytest.mark.parametrize("turns", [TALK[2:], [TALK[0], *TALK[2:]]])

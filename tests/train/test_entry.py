@@ -11,10 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.results import read_results
-from heads.registry import HEADS
+from heads.registry import HEADS, recipe_settings
 from tests.wandb_file import outcome
 from train.entry import KINDS, attempt
 from train.features import make_batch
+from train.recipe import load_recipe
 
 Settings = dict[str, Any]
 WriteRecipe = Callable[[Settings], Path]
@@ -42,6 +43,8 @@ def test_a_whole_run_leaves_everything(
     assert results["exact"]["identical"] == results["exact"]["prompts"] == 2
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
+    resolved = load_recipe(folder / "recipe.yaml").head
+    assert resolved.keys() == {"kind", *recipe_settings("eagle3")} and resolved["taps"] == [2, 4, 5]
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
@@ -87,7 +90,11 @@ def test_wandb_holds_the_outcome_and_no_key(
         (["target.path=/no/such/target"], "/no/such/target"),
         (["data.sources.0.path=/no/such.jsonl"], "/no/such.jsonl: no such file"),
         (["eval.prompts=/no/prompts.jsonl"], "/no/prompts.jsonl: no such file"),
-        (["eval.max_prompt_tokens=2"], "tokens where at most 2 fit"),
+        (
+            ["eval.max_prompt_tokens=2"],
+            "tokens where at most 2 fit; raise eval.max_prompt_tokens, or leave long prompts",
+        ),
+        (["eval.max_prompt_tokens=2", "eval.skip_long=true"], "no prompt of at most 2 tokens"),
         (["eval.max_new_tokens=600"], "512"),
         (["data.context_length=4096"], "data.context_length: expected at most 512"),
         (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
@@ -102,6 +109,24 @@ def test_bad_input_is_one_line_and_status_2(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and fault in errors[0], errors
     assert not Path(small["output_dir"]).exists()
+
+
+def test_long_prompts_are_left_out_where_the_recipe_says_so(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Along the way and in the report alike."""
+    prompts = Path(small["eval"]["prompts"])
+    prompts.write_text('{"text": "the sea"}\n{"text": "%s"}\n' % ("sea " * 200))
+    small["eval"] |= {"skip_long": True, "max_prompt_tokens": 10_000}
+    recipe = str(write_recipe(small))
+    only_reported = ["eval.num_prompts=1", "eval.report.num_prompts=2", "eval.skip_long=false"]
+    assert attempt("eagle", [recipe, *only_reported, "eval.max_prompt_tokens=20"]) == 2
+    assert "prompts.jsonl:2: the prompt has" in capsys.readouterr().err
+    assert attempt("eagle", [recipe]) == 0
+    said = capsys.readouterr().err
+    assert said.count("1 of 2 prompts have more than") == 2
+    results = json.loads((Path(small["output_dir"]) / "results.json").read_text())
+    assert results["exact"]["prompts"] == 1 and results["settings"]["skip_long"]
 
 
 def test_the_wrong_entry_is_refused(

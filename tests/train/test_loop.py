@@ -164,6 +164,27 @@ def test_other_settings_are_refused_by_name(settings: Settings, write_recipe: Wr
         run(settings, write_recipe)
 
 
+def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecipe) -> None:
+    """The line says how to have them."""
+    folder = run(settings, write_recipe)
+    settings["train"]["max_steps"] = 12
+    with pytest.raises(UserError, match=rf"laid out over 6 steps, got train\.max_steps=12; .* output_dir={folder}-12"):
+        run(settings, write_recipe)
+    assert (run(settings | {"output_dir": f"{folder}-12"}, write_recipe) / "checkpoints/step-12").is_dir()
+
+
+def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write_recipe: WriteRecipe) -> None:
+    folder = run(settings, write_recipe)
+    resolved = load_recipe(folder / "recipe.yaml")
+    assert resolved.head == {"kind": "linear", "depth": 2, "taps": None, "scale": 1.0}
+    again = fit(resolved)
+    assert again.recipe == resolved, "the same run"
+    again.folder.unlock()
+    settings["head"]["scale"] = 2.0
+    with pytest.raises(UserError, match=r"head\.scale was 1\.0, is 2\.0"):
+        run(settings, write_recipe)
+
+
 def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
         signal_at(patch, 1)
