@@ -274,8 +274,9 @@ class ResultsFile(Figures):
 
     @model_validator(mode="after")
     def check_searches(self) -> Self:
-        speedups = [m.speedup for m in (self, *self.measurements)] + [suite.speedup for suite in self.suites.values()]
-        if self.exact.divergences and any(speedups):
+        stated: list[Any] = [self.speedup, *(m.speedup for m in self.measurements)]
+        stated += [suite.speedup for suite in self.suites.values()]
+        if self.exact.divergences and any(stated):
             raise ValueError("speedup: expected null everywhere where the audit failed")
         if not self.exact.divergences and any(search.chosen is None for search in self.auto):
             raise ValueError("auto: chosen is null though the audit held")

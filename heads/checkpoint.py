@@ -36,7 +36,7 @@ from heads.target import FrozenTarget
 
 FORMAT = 1
 CONFIG = "config.json"
-WEIGHTS = sorted({head.weights_file for head in HEADS.values()})
+WEIGHTS: list[str] = sorted({head.weights_file for head in HEADS.values()})
 """Names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that say where it comes from."""
