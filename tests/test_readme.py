@@ -200,7 +200,7 @@ def test_a_command_runs(command: Command, checkout: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout
 
