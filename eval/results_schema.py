@@ -253,8 +253,8 @@ class ResultsFile(Figures):
 
     @model_validator(mode="after")
     def check_searches(self) -> Self:
-        figures = (self, *self.measurements)
-        if self.exact.divergences and any(m.speedup for m in (*figures, *self.suites.values())):
+        speedups = [m.speedup for m in self.measurements] + [suite.speedup for suite in self.suites.values()]
+        if self.exact.divergences and any(speedups):
             raise ValueError("speedup: expected null everywhere where the audit failed")
         if not self.exact.divergences and any(search.chosen is None for search in self.auto):
             raise ValueError("auto: chosen is null though the audit held")

@@ -426,8 +426,8 @@ def test_measurements_lie_with_the_run_or_below_runs(tmp_path: Path, monkeypatch
     (tmp_path / "linked/head").symlink_to("../disk/kept")
     for run in ("run", "linked"):
         (tmp_path / run / "recipe.yaml").touch()
-        for head in (run, f"{run}/head", f"./{run}/"):
-            assert module.default_out(head) == tmp_path / run / "bench"
+        for named in (run, f"{run}/head", f"./{run}/"):
+            assert module.default_out(named) == tmp_path / run / "bench"
     monkeypatch.chdir(tmp_path / "run")
     assert module.default_out(".") == module.default_out("head") == tmp_path / "run/bench"
     assert module.default_out("../alone") == Path("runs/bench-alone")
