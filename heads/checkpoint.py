@@ -13,18 +13,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from threading import get_ident
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
 from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
@@ -282,7 +281,7 @@ def forms(weights: dict[str, Tensor]) -> dict[str, str]:
 def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
     """The empty head that the record describes, and the forms of the tensors that it has."""
     try:
-        with _no_larger_than(weights):
+        with _NoLargerThan(weights):
             head = HEADS[record["kind"]].from_record(record["config"], weights)
         return head, forms(head.saved())
     except UserError as error:
@@ -293,25 +292,21 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
         ) from error
 
 
-@contextmanager
-def _no_larger_than(weights: dict[str, Tensor]) -> Iterator[None]:
-    """Refuse modules of more or larger parameters than a file holds, before they take memory."""
-    left = 2 * len(weights) + 16  # tied ones are saved once, and a family's class may hold a few that are not
-    size, thread = sum(value.numel() for value in weights.values()), get_ident()
+class _NoLargerThan(TorchFunctionMode):
+    """Refuse to make a head of more or larger tensors than a file holds, before they take memory."""
 
-    def check(module: torch.nn.Module, name: str, parameter: Any) -> None:
-        nonlocal left
-        if get_ident() != thread:  # the hook is of the whole process
-            return
-        left -= 1
-        if left < 0 or parameter.numel() > size:
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.calls = 100 * (len(weights) + 100)
+        """Far more than it takes to make as many tensors and to initialise them."""
+        self.size = max(sum(value.numel() for value in weights.values()), 2**24)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.calls -= 1
+        if self.calls < 0 or (isinstance(made, Tensor) and made.numel() > self.size):
             raise UserError(f"{CONFIG}: describes a larger head than its weights are; fetch or train it again")
-
-    hook = register_module_parameter_registration_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+        return made
 
 
 def find_head(path: str | Path) -> Path:

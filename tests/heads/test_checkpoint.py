@@ -442,8 +442,9 @@ def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -
     assert f"draftsmith.target.{name}" in refusal(load_head, folder)
 
 
-def test_a_config_larger_than_the_weights_takes_no_memory(folder: Path) -> None:
-    set_config(folder, config={**dataclasses.asdict(CONFIG), "intermediate_size": 10**7})
+@pytest.mark.parametrize("change", [{"intermediate_size": 10**7}, {"taps": [2] * 10**6}])
+def test_a_config_larger_than_the_weights_takes_no_memory(change: dict[str, Any], folder: Path) -> None:
+    set_config(folder, config={**dataclasses.asdict(CONFIG), "fc_norm": True, **change})
     text = refusal(load_head, folder)
     assert "describes a larger head" in text and str(folder) in text
 
