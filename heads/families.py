@@ -147,10 +147,13 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def block_settings(config: Any, num_heads: int | None = None) -> dict[str, Any]:
     """A decoder block shaped as the target's own, as settings of a head; `num_heads` in place of the target's."""
     D, heads = config.hidden_size, num_heads or config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
+        key_heads = heads
     return {
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "num_key_value_heads": key_heads,
         "head_dim": getattr(config, "head_dim", None) or D // heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "rope_theta": rope_theta(config),

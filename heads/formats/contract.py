@@ -128,7 +128,7 @@ def read_folder(config_file: Path, weights: Path, target: Mapping[str, Any]) -> 
 def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """An EAGLE-3 head."""
     config, target, loader = folder.config, folder.target, EAGLE3[reader]
-    name = target.get("architecture")
+    name = str(target.get("architecture"))
     lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
     faults = fields(config, EAGLE3_FIELDS) + sizes(config, EAGLE3_SIZES)
     if not faults:
@@ -204,7 +204,7 @@ def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
 
 def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """Medusa heads."""
-    config, name = folder.config, folder.target.get("architecture")
+    config, name = folder.config, str(folder.target.get("architecture"))
     lacks = f"runs no {name}" if reader == MEDUSA and name not in MEDUSA_TARGETS else None
     faults = fields(config, MEDUSA_FIELDS) + sizes(config, MEDUSA_SIZES)
     return lacks, faults or tensors(medusa_tensors(config), folder.shapes)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def test_wandb_holds_the_outcome_and_no_key(
     folder = Path(small["output_dir"])
     results = read_results(folder / "results.json")
     values, artifacts, code = outcome(folder)
+    for _ in range(40):  # on a busy machine wandb's own process ends some seconds later
+        if code is None:
+            time.sleep(0.5)
+            values, artifacts, code = outcome(folder)
     assert code == 0 and values["train/loss"] > 0 and values["eval/tau"] > 0
     assert values["tau"] == results["tau"]["mean"] and values["speedup"] == results["speedup"]["measured"]
     assert values["tokens_per_second"] == results["speculative"]["tokens_per_second"]
