@@ -164,7 +164,7 @@ class OnPolicy(Answers):
 
     every: Count
     """Steps between two renewals of the samples. The first are written after this many steps."""
-    samples: Count
+    samples: Annotated[int, Field(ge=1, le=10**6)]
     """Prompts answered at each renewal, taken in turn."""
     temperature: Temperature = 1.0
     """Sampling temperature of the draft's text; 0 is greedy."""
