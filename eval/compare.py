@@ -12,9 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from eval.benchmark.settings import add_measure_options
 from eval.command import HEAD_HELP, Parser, add_target_options, exit_status
-from eval.settings import add_measure_options
-from heads.own_tree import HEAD_TREE
+from heads.base import HEAD_TREE
 
 DEFAULT_TREES = ("chain:5", "chain:3", HEAD_TREE)
 """Something for heads that reach no depth of 5, too."""

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.benchmark.settings import ScalingSettings
 from eval.command import Parser, add_head_options, count, counts, exit_status
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
-from eval.settings import ScalingSettings
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
-from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError, first_line
 from heads.formats.contract import Verdict, check_folder
-from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
-from heads.target import FrozenTarget
+from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
+from heads.target.frozen import FrozenTarget
+from heads.target.hub import repo_and_revision
 
 FORMAT = 1
 CONFIG = "config.json"

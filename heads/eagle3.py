@@ -17,16 +17,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import TargetEnds
 from heads.errors import UserError
-from heads.families import block_settings, final_norm_scale
 from heads.formats.eagle3 import eagle3_engine_config
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.recurrent import Recurrent, Turn
-from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.taps import check_taps, default_taps, tap_scales
-from heads.target import FrozenTarget, check_one_width
+from heads.target.aux_layers import check_taps, default_taps, tap_scales
+from heads.target.families import block_settings, final_norm_scale
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from heads.base import Observation, Pick, TargetEnds
-from heads.draft import Draft, DraftState
-from heads.draft_config import DraftConfig
+from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 

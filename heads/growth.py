@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.kernels import select
+from heads.backends.triton import select
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
@@ -29,17 +29,6 @@ Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
 holds the places of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
 from 0, level by level, and the W that are being expanded come last."""
-
-
-def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it; trees of at most `depth` levels."""
-    B, N = parents.shape
-    above = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
-    node = torch.arange(N, device=parents.device).expand(B, N)
-    for _ in range(depth):
-        node = parents.gather(1, node)
-        above.scatter_(2, node[..., None], True)
-    return above
 
 
 def grow(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.base import Observation, Pick, TargetEnds
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1

@@ -12,7 +12,8 @@ where the root is x_{t+1}, so head k stands k tokens below the root in drafting 
 Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,17 +21,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from heads.backends.torch.linear import Product
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
 from heads.formats.medusa import field_name, medusa_engine_config
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
-from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
-from heads.native.linear import Product
-from heads.target import FrozenTarget, check_one_width
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, kept_ids
+
+MOST_RANKS = 32
+"""Candidates of one head that a tree may use."""
+
+Path = tuple[int, ...]
+
+
+def rank_accuracies(ranks: Tensor, valid: Tensor, most: int) -> Tensor:
+    """(K, most) float64: the share of `valid` (K, ...) slots where the true token had each rank in `ranks` (K, ...)."""
+    hits = torch.stack([(valid & (ranks == rank)).flatten(1).sum(1) for rank in range(most)], dim=1)
+    return hits.double() / valid.flatten(1).sum(1).clamp_min(1)[:, None]
+
+
+def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
+    """The paths of the likeliest nodes, `nodes` of them with the root, which has no path of its own.
+
+    accuracies (K, R). Fewer where no other node can be right; the first path at least. Ties go to the shorter path,
+    then to the better ranks.
+    """
+    found: list[Path] = []
+    heap: list[tuple[float, int, Path]] = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
+    heapq.heapify(heap)
+    while heap and len(found) < nodes - 1:
+        negative, depth, path = heapq.heappop(heap)
+        if negative == 0 and found:
+            break
+        found.append(path)
+        if depth < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[depth]):
+                heapq.heappush(heap, (negative * accuracy, depth + 1, (*path, rank)))
+    return tuple(sorted(found, key=lambda path: (len(path), path)))
+
 
 MOST_LAYERS = 64
 AHEAD = 2

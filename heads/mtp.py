@@ -20,16 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import TargetEnds
 from heads.errors import UserError, first_line
-from heads.families import block_settings, final_norm_scale
 from heads.formats.mtp import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.recurrent import Recurrent, Turn
-from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.target import FrozenTarget, check_one_width
-from heads.target_block import BlockMaker, block_record
+from heads.target.block import BlockMaker, block_record
+from heads.target.families import block_settings, final_norm_scale
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 OF_THE_CHECKPOINT = {field.name for field in fields(BlockConfig)} - {"hidden_size"} | {"num_modules", "layout"}
@@ -52,7 +52,7 @@ class MtpConfig(BlockConfig):
     native: bool = False
     """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     decoder: dict[str, Any] | None = None
-    """Native: what the modules' blocks are made from, `heads.target_block.block_record`."""
+    """Native: what the modules' blocks are made from, `heads.target.block.block_record`."""
     layout: str = "mimo"
     """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`."""
     num_modules: int = 1

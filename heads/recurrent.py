@@ -23,18 +23,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.attention import causal_attention
+from heads.backends.cpu.recurrent import KernelMemory
+from heads.backends.recurrent_memory import Memory, TorchMemory, open_memory
+from heads.backends.recurrent_parts import HeadParts
+from heads.backends.slot_mapping import Drafted, Observed, round_up
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
-from heads.cache import round_up
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
-from heads.native.drafting import KernelMemory
-from heads.places import Drafted, Observed
-from heads.recurrent_memory import Memory, TorchMemory, open_memory
-from heads.recurrent_parts import HeadParts
 from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.ttt_attention import causal_attention
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""

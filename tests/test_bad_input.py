@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from eval import bench, report
+from eval.benchmark.measurements import folders_of, newest_results
 from eval.command import exit_status
-from eval.measurements import folders_of, newest_results
-from eval.results import read_results
+from eval.reporting.results import read_results
 from heads.checkpoint import read_config
 from train import checkpointing
 from train.entry import attempt

@@ -18,14 +18,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from heads.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.base import Batch, DraftHead, HeadLoss
 from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.families import OutputHead
 from heads.labels import supervised
 from heads.losses import draft_loss
-from heads.target import FrozenTarget, decode, packed_visible
+from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from heads.target.families import OutputHead
+from heads.target.frozen import FrozenTarget, decode, packed_visible
 from train.lora import linear_layers
 from train.recipe import Adapter
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.target import FrozenTarget
-from train.features import make_batch
-from train.packing import Rows, empty_rows
+from heads.target.frozen import FrozenTarget
+from train.data.features import make_batch
+from train.data.packing import Rows, empty_rows
 
 
 @torch.no_grad()

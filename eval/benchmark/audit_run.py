@@ -11,18 +11,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.audit import find_divergences
+from eval.benchmark.audit import find_divergences
+from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.measure import Contender, Race, trace
+from eval.benchmark.metrics import loop_share, tau
+from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
+from eval.benchmark.prompts import Prompt
 from eval.command import draft_shapes
-from eval.figures import environment, target_facts
 from eval.files import check_file
-from eval.measure import Contender, Race, trace
-from eval.metrics import loop_share, tau
-from eval.opening import Opened, chosen_prompts, open_head, prompt_facts
-from eval.prompts import Prompt
-from eval.results import write_results
+from eval.reporting.format import divergence_text, number, percent, sampling_text
+from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
-from eval.wording import divergence_text, number, percent, sampling_text
 from heads.tree import ROOT_ONLY, TreeShape
 
 Row = dict[str, Any]

@@ -9,10 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.auto import Search
-from eval.command import tell
-from eval.compare_report import show, write_comparison
-from eval.contest import (
+from eval.benchmark.auto import Search
+from eval.benchmark.comparison import (
     Judged,
     check_target,
     choose_prompts,
@@ -24,20 +22,21 @@ from eval.contest import (
     run_race,
     withhold_speed,
 )
-from eval.crowding import crowding
-from eval.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.benchmark.contention import crowding
+from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.benchmark.measurements import own_folder
+from eval.benchmark.opening import fitting_head, open_target_of
+from eval.benchmark.settings import BenchSettings, to_settings
+from eval.benchmark.tune import can_draft
+from eval.command import tell
 from eval.files import check_folder
-from eval.measurements import own_folder
-from eval.opening import fitting_head, open_target_of
-from eval.pilot import can_draft
-from eval.results import SCHEMA_VERSION, Results, write_results
-from eval.settings import BenchSettings, to_settings
-from eval.wording import is_exact, short_name
-from heads.base import Drafter, TreeHead
+from eval.reporting.compare_report import show, write_comparison
+from eval.reporting.format import is_exact, short_name
+from eval.reporting.results import SCHEMA_VERSION, Results, write_results
+from heads.base import HEAD_TREE, Drafter, TreeHead
 from heads.errors import UserError
-from heads.own_tree import HEAD_TREE
 from heads.registry import untrained_kind
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
 FOLDER = Path("runs/compare")

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from eval.command import draft_shapes
-from eval.figures import environment, target_facts
-from eval.files import check_file
-from eval.measure import check_decoded, trace
-from eval.metrics import (
+from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.measure import check_decoded, trace
+from eval.benchmark.metrics import (
     Trace,
     acceptance_by_depth,
     rate_ratio,
@@ -24,17 +22,18 @@ from eval.metrics import (
     tau,
     tau_interval,
 )
-from eval.opening import chosen_prompts, open_head, prompt_facts
-from eval.results import write_results
-from eval.runtime.accept import Acceptance
+from eval.benchmark.opening import chosen_prompts, open_head, prompt_facts
+from eval.command import draft_shapes
+from eval.files import check_file
+from eval.reporting.format import number, with_interval
+from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import block, expected_tokens, ratio
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
-from eval.wording import number, with_interval
 from heads.errors import UserError
-from heads.tree import Proposal, TreeShape, is_chain
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 Record = dict[str, Any]
 

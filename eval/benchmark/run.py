@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import draft_shapes, tell
-from eval.contest import (
+from eval.benchmark.comparison import (
     Judged,
     check_target,
     choose_prompts,
@@ -23,22 +22,23 @@ from eval.contest import (
     run_race,
     withhold_speed,
 )
-from eval.crowding import crowding
-from eval.figures import environment, head_facts, headline, pooled_exactness, target_facts
+from eval.benchmark.contention import crowding
+from eval.benchmark.figures import environment, head_facts, headline, pooled_exactness, target_facts
+from eval.benchmark.measurements import BENCH, own_folder, plain_name
+from eval.benchmark.opening import open_head
+from eval.benchmark.prompts import Prompt
+from eval.benchmark.roofline import lines, run_roofline
+from eval.benchmark.settings import BenchSettings, to_settings
+from eval.command import draft_shapes, tell
 from eval.files import check_folder
-from eval.measurements import BENCH, own_folder, plain_name
-from eval.opening import open_head
-from eval.prompts import Prompt
-from eval.report import check_card, print_report, write_report
-from eval.results import SCHEMA_VERSION, Results, write_results
-from eval.roofline import lines, run_roofline
+from eval.reporting.format import short_name
+from eval.reporting.report import check_card, print_report, write_report
+from eval.reporting.results import SCHEMA_VERSION, Results, write_results
 from eval.runtime.engine import Engine
-from eval.settings import BenchSettings, to_settings
-from eval.wording import short_name
 from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.registry import untrained_kind
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
 
@@ -54,7 +54,7 @@ def run_bench(
     with_roofline: bool = False,
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
-    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
+    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.benchmark.roofline`)."""
     check_target(settings, target)
     named = settings.shapes(head)
     prompts = choose_prompts(target, tokenizer, settings, most_nodes(settings, named))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.files import check_file
-from eval.results import write_results
+from eval.reporting.results import write_results
 from heads.base import Batch, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from eval.gpu.drafts import agree, likeliest
 from heads.base import Observation
-from heads.draft import Draft, DraftState
+from heads.draft_model import Draft, DraftState
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 
 LAYERS = [0, 2]
@@ -29,7 +29,7 @@ def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt:
     """By kernels and without, of a target in float32."""
     head = draft_of(target)
     ours = rounds(head, target, shape, prompt, kernels=True)
-    with patch("heads.draft_reader.DTYPES", ()):
+    with patch("heads.backends.draft_reader.DTYPES", ()):
         agree(ours, rounds(head, target, shape, prompt, kernels=False))
 
 

@@ -11,17 +11,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from eval.roofline import Part
-from eval.runtime.kernels.pick import best_columns, best_columns_twin, serves
-from eval.shapes import ModelShape
+from eval.benchmark.roofline import Part
+from eval.benchmark.shapes import ModelShape
+from heads.backends.recurrent_memory import TorchMemory
+from heads.backends.slot_mapping import Drafted
+from heads.backends.triton.pick import best_columns, best_columns_twin, serves
+from heads.backends.triton.recurrent import TritonMemory
+from heads.backends.triton.timing import device_seconds
 from heads.base import Observation, TargetEnds
 from heads.eagle3 import Eagle3, Eagle3Config
-from heads.kernels.drafting import TritonMemory
-from heads.kernels.timing import device_seconds
 from heads.mtp import Mtp, MtpConfig
-from heads.places import Drafted
 from heads.recurrent import Recurrent, RecurrentState
-from heads.recurrent_memory import TorchMemory
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.benchmark.roofline import Part
+from eval.benchmark.shapes import ModelShape
 from eval.gpu.trees import works
-from eval.roofline import Part
-from eval.runtime.kernels import accept, choose
-from eval.runtime.state import RoundState, Settlement
-from eval.shapes import ModelShape
-from heads.kernels import attention, compaction, layers
-from heads.kernels.products import COLD, MAKERS
-from heads.kernels.timing import device_seconds
+from eval.runtime.state import Settlement
+from heads.backends.round_state import RoundState
+from heads.backends.triton import accept, attention, choose, compaction, layers
+from heads.backends.triton.products import COLD, MAKERS
+from heads.backends.triton.timing import device_seconds
 from heads.tree import Proposal
 
 ROWS = (1, 8, 16, 32, 64)

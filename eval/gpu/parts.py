@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.roofline import copy_bandwidth, roofline, round_seconds, seat
+from eval.benchmark.shapes import SHAPES
 from eval.gpu.baselines import WAYS, tokens_per_second
 from eval.gpu.checks import CHECKS
 from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
-from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.shapes import SHAPES
 from heads.tree import parse_shape
 
 Found = dict[str, Any]
@@ -45,7 +45,7 @@ class Bench:
 
     device: torch.device
     shape: str
-    """Of `eval.shapes.SHAPES`."""
+    """Of `eval.benchmark.shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""

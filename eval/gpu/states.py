@@ -5,9 +5,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels import accept
-from eval.runtime.state import RoundState, Settlement
-from heads.kernels import compaction
+from eval.runtime.state import Settlement
+from heads.backends.round_state import RoundState
+from heads.backends.triton import accept, compaction
 
 CUDA = torch.device("cuda")
 

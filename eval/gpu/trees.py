@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
-from eval.runtime.kernels.pick import Noise, best_columns
 from eval.runtime.sampling import Sampling
+from heads.backends.triton.pick import Noise, best_columns
 from heads.growth import grow
 from heads.tree import Proposal, TreeShape, parse_shape
 

@@ -16,29 +16,30 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.backlog import BACKLOG, room_of
+from eval.runtime.candidates import Ladder
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
-from eval.runtime.hf import open_step
 from eval.runtime.judges import make_rule
-from eval.runtime.ladder import Ladder
 from eval.runtime.memory import check_memory, need_of
+from eval.runtime.pending import BACKLOG, room_of
 from eval.runtime.prefill import read_prompts
-from eval.runtime.reports import Reports
+from eval.runtime.readback import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.request import check_request
+from eval.runtime.request_state import Seat
 from eval.runtime.round import Decoder
 from eval.runtime.rules import check_adaptive, check_rule
 from eval.runtime.sampling import Sampling as Sampling
-from eval.runtime.seat import Seat
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Settlement
 from eval.runtime.stops import StopWatch
+from eval.runtime.target_step import open_step
+from heads.backends.round_state import RoundState
+from heads.backends.slot_mapping import round_up
+from heads.backends.torch.architectures import native_decoder
 from heads.base import Drafter
-from heads.cache import round_up
 from heads.errors import UserError
-from heads.native.architectures import native_decoder
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
@@ -92,7 +93,7 @@ class Engine:
         on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
         `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
         where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
-        (`eval.runtime.controller`); what was found holds for later calls too.
+        (`eval.runtime.adaptive`); what was found holds for later calls too.
 
         `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
         as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU

@@ -18,7 +18,7 @@ from eval.runtime.distribution import gumbel
 from eval.runtime.engine import Engine
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 NEAR = 2.0
 """Units in the last place of the target's numbers, at the size of the larger logit."""

@@ -1,7 +1,7 @@
 """The acceptance rules at work: how a round's drafts are drawn and which of them are kept.
 
-`match` is `eval.runtime.accept`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above it
-the last three need q, the very law that a draft token was drawn from: the draft's logits under the same temperature,
+`match` is `eval.runtime.acceptance`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above
+it the last three need q, the very law that a draft token was drawn from: the draft's logits under the same temperature,
 top-k, top-p and min-p as the target's, over the full vocabulary. So they refuse drafts that draw from no law, and trees
 in which it depends on the draws who stays: the law of what survives a reranking is not q.
 
@@ -19,14 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance, match, match_chain
-from eval.runtime.distribution import RowSampling, gumbel, stream, uniform
-from eval.runtime.kernels.accept import accept
+from eval.runtime.acceptance import match, match_by_kernel, match_chain
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.rejection import Verdict, block, family_of, first_accepted, last_accepted, leading, ratio
 from eval.runtime.rules import check_rule
+from heads.backends.torch.noise import stream, uniform
+from heads.backends.triton.runtime import runs_kernels
 from heads.errors import UserError
-from heads.kernels.backend import runs_kernels
-from heads.tree import MOST_NODES, Pick, Proposal, TreeShape
+from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 """The streams' purposes, any three numbers."""
@@ -45,7 +45,7 @@ class Rule(Protocol):
         """What the target makes of each node: logits (B, N, V); positions (B, N) of the tokens that follow."""
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        """Judge the drafts; above (B, N, N) is `heads.growth.ancestors`, None for a chain."""
+        """Judge the drafts; above (B, N, N) is `heads.backends.slot_mapping.ancestors`, None for a chain."""
 
 
 def make_rule(name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> Rule:
@@ -72,7 +72,7 @@ class Match:
         if self.shape.nodes == 1:  # a root alone emits the target's choice
             return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # zeros
         if runs_kernels(consulted):
-            return accept(proposal, consulted, self.shape.depth)
+            return match_by_kernel(proposal, consulted, self.shape.depth)
         if above is None:
             return match_chain(proposal.tokens, consulted)
         return match(proposal, consulted, above, self.shape.depth)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from heads.cache import round_up
+from heads.backends.slot_mapping import round_up
+from heads.backends.torch.attention import GroupedAttention
+from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.triton.attention import SPLIT
 from heads.errors import UserError
-from heads.kernels.attention import SPLIT
-from heads.native.attention import GroupedAttention
-from heads.native.decoder import NativeDecoder
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 RESERVE = 0.05
 """Of what is free: kept for the allocator and the library's own."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder
 from heads.base import Observation
-from heads.target import Features
+from heads.target.frozen import Features
 
 
 def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:

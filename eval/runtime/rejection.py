@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import deepest_path
+from eval.runtime.acceptance import deepest_path
 from heads.tree import Proposal, TreeShape, is_chain
 
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance
 from eval.runtime.distribution import RowSampling
-from eval.runtime.hf import TargetStep
 from eval.runtime.judges import Rule
-from eval.runtime.kernels.accept import take_path
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Settlement
+from eval.runtime.target_step import TargetStep
+from heads.backends.round_state import RoundState
+from heads.backends.slot_mapping import ancestors
+from heads.backends.triton.accept import take_path
 from heads.base import Drafter, Observation
-from heads.growth import ancestors
-from heads.target import Features
-from heads.tree import Proposal, TreeShape, is_chain
+from heads.target.frozen import Features
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""

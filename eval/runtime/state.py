@@ -1,93 +1,18 @@
 """What a batch has decided, and how a round's outcome is taken into it.
 
 Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU with a C compiler it
-is one call of `state.c`, and on a GPU one kernel (`eval.runtime.kernels.settle`); the operations say what both do.
+is one call of `state.c`, and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both do.
 
 Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
 """
 
-import ctypes
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels.settle import settle
-from heads.kernels.backend import runs_kernels
-from heads.native.compiling import compiled
-
-SOURCE = Path(__file__).with_name("state.c")
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
-
-@dataclass(frozen=True)
-class RoundState:
-    """What a batch has decided so far."""
-
-    length: Tensor  # (B,) int64, tokens in the target's cache
-    root: Tensor  # (B,) int64
-    done: Tensor  # (B,) bool; rows without a request are done
-    limit: Tensor  # (B,) int64, most tokens to emit
-    heeds_eos: Tensor  # (B,) bool
-    output: Tensor  # (B, capacity) int64, tokens emitted, the root included; junk after output_length
-    output_length: Tensor  # (B,) int64
-    rounds: Tensor  # (B,) int64, rounds the row took part in
-    accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
-    reached: Tensor  # (B, capacity) int64, by round: the deepest level put to the test, all levels above it accepted
-    report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, as the last round left them
-
-    @classmethod
-    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device, rounds: int = 1) -> "RoundState":
-        """Rows without requests; `capacity` is the most tokens a request emits; a report shows the tokens of `rounds`
-        rounds."""
-        B, M = batch_size, depth + 1
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        return cls(
-            length=zeros(B),
-            root=zeros(B),
-            done=~zeros(B, dtype=torch.bool),
-            limit=zeros(B),
-            heeds_eos=zeros(B, dtype=torch.bool),
-            output=zeros(B, capacity + M),
-            output_length=zeros(B),
-            rounds=zeros(B),
-            accepted=zeros(B, capacity + 1),
-            reached=zeros(B, capacity + 1),
-            report=zeros(B, 3 + min(M * rounds, capacity)),
-        )
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What became known in a round; stands until the next."""
-
-    tokens: Tensor  # (B, M + 1) int64, the root before the round, then what was emitted
-    start: Tensor  # (B,) int64, tokens in the target's cache before it
-    count: Tensor  # (B,) int64, tokens that came into it; 0 in rows that are done
-
-
-class StateStruct(ctypes.Structure):
-    """`State` of state.c."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("length", "root", "limit", "output", "output_length", "rounds", "accepted")),
-        *((name, _POINTER) for name in ("reached", "report", "done", "heeds_eos", "eos", "tokens", "start", "count")),
-        *((name, _INT) for name in ("B", "M", "num_eos", "output_width", "record_width", "report_width")),
-    )
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """The compiled function; None where there is no compiler."""
-    library = compiled(SOURCE)
-    if library is not None:
-        library.settle.argtypes, library.settle.restype = [*[_POINTER] * 4, _INT], None
-    return library
+from heads.backends.cpu.commit import CompiledSettlement
+from heads.backends.round_state import RoundState, Settled
+from heads.backends.triton.commit import settle
+from heads.backends.triton.runtime import runs_kernels
 
 
 class Settlement:
@@ -102,18 +27,7 @@ class Settlement:
         tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
         self.settled = Settled(tokens, start, count)
         self.by_kernel = runs_kernels(state.output)
-        self.library = load() if device.type == "cpu" and not self.by_kernel else None
-        if self.library is None:
-            return
-        where = (
-            *(state.length, state.root, state.limit, state.output, state.output_length, state.rounds, state.accepted),
-            *(state.reached, state.report, state.done, state.heeds_eos, eos, tokens, start, count),
-        )
-        assert all(tensor.is_contiguous() for tensor in where)
-        self.struct = StateStruct(
-            *(tensor.data_ptr() for tensor in where),
-            *(B, M, len(eos), state.output.shape[1], state.accepted.shape[1], state.report.shape[1]),
-        )
+        self.compiled = None if self.by_kernel else CompiledSettlement.of(state, eos, self.settled)
 
     def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:
         """Take the accepted tokens into the state, cut at EOS and at the limit.
@@ -124,11 +38,9 @@ class Settlement:
         if self.by_kernel:
             settle(self.state, self.eos, self.settled, accepted, emitted, depths)
             return self.settled
-        if self.library is None:
+        if self.compiled is None:
             return self.in_tensors(accepted, emitted, depths)
-        held = accepted.contiguous(), emitted.contiguous(), None if depths is None else depths.contiguous()
-        where = (None if tensor is None else tensor.data_ptr() for tensor in held)
-        self.library.settle(ctypes.addressof(self.struct), *where, 0 if depths is None else depths.shape[1])
+        self.compiled(accepted, emitted, depths)
         return self.settled
 
     def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.hub import repo_and_revision
+from heads.target.hub import repo_and_revision
 
 INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.prompts import Prompt
+from eval.benchmark.prompts import Prompt
 from eval.runtime.engine import Engine, Request
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.growth import grow
 from heads.registry import HEADS
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import Proposal, TreeShape
 
 

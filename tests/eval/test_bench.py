@@ -17,22 +17,22 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
+from eval.benchmark.measure import Contender
+from eval.benchmark.prompts import load_prompts
 from eval.benchmark.run import default_out, run_bench
-from eval.charts import head_charts, points
+from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.drawing import inline_svg
-from eval.measure import Contender
-from eval.page import render_page
-from eval.prompts import load_prompts
-from eval.report import model_card, print_report, read_log, write_report
-from eval.results import Results, read_results
+from eval.reporting.charts import head_charts, points
+from eval.reporting.drawing import inline_svg
+from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
+from eval.reporting.html import render_page
+from eval.reporting.report import model_card, print_report, read_log, write_report
+from eval.reporting.results import Results, read_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict
-from eval.settings import BenchSettings
-from eval.wording import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
@@ -167,9 +167,9 @@ def test_auto_records_its_curve_and_its_choice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eval.auto.LONGEST_CHAIN", 3)
-    monkeypatch.setattr("eval.auto.WIDTHS", (2,))
-    monkeypatch.setattr("eval.auto.DEEPEST_TREE", 2)
+    monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
+    monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
+    monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
     results, text = run(
         tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,)
     )
@@ -422,7 +422,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.contest.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.benchmark.comparison.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
@@ -431,7 +431,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
             super().__init__(*rest, **options)
             made.append((self.nodes, self.strict))
 
-    for place in ("eval.measure.Engine", "eval.runtime.identity.Engine"):
+    for place in ("eval.benchmark.measure.Engine", "eval.runtime.identity.Engine"):
         monkeypatch.setattr(place, Noted)
     results, _ = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("tree:2x2x4",), strict=True)
     assert results["exact"]["identical"] == results["exact"]["prompts"] and results["settings"]["strict"] is True

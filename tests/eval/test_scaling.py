@@ -10,16 +10,16 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval import measure
 from eval import scaling as module
+from eval.benchmark import measure
+from eval.benchmark.measure import Contender
 from eval.benchmark.scaling_run import measure_scaling, windows
+from eval.benchmark.settings import ScalingSettings
 from eval.command import exit_status
-from eval.measure import Contender
-from eval.results import Results
-from eval.settings import ScalingSettings
-from eval.wording import heading
+from eval.reporting.format import heading
+from eval.reporting.results import Results
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,16 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from eval import environment, sweep
+from eval import sweep
 from eval.bench import parse_arguments as parse_bench
+from eval.benchmark import environment
 from eval.benchmark.run import bench_command
+from eval.benchmark.settings import to_settings
+from eval.benchmark.sweep_file import Sweep, ranked, read_sweep
 from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
-from eval.results import read_results
-from eval.settings import to_settings
-from eval.sweep_file import Sweep, ranked, read_sweep
-from eval.wording import NOT_RELIABLE
+from eval.reporting.format import NOT_RELIABLE
+from eval.reporting.results import read_results
 from tests.wandb_file import outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Batch, Observation, TargetEnds, TreeHead
+from heads.backends.cpu import kernels
+from heads.base import Batch, Observation, TargetEnds, TreeHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.formats.medusa import field_name
-from heads.medusa import Medusa, MedusaConfig, MedusaState
-from heads.medusa_tree import grow_tree, rank_accuracies
-from heads.native import kernels
-from heads.own_tree import most_nodes, shape_for
+from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree, rank_accuracies
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.heads.random_batch import random_batch
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.draft import Draft
+from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.families import final_norm_scale, rope_theta
 from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.registry import HEADS, build_head, recipe_settings
-from heads.target import FrozenTarget, load_target
+from heads.target.families import final_norm_scale, rope_theta
+from heads.target.frozen import FrozenTarget, load_target
 from heads.vocab import kept_ids
 
 COUNTS = torch.arange(128)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.backends.slot_mapping import ancestors
 from heads.errors import UserError
-from heads.growth import ancestors, grow
+from heads.growth import grow
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
 
 VOCAB = 11
@@ -22,7 +23,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("on a GPU the suite runs the kernels themselves")
-        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
 
 
 @pytest.mark.parametrize(

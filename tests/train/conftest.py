@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -120,7 +120,7 @@ def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
     monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
     monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "taps", "scale"])
-    monkeypatch.setattr("train.preparing.build_head", build_linear)
+    monkeypatch.setattr("train.setup.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
 

@@ -16,20 +16,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from eval.opening import fitting_head
+from eval.benchmark.opening import fitting_head
+from heads.backends.torch.architectures import why_not_native
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
-from heads.native.architectures import why_not_native
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from train.adapter import Joint, make_adapter
+from train.data.features import make_batch
+from train.data.packing import Rows
 from train.entry import attempt
-from train.features import make_batch
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.optim import make_optimizer, set_lr
-from train.packing import Rows
 from train.recipe import Adapter, Train, load_recipe
 
 Settings = dict[str, Any]

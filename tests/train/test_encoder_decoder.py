@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.opening import load_pair
-from eval.prompts import load_prompts
+from eval.benchmark.opening import load_pair
+from eval.benchmark.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
-from heads.encoder_decoder import give_template
 from heads.errors import UserError
-from heads.target import load_tokenizer
+from heads.target.encoder_decoder import give_template
+from heads.target.frozen import load_tokenizer
 from heads.tree import parse_shape
-from train.chats import encode_chat
+from train.data.chats import encode_chat
 from train.loop import fit
 from train.recipe import load_recipe
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eval.results import read_results
+from eval.reporting.results import read_results
 from heads.registry import HEADS, recipe_settings
 from tests.wandb_file import outcome
+from train.data.features import make_batch
 from train.entry import KINDS, attempt
-from train.features import make_batch
 from train.recipe import load_recipe
 
 Settings = dict[str, Any]
@@ -176,7 +176,7 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["train.preparing.read_documents", "train.run.run_bench"])
+@pytest.mark.parametrize("where", ["train.setup.read_documents", "train.run.run_bench"])
 def test_an_interrupt_outside_the_steps_is_told_too(
     where: str,
     small: Settings,

@@ -7,7 +7,7 @@ import torch
 
 from eval.runtime.engine import Engine, Request
 from heads.registry import HEADS, build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
 from train.estimate import estimate_tau, foreseen, walk
 

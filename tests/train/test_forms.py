@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
-from eval.opening import open_head
+from eval.benchmark.opening import open_head
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
-from heads.quantization import weight_bytes
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.quantization import weight_bytes
 from heads.tree import Proposal, parse_shape
 from train.loop import fit
 from train.recipe import load_recipe

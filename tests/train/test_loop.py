@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.errors import UserError
 from train import checkpointing
-from train.features import make_batch
+from train.data.features import make_batch
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.recipe import load_recipe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES
 from heads.formats.mtp import LAYOUTS
 from heads.losses import LOSSES
 from heads.registry import HEADS, recipe_settings

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Observation, Pick, TargetEnds
 from heads.growth import grow
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 VOCAB, EOS = 61, 2

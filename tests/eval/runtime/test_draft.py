@@ -10,11 +10,11 @@ import torch
 from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.cache import RowCache
-from heads.draft import DraftState
-from heads.native.slots import SlotCache
+from heads.backends.huggingface import RowCache
+from heads.backends.torch.cache import SlotCache
+from heads.draft_model import DraftState
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

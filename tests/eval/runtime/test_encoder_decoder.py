@@ -11,7 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 START, EOS = 0, 1

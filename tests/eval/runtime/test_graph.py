@@ -17,7 +17,7 @@ from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.graph import SMALLEST_EXTENT, Rounds
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -56,9 +56,9 @@ class Tape(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("accept", "backlog", "draws", "state"):
-        monkeypatch.setattr(f"eval.runtime.{module}.load", lambda: None)
-    monkeypatch.setattr("heads.native.trees.load", lambda: None)
+    for module in ("accept", "pending", "draws", "commit"):
+        monkeypatch.setattr(f"heads.backends.cpu.{module}.load", lambda: None)
+    monkeypatch.setattr("heads.backends.cpu.trees.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:

@@ -9,7 +9,7 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.memory import Need, check_memory, free_bytes, is_out_of_memory, largest, need_of
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

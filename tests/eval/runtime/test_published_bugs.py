@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.prompts import Prompt
-from eval.runtime.accept import Acceptance
-from eval.runtime.distribution import RowSampling, gumbel, stream, uniform
+from eval.benchmark.prompts import Prompt
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import DRAFTS, LAST, TESTS, Draws, Rejection, make_rule
 from eval.runtime.rejection import Verdict, family_of
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
+from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.noise import stream, uniform
 from heads.errors import UserError
-from heads.growth import ancestors
-from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, is_chain, parse_shape, static_shape
+from heads.target.frozen import FrozenTarget
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain, parse_shape, static_shape
 
 CPU = torch.device("cpu")
 LAWFUL = RULES[1:]

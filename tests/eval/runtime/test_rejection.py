@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import match
+from eval.runtime.acceptance import match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict, expected_tokens, ratio
 from eval.runtime.rules import RULES
-from heads.growth import ancestors
+from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 
 EXACT = 1e-9

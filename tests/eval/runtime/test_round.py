@@ -14,7 +14,7 @@ from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, TargetEnds
 from heads.growth import grow
 from heads.registry import build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.prompts import Prompt
+from eval.benchmark.prompts import Prompt
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Draws, Rule, draw_counters, make_rule
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
+from heads.backends.slot_mapping import ancestors
 from heads.base import Observation, Pick
 from heads.errors import UserError
-from heads.growth import ancestors, grow
-from heads.target import FrozenTarget
+from heads.growth import grow
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape, static_shape
 
 CPU = torch.device("cpu")

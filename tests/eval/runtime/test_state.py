@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime import state as module
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Settlement
+from heads.backends.cpu import commit as module
+from heads.backends.round_state import RoundState
 
 B = 5
 
@@ -41,7 +42,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("on a GPU the suite runs the kernel itself")
-        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
     return str(request.param)
 
 
@@ -58,7 +59,7 @@ def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree
         emitted = torch.randint(0, 9, (B, depth + 1), generator=generator)
         depths = torch.randint(0, depth + 1, (B, 7), generator=generator) if tree else None
         settlement = Settlement(ours, torch.tensor(eos, dtype=torch.int64), depth)
-        assert settlement.by_kernel == (form == "kernel") and (settlement.library is not None) == (form == "compiler")
+        assert settlement.by_kernel == (form == "kernel") and (settlement.compiled is not None) == (form == "compiler")
         known = settlement(accepted, emitted, depths)
         other = Settlement(theirs, settlement.eos, depth)
         expected = other.in_tensors(accepted, emitted, depths)

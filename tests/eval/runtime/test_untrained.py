@@ -11,7 +11,7 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

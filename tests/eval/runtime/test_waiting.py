@@ -53,12 +53,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", unwatched)
-    monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
     for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
         monkeypatch.setitem(SHAPE, size, value)
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    ours = ("eval.runtime.backlog", "eval.runtime.draws", "eval.runtime.state")
-    for module in (*ours, "heads.native.drafting", "heads.native.stack"):
+    ours = ("heads.backends.cpu.pending", "heads.backends.cpu.draws", "heads.backends.cpu.commit")
+    for module in (*ours, "heads.backends.cpu.recurrent", "heads.backends.cpu.stack"):
         monkeypatch.setattr(f"{module}.load", lambda: None)
     yield
 

@@ -14,7 +14,7 @@ from heads.checkpoint import read_config, save_head, target_record
 from heads.formats.contract import Verdict, check_folder, why_unfit
 from heads.formats.loaders import EAGLE, EAGLE3, ENGINES, MEDUSA, OLD_VLLM, SGLANG, VLLM
 from heads.registry import HEADS, build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from tests.native_mtp import V, write_native
 
 Weights = dict[str, Tensor]

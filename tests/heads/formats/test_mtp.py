@@ -20,13 +20,13 @@ from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.mtp import Mtp, MtpConfig
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target
-from heads.target_block import block_record
+from heads.target.block import block_record
+from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 from tests.native_mtp import COMMON, QWEN, V, change_config, change_weights, qwen_shapes, write_native
-from train.features import make_batch
-from train.packing import Rows
+from train.data.features import make_batch
+from train.data.packing import Rows
 
 COUNTS = torch.arange(V)
 
