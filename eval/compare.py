@@ -1,4 +1,4 @@
-"""Measure several heads side by side: one target, the same prompts, plain decoding once, all of them in one race.
+"""Measure several heads side by side: one target, the same prompts, plain decoding once, all of them in one comparison.
 
     python eval/compare.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3 --tree chain:4,tree:4x4x16
     python eval/compare.py runs/eagle early_exit:4 --tree auto --prompts humaneval

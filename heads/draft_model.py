@@ -2,10 +2,10 @@
 2310.08461).
 
     slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
-    loss = sum over labels of D(p_t || q_t) / rows, p the target's law and D one of heads.losses.LOSSES
+    loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.losses.LOSSES
 
-White-box: p is the target's whole law, on whatever text the recipe gives: a corpus, the target's answers, the draft's
-own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p: fine-tuning, the baseline.
+White-box: p is the target's whole distribution, on whatever text the recipe gives: a corpus, the target's answers, the
+draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p: fine-tuning, the baseline.
 
 The draft keeps a cache of its own. No accepted token is read twice: a round's first step reads the fixed pair
 [x_{len-1}, root], because only the last accepted token may be missing; accepted nodes of a tree were read when they
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from heads.backends.draft_reader import Parts, Reader, positions_of
 from heads.backends.slot_mapping import Drafted, Observed, round_up
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.draft_lm import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
 from heads.errors import UserError
 from heads.growth import grow
@@ -122,7 +122,7 @@ ROWS = 1024
 class DraftState:
     """What one batch of sequences drafts with.
 
-    Slot p of the cache holds position p, the last one junk. Expanded nodes go to the slots behind their root's.
+    Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
     """
 
     shape: TreeShape
@@ -140,7 +140,7 @@ class Draft(nn.Module):
     Config: ClassVar[type[DraftConfig]] = DraftConfig
     FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
     weights_file: ClassVar[str] = "model.safetensors"
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
@@ -171,7 +171,7 @@ class Draft(nn.Module):
         return cls(config, model)
 
     @classmethod
-    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
         made = DraftConfig(**typed_settings(config))
         model: Any = empty_model(made.model)
         if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
@@ -181,7 +181,7 @@ class Draft(nn.Module):
             )
         return cls(made, model)
 
-    def saved(self) -> dict[str, Tensor]:
+    def to_checkpoint(self) -> dict[str, Tensor]:
         """Hugging Face's names; a tied weight once."""
         seen: set[int] = set()
         weights = {}
@@ -191,7 +191,7 @@ class Draft(nn.Module):
             seen.add(id(tensor))
         return weights
 
-    def restore(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class Draft(nn.Module):
             states = states * output.scale
         if torch.is_autocast_enabled(states.device.type):  # some families' last norm widens
             states = states.to(torch.get_autocast_dtype(states.device.type))
-        hidden, target_logits = batch.hidden[row, label - 1], batch.ends.logits
+        hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
         if self.config.loss == LABELS:
             hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
         loss, sums, correct, overlap = draft_loss(
@@ -304,7 +304,7 @@ class Draft(nn.Module):
         right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
         return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
         device = self.output.head.weight.device
         check_width(shape, self.config.common_size)
         if capacity > round_up(self.context_length):
@@ -328,7 +328,7 @@ class Draft(nn.Module):
         state.length.masked_fill_(rows, 0)
 
     @torch.no_grad()
-    def observe(self, state: DraftState, observation: Observation) -> None:
+    def extend(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
         nodes, M = observation.nodes, tokens.shape[1] - 1
         if observation.missed:  # the token before them may have been drafted last, and so was never read

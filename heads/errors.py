@@ -24,6 +24,6 @@ logger = logging.getLogger("draftsmith")
 
 
 @cache
-def say_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """A warning, unless the process has given the very same one."""
     logger.warning(text)

@@ -40,8 +40,8 @@ def grow(
     expand: Expand,
     token_ids: Tensor | None,
 ) -> Proposal:
-    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's law of the
-    root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
+    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's
+    distribution of the root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """

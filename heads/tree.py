@@ -64,7 +64,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a round decided, row by row; entries past a row's own are junk of the right shape."""
+    """What a round decided, row by row; entries past a row's own are padding of the right shape."""
 
     accepted: Tensor  # (B,) int64, n: drafted tokens accepted, 0 <= n <= K
     path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are true
@@ -131,7 +131,8 @@ def is_chain(shape: TreeShape) -> bool:
 
 
 class Pick(Protocol):
-    """How children are drawn from the draft's law: by the runtime, whose acceptance rule must know how they were."""
+    """How children are drawn from the draft's distribution: by the runtime, whose acceptance rule must know how they
+    were."""
 
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None

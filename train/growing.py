@@ -84,7 +84,7 @@ def difference(small: FrozenTarget, large: FrozenTarget) -> tuple[float, float]:
     both = []
     for target in (small, large):
         hidden = target.packed_features(tokens, positions, torch.zeros_like(positions), ()).hidden
-        both.append(target.ends.logits(hidden))
+        both.append(target.shared.lm_head(hidden))
     agreement = (both[0].argmax(-1) == both[1].argmax(-1)).double().mean()  # over the grown vocabulary
     ours = both[1][..., : small.vocab_size]
     return float((ours - both[0]).norm() / both[0].norm()), float(agreement)

@@ -125,6 +125,6 @@ def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Reque
             rows = text_rows(texts)
             for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 rows.loss_mask[n, len(prompt) + 1 : len(text)] = True  # the first answer token is never drafted
-            yield make_batch(target, rows, cast(DraftHead, head).taps, dtype)
+            yield make_batch(target, rows, cast(DraftHead, head).aux_layer_ids, dtype)
 
     head.grow_tree(batches())

@@ -88,7 +88,7 @@ class Stepper:
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
             with accelerator.autocast(), self.as_it_was():
-                batch = make_batch(self.target, rows, self.head.taps, self.dtype)
+                batch = make_batch(self.target, rows, self.head.aux_layer_ids, self.dtype)
             with accelerator.accumulate(self.model):
                 loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
                 accelerator.backward(loss)

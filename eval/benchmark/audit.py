@@ -1,10 +1,10 @@
-"""Whether what was decoded is what the target decodes: token by token where that can be, else in law.
+"""Whether what was decoded is what the target decodes: token by token where that can be, else in distribution.
 
 Under the rule `match`, and under any rule at temperature 0, every token must be plain decoding's. Under the other rules
-a sampled text is another draw from the target's law than plain decoding's: no comparison of texts can tell a right one
-from a wrong one. That the rules keep the law is proved by summing up everything that can happen (tests/eval/runtime/
-test_rejection.py). What is left to check of a run is checked here: that the same engines, over the same prompts at
-temperature 0, give plain decoding's tokens, and that every repeat gives the same tokens again.
+a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can tell a
+right one from a wrong one. That the rules keep the distribution is proved by summing up everything that can happen
+(tests/eval/runtime/ test_rejection.py). What is left to check of a run is checked here: that the same engines, over the
+same prompts at temperature 0, give plain decoding's tokens, and that every repeat gives the same tokens again.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.measure import Contender, Race
+from eval.benchmark.measure import Comparison, Variant
 from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.identity import find_flips, is_narrow, pinned_engine
 from eval.runtime.sampling import Sampling
@@ -24,81 +24,87 @@ from heads.tree import is_chain
 Divergence = dict[str, Any]
 
 
-def audit(race: Race, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
-    """For each of `race.drafting`: where it is not exact, by `find_divergences`."""
-    found = [[] if c.in_law(race) else find_differences(race, c, target, tokenizer) for c in race.drafting]
-    judged = [n for n, contender in enumerate(race.drafting) if contender.in_law(race)]
+def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
+    """For each of `comparison.drafting`: where it is not exact, by `find_divergences`."""
+    found = [
+        [] if c.in_distribution(comparison) else find_differences(comparison, c, target, tokenizer)
+        for c in comparison.drafting
+    ]
+    judged = [n for n, variant in enumerate(comparison.drafting) if variant.in_distribution(comparison)]
     if judged:
-        greedy = at_temperature_zero(race, judged)
-        for n, contender in zip(judged, greedy.drafting, strict=True):
-            found[n] = find_differences(greedy, contender, target, tokenizer)
-            found[n] += find_divergences(race, race.drafting[n], target, tokenizer, reference=race.drafting[n])
+        greedy = at_temperature_zero(comparison, judged)
+        for n, variant in zip(judged, greedy.drafting, strict=True):
+            found[n] = find_differences(greedy, variant, target, tokenizer)
+            found[n] += find_divergences(
+                comparison, comparison.drafting[n], target, tokenizer, reference=comparison.drafting[n]
+            )
     return found
 
 
 def find_differences(
-    race: Race, contender: Contender, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+    comparison: Comparison, variant: Variant, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
 ) -> list[Divergence]:
-    """Where a contender's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain decoding through
+    """Where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain decoding through
     steps of as many nodes, and a text of a tree that differs in near-ties alone is marked `near_tie`
     (`eval.runtime.identity`)."""
     if not is_narrow(target):
-        return find_divergences(race, contender, target, tokenizer)
-    pinned = pinned_engine(contender.engine)
-    reference = Contender(pinned)
-    for unit, indices in enumerate(race.units):
-        reference.run(unit, indices, race.requests, 0)
-    found = find_divergences(race, contender, target, tokenizer, reference=reference)
-    by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(race.prompts)}
+        return find_divergences(comparison, variant, target, tokenizer)
+    pinned = pinned_engine(variant.engine)
+    reference = Variant(pinned)
+    for unit, indices in enumerate(comparison.units):
+        reference.run(unit, indices, comparison.requests, 0)
+    found = find_divergences(comparison, variant, target, tokenizer, reference=reference)
+    by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
-        flips = find_flips(pinned, race.requests[i], contender.outputs[divergence["repeat"]][i].tokens)
-        may_tie = not is_chain(contender.shape) and not contender.engine.strict
+        flips = find_flips(pinned, comparison.requests[i], variant.outputs[divergence["repeat"]][i].tokens)
+        may_tie = not is_chain(variant.shape) and not variant.engine.strict
         divergence["against"] = "plain"
         divergence["near_tie"] = may_tie and bool(flips) and all(flip.is_near_tie for flip in flips)
         divergence["flips"] = [{**asdict(flip), "near_tie": flip.is_near_tie} for flip in flips]
     return found
 
 
-def at_temperature_zero(race: Race, chosen: list[int]) -> Race:
-    """The prompts decoded once more by the same engines, greedily: plainly, and by the chosen of `race.drafting`."""
-    requests = [replace(request, sampling=Sampling()) for request in race.requests]
-    contenders = [Contender(c.engine) for c in (race.plain, *(race.drafting[n] for n in chosen))]
-    for unit, indices in enumerate(race.units):
-        for contender in contenders:
-            contender.run(unit, indices, requests, 0)
-    return Race(race.prompts, requests, race.units, contenders[0], contenders[1:])
+def at_temperature_zero(comparison: Comparison, chosen: list[int]) -> Comparison:
+    """The prompts decoded once more by the same engines, greedily: plainly, and by the chosen of
+    `comparison.drafting`."""
+    requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
+    variants = [Variant(c.engine) for c in (comparison.plain, *(comparison.drafting[n] for n in chosen))]
+    for unit, indices in enumerate(comparison.units):
+        for variant in variants:
+            variant.run(unit, indices, requests, 0)
+    return Comparison(comparison.prompts, requests, comparison.units, variants[0], variants[1:])
 
 
 def find_divergences(
-    race: Race,
-    contender: Contender,
+    comparison: Comparison,
+    variant: Variant,
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
-    reference: Contender | None = None,
+    reference: Variant | None = None,
 ) -> list[Divergence]:
-    """Where a contender's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
+    """Where a variant's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
     entry a prompt, at most.
 
-    Called with `race.plain` itself, it tells whether plain decoding repeats itself.
+    Called with `comparison.plain` itself, it tells whether plain decoding repeats itself.
     """
     found = []
-    first = reference or race.plain
-    for i, prompt in enumerate(race.prompts):
+    first = reference or comparison.plain
+    for i, prompt in enumerate(comparison.prompts):
         expected = first.outputs[0][i].tokens
-        for repeat, outputs in enumerate(contender.outputs):
+        for repeat, outputs in enumerate(variant.outputs):
             position = first_difference(expected, outputs[i].tokens)
             if position is None:
                 continue
             pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
-            margin = top_two_margin(target, [*prompt.ids, *expected[:position]], race.requests[i].sampling)
+            margin = top_two_margin(target, [*prompt.ids, *expected[:position]], comparison.requests[i].sampling)
             found.append(
                 {
                     "suite": prompt.suite,
                     "prompt": prompt.id,
-                    "tree": str(contender.shape),
-                    "against": "plain" if first is race.plain else "itself",
-                    "temperature": race.requests[i].sampling.temperature,
+                    "tree": str(variant.shape),
+                    "against": "plain" if first is comparison.plain else "itself",
+                    "temperature": comparison.requests[i].sampling.temperature,
                     "repeat": repeat,
                     "position": position,
                     "plain_token": pair[0],
@@ -136,7 +142,7 @@ def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling)
         visible=(positions <= positions[:, None])[None],
         key_positions=positions[None],
     )
-    logits = target.ends.logits(features.hidden[:, -1:])  # (1, 1, V)
+    logits = target.shared.lm_head(features.hidden[:, -1:])  # (1, 1, V)
     if sampling.temperature == 0:
         scores = logits.log_softmax(dim=-1)
     else:
@@ -144,6 +150,6 @@ def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling)
         rows.set_row(0, sampling)
         position = torch.full((1, 1), T, device=target.device)
         token_ids = torch.arange(logits.shape[-1], device=target.device)
-        scores = rows.log_law(logits) + gumbel(rows.seed, position, token_ids)
+        scores = rows.log_distribution(logits) + gumbel(rows.seed, position, token_ids)
     best = scores.flatten().topk(2).values
     return float(best[0] - best[1])

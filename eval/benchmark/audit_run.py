@@ -13,7 +13,7 @@ from rich.table import Table
 
 from eval.benchmark.audit import find_divergences
 from eval.benchmark.figures import environment, target_facts
-from eval.benchmark.measure import Contender, Race, trace
+from eval.benchmark.measure import Comparison, Variant, trace
 from eval.benchmark.metrics import loop_share, tau
 from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
 from eval.benchmark.prompts import Prompt
@@ -69,19 +69,19 @@ def audit_temperature(
         for i, prompt in enumerate(prompts)
     ]
     everything = list(range(len(prompts)))
-    reference = Contender(make_engine(opened, prompts, ROOT_ONLY, 1, options))
+    reference = Variant(make_engine(opened, prompts, ROOT_ONLY, 1, options))
     reference.run(0, everything, requests, 0)
-    race = Race(prompts, requests, [everything], reference, [])
+    comparison = Comparison(prompts, requests, [everything], reference, [])
     rows = []
     for shape in [ROOT_ONLY, *shapes]:
         for batch in options.batch_sizes:
             if shape is ROOT_ONLY and batch == 1:
                 continue  # the reference itself
             started = time.perf_counter()
-            contender = Contender(make_engine(opened, prompts, shape, batch, options))
-            contender.run(0, everything, requests, 0)
-            divergences = find_divergences(race, contender, opened.target, opened.tokenizer)
-            outputs = list(contender.outputs[0].values())
+            variant = Variant(make_engine(opened, prompts, shape, batch, options))
+            variant.run(0, everything, requests, 0)
+            divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
+            outputs = list(variant.outputs[0].values())
             rows.append(
                 {
                     "tree": "plain" if shape is ROOT_ONLY else str(shape),

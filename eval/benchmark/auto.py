@@ -1,6 +1,6 @@
 """`--tree auto`: the draft that is fastest for a head on a target, here and now.
 
-A pilot on a few prompts measures how deep drafts are accepted and what a round's parts cost; the cost model
+A calibration on a few prompts measures how deep drafts are accepted and what a round's parts cost; the cost model
 
     speedup(shape) = tokens a round emits * plain step / (draft + verify + rest)
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
-from eval.benchmark.tune import Probe, can_draft, run_pilot
+from eval.benchmark.tune import Calibration, calibrate, can_draft
 from eval.command import AUTO
 from eval.reporting.format import Results
 from eval.runtime.sampling import Sampling
@@ -29,8 +29,8 @@ WIDTHS = (2, 4, 8)
 """Nodes expanded at each level of a tree."""
 NODES = (8, 12, 16, 24, 32, 48, 64)
 LARGEST_TREE = NODES[-1]
-PILOT_PROMPTS, PILOT_TOKENS = 8, 64
-MOST_RACES = 4
+CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64
+MOST_COMPARISONS = 4
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Point:
 class Search:
     """What is known of one head's drafts at one temperature."""
 
-    probes: list[Probe]
+    calibrations: list[Calibration]
     curve: list[Point]
     fixed: list[TreeShape] = field(default_factory=list)
     """Shapes that are measured whatever the model says."""
     measured: dict[str, float] = field(default_factory=dict)
     """Tree -> speedup."""
-    races: int = 0
+    comparisons: int = 0
 
     @property
     def proposed(self) -> list[Point]:
@@ -74,9 +74,9 @@ class Search:
     def next_shapes(self) -> list[TreeShape]:
         """What to measure next: at first what the model proposes and what lies beside its best, then whatever lies
         beside the winner. Nothing once the winner's neighbours are all measured."""
-        if self.races == MOST_RACES or (self.races and not self.measured):
+        if self.comparisons == MOST_COMPARISONS or (self.comparisons and not self.measured):
             return []
-        if self.races == 0:
+        if self.comparisons == 0:
             centre = self.proposed[0]
             wanted = [*(shape.text for shape in self.fixed), *(p.tree for p in self.proposed)]
         else:
@@ -89,21 +89,21 @@ class Search:
         return [fixed.get(tree) or parse_shape(tree) for tree in dict.fromkeys(wanted) if tree not in self.measured]
 
     def take(self, measurements: Iterable[Results]) -> None:
-        """Note the figures of one race. None is stated of an output that was not the target's own."""
-        self.races += 1
+        """Note the figures of one comparison. None is stated of an output that was not the target's own."""
+        self.comparisons += 1
         for m in measurements:
             if m["speedup"] is None:
-                self.races = MOST_RACES
+                self.comparisons = MOST_COMPARISONS
             else:
                 self.measured[m["tree"]] = m["speedup"]["measured"]
 
     def record(self, temperature: float) -> Results:
         """What results.json says of it."""
-        longest = next(probe for probe in self.probes if probe.shape.top_k == 1)
+        longest = next(calibration for calibration in self.calibrations if calibration.shape.top_k == 1)
         return {
             "temperature": temperature,
             "alpha": longest.alpha(),
-            "costs_ms": [cost_record(probe) for probe in self.probes],
+            "costs_ms": [cost_record(calibration) for calibration in self.calibrations],
             "curve": [asdict(point) for point in self.curve],
             "proposed": [point.tree for point in self.proposed],
             "measured": self.measured,
@@ -112,10 +112,17 @@ class Search:
         }
 
 
-def cost_record(probe: Probe) -> Results:
+def cost_record(calibration: Calibration) -> Results:
     """A probe's costs in milliseconds."""
-    parts = {"draft": probe.draft, "verify": probe.verify, "rest": probe.rest, "plain": probe.plain}
-    return {"tree": str(probe.shape), "nodes": probe.shape.nodes} | {name: 1e3 * s for name, s in parts.items()}
+    parts = {
+        "draft": calibration.draft,
+        "verify": calibration.verify,
+        "rest": calibration.rest,
+        "plain": calibration.plain,
+    }
+    return {"tree": str(calibration.shape), "nodes": calibration.shape.nodes} | {
+        name: 1e3 * s for name, s in parts.items()
+    }
 
 
 def start_search(
@@ -129,22 +136,23 @@ def start_search(
     fixed: Sequence[TreeShape] = (),
     rule: str = "match",
 ) -> Search:
-    """Run the pilot, on prompts spread over all of them. UserError if the head drafts nothing that is looked for."""
-    shapes = probe_shapes(head, target, rule)
-    probes = run_pilot(
+    """Run the calibration, on prompts spread over all of them. UserError if the head drafts nothing that is looked
+    for."""
+    shapes = calibration_shapes(head, target, rule)
+    calibrations = calibrate(
         target,
         head,
         shapes,
-        spread(prompts, PILOT_PROMPTS),
+        spread(prompts, CALIBRATION_PROMPTS),
         sampling,
-        max_new_tokens=min(max_new_tokens, PILOT_TOKENS),
+        max_new_tokens=min(max_new_tokens, CALIBRATION_TOKENS),
         batch_size=batch_size,
         rule=rule,
     )
-    return Search(probes, cost_curve(probes), list(fixed))
+    return Search(calibrations, cost_curve(calibrations), list(fixed))
 
 
-def probe_shapes(head: Drafter, target: FrozenTarget, rule: str = "match") -> list[TreeShape]:
+def calibration_shapes(head: Drafter, target: FrozenTarget, rule: str = "match") -> list[TreeShape]:
     """The longest chain that the head drafts, a short and a middling one, and for each width a wide tree and a slim
     one."""
 
@@ -167,13 +175,13 @@ def tree_text(depth: int, width: int, nodes: int) -> str:
     return f"tree:{depth}x{width}x{min(nodes, 1 + width + (depth - 1) * width**2)}"
 
 
-def cost_curve(probes: Sequence[Probe]) -> list[Point]:
-    """The model's figures for every setting that the probes speak of."""
-    plain = float(np.mean([probe.plain for probe in probes]))
+def cost_curve(calibrations: Sequence[Calibration]) -> list[Point]:
+    """The model's figures for every setting that the calibrations speak of."""
+    plain = float(np.mean([calibration.plain for calibration in calibrations]))
     points = []
-    for shape, probe in candidates(probes):
-        tokens = probe.tokens(shape.depth, shape.nodes)
-        draft, verify, rest = costs(shape, probes)
+    for shape, calibration in candidates(calibrations):
+        tokens = calibration.tokens(shape.depth, shape.nodes)
+        draft, verify, rest = costs(shape, calibrations)
         speedup = predicted_speedup(tokens, plain_seconds=plain, draft=draft, verify=verify, rest=rest)
         points.append(
             Point(shape.text, shape.depth, shape.nodes, shape.top_k, tokens, 1e3 * (draft + verify + rest), speedup)
@@ -181,31 +189,34 @@ def cost_curve(probes: Sequence[Probe]) -> list[Point]:
     return points
 
 
-def candidates(probes: Sequence[Probe]) -> list[tuple[TreeShape, Probe]]:
-    """Every chain and tree that lies inside what was probed, with the probe that knows its acceptance: the largest of
-    its width."""
+def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Calibration]]:
+    """Every chain and tree that lies inside what was calibrated, with the probe that knows its acceptance: the largest
+    of its width."""
     found = []
-    largest = {probe.shape.top_k: probe for probe in sorted(probes, key=lambda probe: probe.shape.nodes)}
-    for width, probe in sorted(largest.items()):
+    largest = {
+        calibration.shape.top_k: calibration
+        for calibration in sorted(calibrations, key=lambda calibration: calibration.shape.nodes)
+    }
+    for width, calibration in sorted(largest.items()):
         if width == 1:
-            texts = [f"chain:{k}" for k in range(1, probe.shape.depth + 1)]
+            texts = [f"chain:{k}" for k in range(1, calibration.shape.depth + 1)]
         else:
-            nodes = sorted({n for n in NODES if n < probe.shape.nodes} | {probe.shape.nodes})
-            depths = range(2, probe.shape.depth + 1)
+            nodes = sorted({n for n in NODES if n < calibration.shape.nodes} | {calibration.shape.nodes})
+            depths = range(2, calibration.shape.depth + 1)
             texts = [tree_text(depth, width, n) for depth in depths for n in nodes if n > depth]
-        found += [(parse_shape(text), probe) for text in dict.fromkeys(texts)]
+        found += [(parse_shape(text), calibration) for text in dict.fromkeys(texts)]
     return found
 
 
-def costs(shape: TreeShape, probes: Sequence[Probe]) -> tuple[float, float, float]:
+def costs(shape: TreeShape, calibrations: Sequence[Calibration]) -> tuple[float, float, float]:
     """Seconds of draft, verification and the rest of a round: between the measured ones, in a straight line. Drafting
-    goes by levels among probes of the same width, the others by nodes among chains or among trees."""
-    same_width = [probe for probe in probes if probe.shape.top_k == shape.top_k]
-    same_form = [probe for probe in probes if (probe.shape.top_k == 1) == (shape.top_k == 1)]
+    goes by levels among calibrations of the same width, the others by nodes among chains or among trees."""
+    same_width = [calibration for calibration in calibrations if calibration.shape.top_k == shape.top_k]
+    same_form = [calibration for calibration in calibrations if (calibration.shape.top_k == 1) == (shape.top_k == 1)]
     return (
-        between(shape.depth, [(probe.shape.depth, probe.draft) for probe in same_width]),
-        between(shape.nodes, [(probe.shape.nodes, probe.verify) for probe in same_form]),
-        between(shape.nodes, [(probe.shape.nodes, probe.rest) for probe in same_form]),
+        between(shape.depth, [(calibration.shape.depth, calibration.draft) for calibration in same_width]),
+        between(shape.nodes, [(calibration.shape.nodes, calibration.verify) for calibration in same_form]),
+        between(shape.nodes, [(calibration.shape.nodes, calibration.rest) for calibration in same_form]),
     )
 
 

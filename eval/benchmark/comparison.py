@@ -1,4 +1,4 @@
-"""Races by the settings of a command, from its prompts to the figures of every contender."""
+"""Comparisons by the settings of a command, from its prompts to the figures of every variant."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.audit import audit, find_divergences
 from eval.benchmark.auto import LARGEST_TREE, Search, start_search
 from eval.benchmark.figures import by_suite, figures, samples
-from eval.benchmark.measure import Entry, Race, check_decoded, race
+from eval.benchmark.measure import Comparison, VariantSpec, check_decoded, compare
 from eval.benchmark.opening import prompt_room
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, split_prompts
 from eval.benchmark.settings import BenchSettings
@@ -38,9 +38,9 @@ def most_nodes(settings: BenchSettings, named: Sequence[TreeShape]) -> int:
     return max([shape.nodes for shape in named] + [LARGEST_TREE] * settings.is_auto)
 
 
-def make_entry(settings: BenchSettings, head: Drafter, shape: TreeShape) -> Entry:
+def make_variant_spec(settings: BenchSettings, head: Drafter, shape: TreeShape) -> VariantSpec:
     """A head with one of the drafts."""
-    return Entry(head, shape, settings.rule, settings.adaptive, settings.strict)
+    return VariantSpec(head, shape, settings.rule, settings.adaptive, settings.strict)
 
 
 def choose_prompts(
@@ -85,7 +85,7 @@ def look_for_drafts(
     fixed: Sequence[TreeShape],
     bar: Progress,
 ) -> Search:
-    """The pilot of `--tree auto`; the shapes `fixed` are measured whatever it says."""
+    """The calibration of `--tree auto`; the shapes `fixed` are measured whatever it says."""
     show_task(bar, "looking for drafts", None)
     return start_search(
         target,
@@ -99,17 +99,17 @@ def look_for_drafts(
     )
 
 
-def run_race(
+def run_comparison(
     target: FrozenTarget,
-    entries: Sequence[Entry],
+    entries: Sequence[VariantSpec],
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
     bar: Progress,
-) -> Race:
-    """One race by the settings."""
+) -> Comparison:
+    """One comparison by the settings."""
     task = show_task(bar, "measuring", settings.repeats * (1 + len(entries)) * len(prompts))
-    return race(
+    return compare(
         target,
         entries,
         prompts,
@@ -123,7 +123,7 @@ def run_race(
 
 @dataclass
 class Judged:
-    """The figures of races, a place for each contender, and where plain decoding did not repeat itself."""
+    """The figures of comparisons, a place for each variant, and where plain decoding did not repeat itself."""
 
     measurements: list[Results] = field(default_factory=list)
     suites: list[dict[str, Results]] = field(default_factory=list)
@@ -131,22 +131,22 @@ class Judged:
     unrepeatable: list[Results] = field(default_factory=list)
 
     def add(self, other: "Judged") -> None:
-        """Take up what another race gave."""
+        """Take up what another comparison gave."""
         self.measurements += other.measurements
         self.suites += other.suites
         self.samples += other.samples
         self.unrepeatable += other.unrepeatable
 
 
-def judge(result: Race, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """Every contender's figures, audited. UserError where no output is longer than what the prefill gives."""
+def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
+    """Every variant's figures, audited. UserError where no output is longer than what the prefill gives."""
     suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
     check_decoded(result.plain.outputs[0].values(), suites)
     judged = Judged(unrepeatable=find_divergences(result, result.plain, target, tokenizer))
-    for contender, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
-        judged.measurements.append(figures(result, contender, divergences, range(len(result.units))))
-        judged.suites.append(by_suite(result, contender, divergences))
-        judged.samples.append(samples(result, contender, tokenizer))
+    for variant, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
+        judged.measurements.append(figures(result, variant, divergences, range(len(result.units))))
+        judged.suites.append(by_suite(result, variant, divergences))
+        judged.samples.append(samples(result, variant, tokenizer))
     return judged
 
 

@@ -11,21 +11,21 @@ from pathlib import Path
 import torch
 
 STAT = Path("/proc/stat")
-WATCHED_SECONDS = 0.3
+CONTENTION_SECONDS = 0.3
 
 
-def crowding(device: torch.device) -> str | None:
+def contention(device: torch.device) -> str | None:
     """What to do where a CPU's cores are taken; None where they are not, or cannot be watched."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not STAT.is_file():
         return None
     before = read_ticks(STAT.read_text())
-    time.sleep(WATCHED_SECONDS)
+    time.sleep(CONTENTION_SECONDS)
     cores = os.sched_getaffinity(0)
-    return crowded(idle_cores(before, read_ticks(STAT.read_text()), cores), len(cores), threads)
+    return contended(idle_cores(before, read_ticks(STAT.read_text()), cores), len(cores), threads)
 
 
-def crowded(idle: float, cores: int, threads: int) -> str | None:
+def contended(idle: float, cores: int, threads: int) -> str | None:
     """What to do where `threads` threads are to share `idle` of `cores` cores; None where these suffice."""
     if idle >= threads - 0.5:
         return None

@@ -1,4 +1,4 @@
-"""The figures of results.json: of a race's contenders, and what identifies target, head and machine."""
+"""The figures of results.json: of a comparison's variants, and what identifies target, head and machine."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
 from eval.benchmark.environment import decoder_facts, device_facts, versions
-from eval.benchmark.measure import Contender, Lap, Race, trace
+from eval.benchmark.measure import Comparison, Timing, Variant, trace
 from eval.benchmark.prompts import spread
 from eval.reporting.results import Results, finite
 from eval.runtime.detokenizer import Detokenizer
@@ -25,33 +25,35 @@ from heads.target.quantization import weight_bytes
 NUM_SAMPLES = 4
 
 
-def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]], units: Sequence[int]) -> Results:
+def figures(
+    comparison: Comparison, variant: Variant, divergences: Sequence[dict[str, Any]], units: Sequence[int]
+) -> Results:
     """What one setting gave over some of the units (all of them, or a suite's)."""
-    indices = [i for unit in units for i in race.units[unit]]
-    chosen = {(race.prompts[i].suite, race.prompts[i].id) for i in indices}
+    indices = [i for unit in units for i in comparison.units[unit]]
+    chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
     differing = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
     wrong, near_ties = split_near_ties(differing)
     identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
-    outputs = [contender.outputs[0][i] for i in indices]
+    outputs = [variant.outputs[0][i] for i in indices]
     traces = [trace(output) for output in outputs]
-    depth = contender.shape.depth
-    in_law = contender.in_law(race)
-    tokens, made = [race.tokens(unit) for unit in units], [race.tokens(unit, contender) for unit in units]
-    plain = [race.plain.unit_seconds(unit) for unit in units]
-    seconds = [contender.unit_seconds(unit) for unit in units]
-    laps = contender.laps_of(units)
+    depth = variant.shape.depth
+    in_distribution = variant.in_distribution(comparison)
+    tokens, made = [comparison.tokens(unit) for unit in units], [comparison.tokens(unit, variant) for unit in units]
+    plain = [comparison.plain.unit_seconds(unit) for unit in units]
+    seconds = [variant.unit_seconds(unit) for unit in units]
+    timings = variant.timings_of(units)
     tau = metrics.tau(traces)
-    phases = race.breakdowns[race.drafting.index(contender)]
+    phases = comparison.breakdowns[comparison.drafting.index(variant)]
     return {
-        "tree": str(contender.shape),
+        "tree": str(variant.shape),
         "depth": depth,
-        "nodes": contender.shape.nodes,
-        "temperature": race.requests[0].sampling.temperature,
-        "rule": contender.engine.rule,
+        "nodes": variant.shape.nodes,
+        "temperature": comparison.requests[0].sampling.temperature,
+        "rule": variant.engine.rule,
         "exact": {
             **(
-                in_law_record(len(indices), len(indices), identical, wrong)
-                if in_law
+                in_distribution_record(len(indices), len(indices), identical, wrong)
+                if in_distribution
                 else {"prompts": len(indices), "identical": identical, "divergences": wrong}
             ),
             **near_ties,
@@ -62,34 +64,34 @@ def figures(race: Race, contender: Contender, divergences: Sequence[dict[str, An
         "baseline": {
             "tokens_per_second": metrics.tokens_per_second(tokens, plain),
             "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
-            "token_ms": token_percentiles(race.plain.laps_of(units)),
+            "token_ms": token_percentiles(comparison.plain.timings_of(units)),
         },
         "speculative": {
             "tokens_per_second": metrics.tokens_per_second(made, seconds),
-            "ms_per_round": 1e3 * sum(seconds) / max(sum(lap.rounds for lap in laps), 1),
-            "token_ms": token_percentiles(laps),
+            "ms_per_round": 1e3 * sum(seconds) / max(sum(timing.rounds for timing in timings), 1),
+            "token_ms": token_percentiles(timings),
             "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
             "plain_step_ms": 1e3 * phases["plain"],
         },
-        "speedup": speedup_record(race, contender, units, tau) if identical == len(indices) else None,
-        **({} if contender.engine.ladder is None else {"adaptive": adaptive_record(contender, units)}),
+        "speedup": speedup_record(comparison, variant, units, tau) if identical == len(indices) else None,
+        **({} if variant.engine.candidates is None else {"adaptive": adaptive_record(variant, units)}),
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
     }
 
 
-def speedup_record(race: Race, contender: Contender, units: Sequence[int], tau: float) -> Results:
-    """How much faster than plain decoding a contender was over some of the units, and ought to have been."""
-    plain = [race.plain.unit_seconds(unit) for unit in units]
-    seconds = [contender.unit_seconds(unit) for unit in units]
-    if contender.in_law(race):  # the texts are others than plain decoding's, so rates are compared
-        made, tokens = ([race.tokens(unit, who) for unit in units] for who in (contender, race.plain))
+def speedup_record(comparison: Comparison, variant: Variant, units: Sequence[int], tau: float) -> Results:
+    """How much faster than plain decoding a variant was over some of the units, and ought to have been."""
+    plain = [comparison.plain.unit_seconds(unit) for unit in units]
+    seconds = [variant.unit_seconds(unit) for unit in units]
+    if variant.in_distribution(comparison):  # the texts are others than plain decoding's, so rates are compared
+        made, tokens = ([comparison.tokens(unit, who) for unit in units] for who in (variant, comparison.plain))
         rates = (made, seconds), (tokens, plain)
         measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
     else:
         measured, interval = metrics.speedup(plain, seconds), metrics.speedup_interval(plain, seconds)
-    phases = race.breakdowns[race.drafting.index(contender)]
+    phases = comparison.breakdowns[comparison.drafting.index(variant)]
     return {
         "measured": measured,
         "ci95": interval,
@@ -103,16 +105,16 @@ def speedup_record(race: Race, contender: Contender, units: Sequence[int], tau: 
     }
 
 
-def token_percentiles(laps: Sequence[Lap]) -> dict[str, float]:
+def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
     """The spread of the time between tokens."""
-    return metrics.token_percentiles([seconds for lap in laps for seconds in lap.token_seconds])
+    return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
 
 
-def adaptive_record(contender: Contender, units: Sequence[int]) -> Results:
+def adaptive_record(variant: Variant, units: Sequence[int]) -> Results:
     """Which drafts the rounds had, the longest first, and the share of each."""
-    assert contender.engine.ladder is not None
-    rounds = sum((lap.rungs for lap in contender.laps_of(units)), Counter())
-    names = [str(shape) for shape in contender.engine.ladder.controller.shapes]
+    assert variant.engine.candidates is not None
+    rounds = sum((timing.candidates for timing in variant.timings_of(units)), Counter())
+    names = [str(shape) for shape in variant.engine.candidates.controller.shapes]
     return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
 
 
@@ -123,15 +125,15 @@ def split_near_ties(divergences: Sequence[dict[str, Any]]) -> tuple[list[dict[st
     return wrong, {"near_ties": near} if near else {}
 
 
-def by_suite(race: Race, contender: Contender, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:
+def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:
     """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
     groups: dict[str, list[int]] = {}
-    for unit, indices in enumerate(race.units):
-        prompt = race.prompts[indices[0]]
+    for unit, indices in enumerate(comparison.units):
+        prompt = comparison.prompts[indices[0]]
         groups.setdefault(prompt.suite, []).append(unit)
         if prompt.category != prompt.suite:
             groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
-    return {name: figures(race, contender, divergences, units) for name, units in groups.items()}
+    return {name: figures(comparison, variant, divergences, units) for name, units in groups.items()}
 
 
 def headline(measurements: Sequence[Results]) -> int:
@@ -150,16 +152,24 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dic
     identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
     record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
     if any("kind" in m["exact"] for m in measurements):
-        record = in_law_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
+        record = in_distribution_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
     near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
     return {**record, "near_ties": near} if near else record
 
 
-def in_law_record(prompts: int, compared: int, identical: int, divergences: Sequence[dict[str, Any]]) -> Results:
-    """`exact` where sampled texts are other draws of the target's law: no text is compared but those of temperature 0,
-    under `greedy`."""
+def in_distribution_record(
+    prompts: int, compared: int, identical: int, divergences: Sequence[dict[str, Any]]
+) -> Results:
+    """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
+    temperature 0, under `greedy`."""
     greedy = {"prompts": compared, "identical": identical}
-    return {"kind": "law", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": list(divergences)}
+    return {
+        "kind": "distribution",
+        "prompts": prompts,
+        "identical": None,
+        "greedy": greedy,
+        "divergences": list(divergences),
+    }
 
 
 def target_facts(target: FrozenTarget) -> Results:
@@ -187,7 +197,7 @@ def head_facts(head: Drafter, path: str) -> Results:
         "path": path,
         "sha256": weights_hash(path),
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
-        "taps": list(head.taps),
+        "aux_layer_ids": list(head.aux_layer_ids),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
     }
 
@@ -203,9 +213,9 @@ def environment(target: FrozenTarget) -> Results:
     }
 
 
-def samples(race: Race, contender: Contender, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
+def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
     """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
-    chosen = spread(range(len(race.prompts)), NUM_SAMPLES)
+    chosen = spread(range(len(comparison.prompts)), NUM_SAMPLES)
     return [
         {
             "suite": prompt.suite,
@@ -216,7 +226,7 @@ def samples(race: Race, contender: Contender, tokenizer: PreTrainedTokenizerBase
             "tau": finite(metrics.tau([trace(output)])),
             "pieces": pieces(output, tokenizer),
         }
-        for prompt, output in ((race.prompts[i], contender.outputs[0][i]) for i in chosen)
+        for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)
     ]
 
 

@@ -5,7 +5,7 @@ head of its own, which may get more rows, as a real one of that size has; they a
 layers, since new layers come after the old ones and add nothing. What reads a stream without the constant channel has
 half of its norms' eps, which is nothing beside real states.
 
-Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L taps; with a prime: the grown one's.
+Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from heads.errors import UserError
 from heads.layers import BlockConfig
 from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
-from heads.target.aux_layers import check_taps
+from heads.target.aux_layers import check_aux_layer_ids
 from heads.vocab import kept_ids, vocab_of
 
 Head = TypeVar("Head", bound=nn.Module)
@@ -73,11 +73,11 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
         **block,
         vocab_size=new.vocab_size,
         num_target_layers=new.num_hidden_layers,
-        taps=check_taps(config.taps, new.num_hidden_layers),
+        aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
         draft_vocab_size=count,
     )
     grown = blank(Eagle3(grown_config, *vocab_of(kept, new.vocab_size)), head.fc.weight.dtype)
-    L = len(config.taps)
+    L = len(config.aux_layer_ids)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
     ours, theirs = grown.midlayer, head.midlayer
     copy_norms(ours, theirs, growth, ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
@@ -88,7 +88,9 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
             large.copy_(grow_norm(growth, small))
         if growth.wider:
             [*grown.fc_norm.parameters()][-1][D] = 1.0
-    if growth.wider:  # the highest tap's constant channel, by which new ids are never chosen; it need not be constant
+    if (
+        growth.wider
+    ):  # the highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant
         fc[D, (L - 1) * new.hidden_size + D] = 1.0
         # A state that is normed and recycled must not raise it step by step.
         grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0

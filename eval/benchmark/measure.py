@@ -1,6 +1,6 @@
 """Decode the same prompts plainly and with drafts, timed in turns.
 
-Prompts that are decoded together form a unit. For each unit every contender (plain decoding, and each head with each
+Prompts that are decoded together form a unit. For each unit every variant (plain decoding, and each head with each
 draft tree) decodes it in turn, the first place rotating, so that a machine that slows down slows all of them. Prefill
 is timed apart.
 """
@@ -24,12 +24,12 @@ WARM_UP_TOKENS = 24
 PROFILED_PROMPTS = 4
 
 OnUnit = Callable[[int], None]
-"""Called whenever one contender has decoded one unit, with the number of its prompts."""
+"""Called whenever one variant has decoded one unit, with the number of its prompts."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A head and the tree it drafts: what enters a race beside plain decoding."""
+class VariantSpec:
+    """A head and the tree it drafts: what enters a comparison beside plain decoding."""
 
     head: Drafter
     shape: TreeShape
@@ -42,7 +42,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Lap:
+class Timing:
     """One unit, decoded once."""
 
     seconds: float
@@ -51,18 +51,18 @@ class Lap:
     """Of the whole batch."""
     token_seconds: list[float]
     """`metrics.token_seconds` of all its outputs."""
-    rungs: Counter[str]
+    candidates: Counter[str]
     """Rounds by their draft, where it is adaptive."""
 
 
 @dataclass
-class Contender:
+class Variant:
     """One way of decoding, and what it gave."""
 
     engine: Engine
     outputs: list[dict[int, Output]] = field(default_factory=list)
     """By repeat: prompt index -> output."""
-    laps: list[dict[int, Lap]] = field(default_factory=list)
+    timings: list[dict[int, Timing]] = field(default_factory=list)
     """By repeat: unit index -> lap."""
 
     @property
@@ -74,7 +74,7 @@ class Contender:
         """Decode one unit and keep what it gave."""
         if len(self.outputs) == repeat:
             self.outputs.append({})
-            self.laps.append({})
+            self.timings.append({})
         outputs = self.engine.generate([requests[i] for i in indices])
         self.outputs[repeat].update(zip(indices, outputs, strict=True))
         timings = self.engine.timings
@@ -83,44 +83,44 @@ class Contender:
             for output in outputs
             for seconds in token_seconds(output.emitted(), timings.round_seconds[output.first_round :][: output.rounds])
         ]
-        self.laps[repeat][unit] = Lap(timings.decode_seconds, timings.rounds, by_token, timings.rungs)
+        self.timings[repeat][unit] = Timing(timings.decode_seconds, timings.rounds, by_token, timings.candidates)
 
-    def in_law(self, race: "Race") -> bool:
-        """Whether its texts are other draws of the target's law than plain decoding's."""
-        return self.engine.rule != "match" and race.requests[0].sampling.temperature > 0
+    def in_distribution(self, comparison: "Comparison") -> bool:
+        """Whether its texts are other draws of the target's distribution than plain decoding's."""
+        return self.engine.rule != "match" and comparison.requests[0].sampling.temperature > 0
 
-    def laps_of(self, units: Sequence[int]) -> list[Lap]:
-        """The laps of some units, all repeats together."""
-        return [laps[unit] for unit in units for laps in self.laps]
+    def timings_of(self, units: Sequence[int]) -> list[Timing]:
+        """The timings of some units, all repeats together."""
+        return [timings[unit] for unit in units for timings in self.timings]
 
     def unit_seconds(self, unit: int) -> float:
         """Decode seconds of one unit, all repeats together."""
-        return sum(lap.seconds for lap in self.laps_of([unit]))
+        return sum(timing.seconds for timing in self.timings_of([unit]))
 
 
 @dataclass
-class Race:
-    """All contenders over all prompts at one way of sampling."""
+class Comparison:
+    """All variants over all prompts at one way of sampling."""
 
     prompts: Sequence[Prompt]
     requests: Sequence[Request]
     units: list[list[int]]
-    plain: Contender
-    drafting: list[Contender]
+    plain: Variant
+    drafting: list[Variant]
     breakdowns: list[dict[str, float]] = field(default_factory=list)
     """For each of `drafting`: seconds of one round by phase, and under `plain` those of a plain step in the same
     minute."""
 
-    def tokens(self, unit: int, contender: Contender | None = None) -> int:
+    def tokens(self, unit: int, variant: Variant | None = None) -> int:
         """Tokens that decoding (not prefill) made in one unit, all repeats together; plain decoding's by default, which
-        are every contender's unless it is exact in law only."""
-        outputs = (contender or self.plain).outputs
+        are every variant's unless it is exact in distribution only."""
+        outputs = (variant or self.plain).outputs
         return len(outputs) * sum(len(outputs[0][i].tokens) - 1 for i in self.units[unit])
 
 
-def race(
+def compare(
     target: FrozenTarget,
-    entries: Sequence[Entry],
+    entries: Sequence[VariantSpec],
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
@@ -128,16 +128,16 @@ def race(
     batch_size: int,
     repeats: int,
     on_unit: OnUnit = lambda count: None,
-) -> Race:
+) -> Comparison:
     """Decode `prompts` plainly and with every entry, `repeats` times in turns. Prompt i samples with seed
     `sampling.seed` + i."""
     result = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
-    contenders = [result.plain, *result.drafting]
+    variants = [result.plain, *result.drafting]
     for repeat in range(repeats):
         for unit, indices in enumerate(result.units):
-            first = (repeat + unit) % len(contenders)
-            for contender in contenders[first:] + contenders[:first]:
-                contender.run(unit, indices, result.requests, repeat)
+            first = (repeat + unit) % len(variants)
+            for variant in variants[first:] + variants[:first]:
+                variant.run(unit, indices, result.requests, repeat)
                 on_unit(len(indices))
     result.breakdowns = profile(result)
     return result
@@ -145,30 +145,30 @@ def race(
 
 def line_up(
     target: FrozenTarget,
-    entries: Sequence[Entry],
+    entries: Sequence[VariantSpec],
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     max_new_tokens: int,
     batch_size: int,
-) -> Race:
-    """A race about to begin: every contender warm."""
+) -> Comparison:
+    """A comparison about to begin: every variant warm."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = longest + max_new_tokens + max(entry.shape.nodes for entry in entries)
+    room = longest + max_new_tokens + max(spec.shape.nodes for spec in entries)
     requests = [
         Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i))
         for i, prompt in enumerate(prompts)
     ]
     size: dict[str, Any] = {"batch_size": batch_size, "max_length": room}
-    plain = Contender(Engine(target, **size))
+    plain = Variant(Engine(target, **size))
     drafting = [
-        Contender(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, strict=e.strict, **size))
+        Variant(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, strict=e.strict, **size))
         for e in entries
     ]
-    result = Race(prompts, requests, split_units(prompts, batch_size), plain, drafting)
+    result = Comparison(prompts, requests, split_units(prompts, batch_size), plain, drafting)
     warm = min(max_new_tokens, WARM_UP_TOKENS)
-    for contender in (plain, *drafting):
-        contender.engine.generate([replace(requests[i], max_new_tokens=warm, ignore_eos=True) for i in result.units[0]])
+    for variant in (plain, *drafting):
+        variant.engine.generate([replace(requests[i], max_new_tokens=warm, ignore_eos=True) for i in result.units[0]])
     return result
 
 
@@ -181,21 +181,21 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     return units
 
 
-def profile(race: Race, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """For each drafting contender: seconds of one round by phase, over the first prompts that have any.
+def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
+    """For each drafting variant: seconds of one round by phase, over the first prompts that have any.
 
     They are decoded once more, and plainly too, for the seconds of a plain step in the same minute.
     """
-    contenders = [race.plain, *race.drafting]
-    seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in contenders]
-    rounds = [0] * len(contenders)
+    variants = [comparison.plain, *comparison.drafting]
+    seconds = [dict.fromkeys((*PHASES, "whole"), 0.0) for _ in variants]
+    rounds = [0] * len(variants)
     profiled = 0
-    for indices in race.units:
-        for n, contender in enumerate(contenders):
-            contender.engine.profile = n > 0
-            outputs = contender.engine.generate([race.requests[i] for i in indices])
-            contender.engine.profile = False
-            timings = contender.engine.timings
+    for indices in comparison.units:
+        for n, variant in enumerate(variants):
+            variant.engine.profile = n > 0
+            outputs = variant.engine.generate([comparison.requests[i] for i in indices])
+            variant.engine.profile = False
+            timings = variant.engine.timings
             rounds[n] += timings.rounds
             for phase, spent in (*timings.breakdown.items(), ("whole", timings.decode_seconds)):
                 seconds[n][phase] += spent

@@ -89,7 +89,7 @@ def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
     """Plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in the same run.
 
     Equal to the ratio of tokens per second, since the tokens are the same: that is what the audit proves. Where they
-    are not, under a rule that is exact in law, the two rates are compared: `rate_ratio`.
+    are not, under a rule that is exact in distribution, the two rates are compared: `rate_ratio`.
     """
     return _ratio(sum(plain), sum(speculative))
 

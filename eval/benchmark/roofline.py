@@ -78,8 +78,8 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
 
     `glue_us`: choosing which nodes to draft, acceptance, compaction and state; the first of these is a part of `draft`.
     """
-    seat(engine, length)
-    seat(plain, length)
+    fill_batch(engine, length)
+    fill_batch(plain, length)
     round_parts, step_parts = parts_of(engine, length), parts_of(plain, length)
     seconds, step = round_seconds(engine, length), round_seconds(plain, length)
     glue = select_seconds(engine.decoder) + sum(p.seconds for p in round_parts if p.name == GLUE)
@@ -115,7 +115,7 @@ def gaps(whole: float, busy: float) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def seat(engine: Engine, length: int) -> None:
+def fill_batch(engine: Engine, length: int) -> None:
     """Give every row a prompt of `length` tokens, and no end in sight."""
     most = engine.max_length - engine.nodes - length
     if most < 2:
@@ -216,7 +216,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     done, root = state.done.clone(), state.root.clone()
     state.done.fill_(True)
     consulted = step.choose(features.hidden, positions, decoder.sampling)
-    if decoder.rule.needs_law:
+    if decoder.rule.needs_distribution:
         consulted = decoder.rule.consult(step.logits(features.hidden), positions)
 
     def run(decoder: Decoder) -> None:

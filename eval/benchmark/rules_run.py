@@ -75,7 +75,7 @@ class OnOneDraft(Rejection):
     expected: list[tuple[Tensor, Tensor]]
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        q = self.draws.law(consulted.shape[2])
+        q = self.draws.distribution(consulted.shape[2])
         single = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds
         whole = block(consulted, q, proposal.tokens).odds
         self.expected.append((expected_tokens(single, whole=False), expected_tokens(whole, whole=True)))
@@ -83,7 +83,7 @@ class OnOneDraft(Rejection):
 
 
 def bench_rules(options: argparse.Namespace) -> int:
-    """Decode, compare, print and write."""
+    """Decode, comparison, print and write."""
     shapes = draft_shapes(options.trees)
     if options.out:
         check_file(options.out, "--out")

@@ -1,4 +1,4 @@
-"""The benchmark of one head: its race against plain decoding, and the report."""
+"""The benchmark of one head: its comparison against plain decoding, and the report."""
 
 import argparse
 import os
@@ -16,13 +16,13 @@ from eval.benchmark.comparison import (
     choose_prompts,
     judge,
     look_for_drafts,
-    make_entry,
+    make_variant_spec,
     most_nodes,
     progress_bar,
-    run_race,
+    run_comparison,
     withhold_speed,
 )
-from eval.benchmark.contention import crowding
+from eval.benchmark.contention import contention
 from eval.benchmark.figures import environment, head_facts, headline, pooled_exactness, target_facts
 from eval.benchmark.measurements import BENCH, own_folder, plain_name
 from eval.benchmark.opening import open_head
@@ -107,8 +107,8 @@ def measure_settings(
                 search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
                 shapes = search.next_shapes()
             while shapes:
-                entries = [make_entry(settings, head, shape) for shape in shapes]
-                fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
+                entries = [make_variant_spec(settings, head, shape) for shape in shapes]
+                fresh = judge(run_comparison(target, entries, prompts, temperature, settings, bar), target, tokenizer)
                 judged.add(fresh)
                 shapes = []
                 if search is not None:
@@ -140,7 +140,7 @@ def bench_command(options: argparse.Namespace) -> int:
     if options.out:
         check_card(options.out, "--out")
     opened = open_head(options)
-    tell(crowding(opened.target.device))
+    tell(contention(opened.target.device))
     with own_folder(parent, settings, options) as out:
         results = run_bench(
             opened.target,

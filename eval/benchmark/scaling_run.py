@@ -1,4 +1,4 @@
-"""The races of every batch size and context length: their table, scaling.json and the plot."""
+"""The comparisons of every batch size and context length: their table, scaling.json and the plot."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.comparison import Judged, judge, progress_bar, show_task, withhold_speed
 from eval.benchmark.corpus import read_split
 from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
-from eval.benchmark.measure import Entry, race
+from eval.benchmark.measure import VariantSpec, compare
 from eval.benchmark.measurements import own_folder, plain_name
 from eval.benchmark.opening import open_head, prompt_room
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
@@ -129,9 +129,9 @@ def measure_point(
     what = f"batch {batch_size}, context {len(prompts[0].ids)}"
     task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
     try:
-        result = race(
+        result = compare(
             target,
-            [Entry(head, shape, adaptive=settings.adaptive) for shape in shapes],
+            [VariantSpec(head, shape, adaptive=settings.adaptive) for shape in shapes],
             prompts,
             Sampling(settings.temperature, seed=settings.seed),
             max_new_tokens=settings.max_new_tokens,

@@ -41,7 +41,7 @@ class BenchSettings:
     max_new_tokens: int = 128
     batch_size: int = 1
     repeats: int = 2
-    """How often each contender decodes each prompt."""
+    """How often each variant decodes each prompt."""
     seed: int = 0
 
     @property
@@ -121,7 +121,7 @@ def add_measure_options(parser: Parser) -> None:
         "--rule",
         default=known.rule,
         choices=RULES,
-        help="by which drafts are accepted; under all but match sampled text is the target's in law",
+        help="by which drafts are accepted; under all but match sampled text is the target's in distribution",
     )
     add("--adaptive", action="store_true", help="shorten drafts, or leave them out, while that is faster")
     add("--strict", action="store_true", help="in bfloat16 on a GPU: no near-ties of trees either, by slower attention")

@@ -6,7 +6,7 @@ import torch
 
 from eval.runtime.round import Decoder
 from eval.runtime.target_step import TargetStep
-from heads.backends.cpu.recurrent import KernelMemory
+from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.recurrent import Recurrent
@@ -33,9 +33,9 @@ def draft_bytes(decoder: Decoder) -> tuple[int, int]:
         return 0, 0
     K, width = decoder.shape.depth, bytes_a_weight(decoder)
     if isinstance(module, Recurrent):  # the output head is read at every level, the modules after the first of them
-        readout = module.readout(decoder.step.target.ends)
-        output = width * readout.numel()
-        own = width * sum(p.numel() for p in module.parameters() if p.data_ptr() != readout.data_ptr())
+        lm_head_weight = module.lm_head_weight(decoder.step.target.shared)
+        output = width * lm_head_weight.numel()
+        own = width * sum(p.numel() for p in module.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
         fuse = width * module.fc.weight.numel() if isinstance(module, Eagle3) else 0
         used = sum(module.num_modules - min(level, module.num_modules - 1) for level in range(1, K))
         return K * output + used * (own - fuse) // module.num_modules, own
@@ -60,7 +60,7 @@ def bytes_a_weight(decoder: Decoder) -> int:
     products = [level.out for level in getattr(state, "levels", ())]
     if isinstance(module, Draft) and state.reader.decoder is not None:
         products = [product for own in state.reader.decoder.products().values() for product in own]
-    on_kernels = isinstance(getattr(state, "memory", None), KernelMemory)
+    on_kernels = isinstance(getattr(state, "memory", None), CpuRecurrent)
     on_kernels = on_kernels or any(product.packed is not None for product in products)
     untyped: Any = module
     return 2 if on_kernels else next(untyped.parameters()).element_size()

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.benchmark.measure import Entry, line_up, profile
+from eval.benchmark.measure import VariantSpec, line_up, profile
 from eval.benchmark.metrics import Trace, acceptance_by_depth
 from eval.benchmark.prompts import Prompt
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
-from heads.base import Drafter, Observation, Pick, TargetEnds
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
 from heads.target.frozen import FrozenTarget
@@ -30,7 +30,7 @@ NEVER = 1 << 30
 
 
 @dataclass(frozen=True)
-class Probe:
+class Calibration:
     """One draft, tried."""
 
     shape: TreeShape
@@ -54,7 +54,7 @@ class Probe:
         return acceptance_by_depth([Trace(0, tuple(accepted), tuple(min(n + 1, K) for n in accepted))], K)
 
 
-def run_pilot(
+def calibrate(
     target: FrozenTarget,
     head: Drafter,
     shapes: Sequence[TreeShape],
@@ -64,34 +64,34 @@ def run_pilot(
     max_new_tokens: int,
     batch_size: int,
     rule: str = "match",
-) -> list[Probe]:
+) -> list[Calibration]:
     """Decode `prompts` once with each shape, in turns with plain decoding."""
-    watched = [Watched(head) for _ in shapes]
-    entries = [Entry(head, shape, rule) for head, shape in zip(watched, shapes, strict=True)]
-    race = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
-    for head in watched:
-        head.fates.clear()  # of the warm-up
-    phases_of = profile(race, len(prompts))
-    if not all(head.fates for head in watched):
+    recorded = [Recorded(head) for _ in shapes]
+    entries = [VariantSpec(head, shape, rule) for head, shape in zip(recorded, shapes, strict=True)]
+    comparison = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    for head in recorded:
+        head.outcomes.clear()  # of the warm-up
+    phases_of = profile(comparison, len(prompts))
+    if not all(head.outcomes for head in recorded):
         raise UserError(
             f"--tree auto: every output of the {len(prompts)} prompts tried ended with its first token, which the "
             "prefill gives; name a tree, use other prompts, or allow more new tokens"
         )
     return [
-        Probe(
+        Calibration(
             shape,
             phases["draft"],
             phases["verify"],
             phases["accept"] + phases["commit"],
             phases["plain"],
-            torch.cat([ranks(fate, shape.depth) for fate in head.fates]),
+            torch.cat([ranks(outcome, shape.depth) for outcome in head.outcomes]),
         )
-        for shape, phases, head in zip(shapes, phases_of, watched, strict=True)
+        for shape, phases, head in zip(shapes, phases_of, recorded, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class Fate:
+class Outcome:
     """What was proposed in one round, and the path that was accepted."""
 
     scores: Tensor  # (B, N)
@@ -100,16 +100,16 @@ class Fate:
     count: Tensor  # (B,), how many of them are accepted, the root included; 0 for a row that takes no part
 
 
-class Watched:
-    """A drafter, and the fates of its proposals. They are kept as they are: counting waits until the clocks stand."""
+class Recorded:
+    """A drafter, and the outcome of its proposals. They are kept as they are: counting waits until the clocks stand."""
 
     def __init__(self, head: Drafter) -> None:
-        self.head, self.taps = head, head.taps
+        self.head, self.aux_layer_ids = head, head.aux_layer_ids
         self.proposal: Proposal | None = None
-        self.fates: list[Fate] = []
+        self.outcomes: list[Outcome] = []
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
-        return self.head.new_state(ends, batch_size=batch_size, capacity=capacity, shape=shape)
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         self.head.reset_rows(state, rows)
@@ -118,19 +118,19 @@ class Watched:
         self.proposal = self.head.propose(state, pick)
         return self.proposal
 
-    def observe(self, state: Any, observation: Observation) -> None:
+    def extend(self, state: Any, observation: Observation) -> None:
         if observation.nodes is not None:
             assert self.proposal is not None
             kept = (self.proposal.scores, self.proposal.depths, observation.nodes, observation.count)
-            self.fates.append(Fate(*(tensor.clone() for tensor in kept)))
-        self.head.observe(state, observation)
+            self.outcomes.append(Outcome(*(tensor.clone() for tensor in kept)))
+        self.head.extend(state, observation)
 
 
-def ranks(fate: Fate, depth: int) -> Tensor:
-    """(R, K, K) int64, `Probe.ranks` of the rows that took part."""
-    rows = fate.count > 0
-    depths, path, count = fate.depths[rows], fate.path[rows], fate.count[rows]
-    key = fate.scores[rows].float() - DEPTH_PENALTY * depths
+def ranks(outcome: Outcome, depth: int) -> Tensor:
+    """(R, K, K) int64, `Calibration.ranks` of the rows that took part."""
+    rows = outcome.count > 0
+    depths, path, count = outcome.depths[rows], outcome.path[rows], outcome.count[rows]
+    key = outcome.scores[rows].float() - DEPTH_PENALTY * depths
     key[:, 0] = torch.inf
     level = torch.arange(1, depth + 1, device=key.device)
     own = key.gather(1, path[:, 1:])  # (R, K)
@@ -145,7 +145,7 @@ def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) 
     """Whether a head fills trees of this shape, and the rule judges them."""
     try:
         check_rule(rule, shape)
-        head.new_state(target.ends, batch_size=1, capacity=shape.nodes, shape=shape)
+        head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape)
     except UserError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What must hold on a GPU and can be shown nowhere else: plain functions that raise AssertionError.
+"""What must hold on a GPU and can be shown to the padding slot else: plain functions that raise AssertionError.
 
 The kernels are compared with their twins on the device; graphs with plain calls; and rounds must not wait.
 """
@@ -66,7 +66,9 @@ def make_head(target: FrozenTarget) -> Drafter:
     """An untrained EAGLE-3 head, which reads the target's own output head and is right now and then."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        head = build_head("eagle3", {"taps": [1, 2, 3]}, target, torch.ones(target.vocab_size, dtype=torch.int64))
+        head = build_head(
+            "eagle3", {"aux_layer_ids": [1, 2, 3]}, target, torch.ones(target.vocab_size, dtype=torch.int64)
+        )
     drafter: Drafter = head.to(target.device, target.dtype)
     return drafter
 

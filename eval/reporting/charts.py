@@ -176,7 +176,7 @@ def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None
     axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
     across = axes.get_yaxis_transform()
     for n, row in enumerate(rows):
-        low, high = ends(row.value, row.interval)
+        low, high = shared(row.value, row.interval)
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
         axes.plot(row.value, n, "o", color=COLOURS[colour], ms=7)
         look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
@@ -189,7 +189,7 @@ def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
 
 
-def ends(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
+def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
     """The ends of an interval; the value itself where there is none."""
     low, high = interval or (None, None)
     return (value, value) if low is None or high is None else (low, high)
@@ -315,7 +315,9 @@ def depth_curves(results: Results) -> Curves | None:
         at = m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2)
         speed = m["speedup"]["measured"]
         chain = m["nodes"] == m["depth"] + 1
-        dots.append(Dot(m["tree"], at, chain, speed, *ends(speed, m["speedup"]["ci95"]), m["speculative"]["token_ms"]))
+        dots.append(
+            Dot(m["tree"], at, chain, speed, *shared(speed, m["speedup"]["ci95"]), m["speculative"]["token_ms"])
+        )
     lines = {name: sorted(line.items()) for name, line in model.items()}
     return Curves(dots, lines, measured[0]["baseline"]["token_ms"])
 

@@ -65,10 +65,11 @@ def count(value: float) -> str:
 def audit_line(results: Results) -> str:
     """The line that says whether the output was the target's own."""
     exact, settings = results["exact"], len(results.get("measurements", ()))
-    if exact.get("kind") == "law":
+    if exact.get("kind") == "distribution":
         greedy = exact["greedy"]
         return (
-            f"exact in law under rule {results['rule']}: sampled text is a draw from the target's law, another than "
+            f"exact in distribution under rule {results['rule']}: sampled text is a draw from the target's "
+            "distribution, another than "
             "plain decoding's; at temperature 0 plain decoding's own tokens: "
             f"{greedy['identical']} of {greedy['prompts']} prompts{near_tie_text(exact)}"
         )
@@ -96,10 +97,10 @@ def is_exact(results: Results) -> bool:
 
 
 def exact_cell(figures: Results) -> str:
-    """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in law."""
+    """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in distribution."""
     exact = figures["exact"]
     if exact["identical"] is None:
-        return "in law"
+        return "in distribution"
     return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
 
 

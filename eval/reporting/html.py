@@ -275,7 +275,7 @@ def head_part(head: Results, title: str = "Head") -> tuple[str, list[tuple[str, 
             ("kind", head["kind"]),
             ("path", head["path"]),
             ("size", f"{count(head['parameters'])} parameters"),
-            ("taps", ", ".join(map(str, head["taps"])) or "none"),
+            ("aux_layer_ids", ", ".join(map(str, head["aux_layer_ids"])) or "none"),
         ],
     )
 

@@ -183,7 +183,7 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
         what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
         lines.append(f"- {verdict.reader}: {what}")
     if record["kind"] == "eagle3":
-        run = convert_command(repo_id, base or BASE, record["config"]["taps"])
+        run = convert_command(repo_id, base or BASE, record["config"]["aux_layer_ids"])
         lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
     if record["target"].get("adapter"):
         lines.append("- the target in these commands is the one with `adapter/` merged into it")

@@ -160,7 +160,7 @@ def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | N
     """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures; data:
     more of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
-    sameness = "in law" if "kind" in results["exact"] else "token for token"
+    sameness = "in distribution" if "kind" in results["exact"] else "token for token"
     intro = (
         f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}. It proposes "
         f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."

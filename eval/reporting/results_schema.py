@@ -49,14 +49,14 @@ class Exact(Part):
     identical: Whole | None
     divergences: list[Divergence]
     near_ties: list[Any] = []
-    kind: Literal["law"] = "law"
+    kind: Literal["distribution"] = "distribution"
     greedy: Greedy | None = None
 
     @model_validator(mode="after")
     def check_kind(self) -> Self:
-        in_law = "kind" in self.model_fields_set
-        if in_law != (self.greedy is not None) or in_law != (self.identical is None):
-            raise ValueError("kind law, greedy, and identical null go together")
+        in_distribution = "kind" in self.model_fields_set
+        if in_distribution != (self.greedy is not None) or in_distribution != (self.identical is None):
+            raise ValueError("kind distribution, greedy, and identical null go together")
         return self
 
 
@@ -194,7 +194,7 @@ class Head(Part):
     path: str
     sha256: str | None
     parameters: Whole
-    taps: list[int]
+    aux_layer_ids: list[int]
     config: HeadConfig
 
 

@@ -64,7 +64,7 @@ def measure_target(
         rows = some.to(device)
         spot = positions.expand(len(rows), -1)
         hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
-        logits = target.ends.logits(hidden)
+        logits = target.shared.lm_head(hidden)
         nats += nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
         hits += int((logits.argmax(-1) == rows[:, 1:]).sum())
         count += rows[:, 1:].numel()

@@ -1,14 +1,14 @@
 """When to draft, and how deep: decided while decoding, by what drafts turn out to give and to cost here and now.
 
-A ladder of drafts, the longest first and none at all last. For each of them
+A list of candidates of drafts, the longest first and none at all last. For each of them
 
     tokens a second = (1 + sum over k of alpha_1 .. alpha_k) / seconds of a round
 
 with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured whenever the
-host looks. The best one is `home`. A move is a trial first: a few rounds with the draft that promises more, and only if
-it keeps the promise, home moves. Beside that, what is not home is tried now and then, for a head may turn good or bad
-with the text: at intervals that double while home stays. So a useless head costs a few rounds in the beginning and ever
-fewer later, and a good one is left as soon as it is good no more.
+host looks. The best one is `current`. A move is a trial first: a few rounds with the draft that promises more, and only
+if it keeps the promise, home moves. Beside that, what is not home is tried now and then, for a head may turn good or
+bad with the text: at intervals that double while home stays. So a useless head costs a few rounds in the beginning and
+ever fewer later, and a good one is left as soon as it is good no more.
 
 What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
 drafts (the context grows, the machine slows down): where the cost of home moves, the others are taken to have moved by
@@ -16,11 +16,12 @@ the same factor until they are measured again. And a round costs no more than on
 otherwise, something else held up the cheaper one.
 
 The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
-token. Under the rules that compare two laws it keeps the law too, by induction from the last round backwards: a round
-of any shape, continued by the law, is a draw of the law, and the noise of a round is keyed by its root's position,
-which no earlier round of the request had. But that holds only as long as no two requests share a seed, because the
-choice carries over what one request's noise did to rounds of the next; and the text would hang on the clock, so that
-none could be repeated. Those rules are therefore refused: `eval.runtime.rules.check_adaptive`.
+token. Under the rules that compare two distributions it keeps the distribution too, by induction from the last round
+backwards: a round of any shape, continued by the distribution, is a draw of the distribution, and the noise of a round
+is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no two
+requests share a seed, because the choice carries over what one request's noise did to rounds of the next; and the text
+would hang on the clock, so that none could be repeated. Those rules are therefore refused:
+`eval.runtime.rules.check_adaptive`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ OUTLIER = 1.5
 """A round that took more than so many times the usual is taken for one that took so many times the usual."""
 
 
-def ladder(shape: TreeShape) -> list[str]:
+def candidates(shape: TreeShape) -> list[str]:
     """The drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
     depths, depth = [], shape.depth
     while depth > 0:
@@ -107,10 +108,10 @@ class Cost:
             self.seconds, self.rounds = seconds, rounds
             return 1.0
         self.rounds += rounds
-        before, settled = self.seconds, self.rounds > WINDOW
+        before, result = self.seconds, self.rounds > WINDOW
         weight = min(1.0, rounds / min(self.rounds, WINDOW))
         self.seconds += weight * (min(seconds, OUTLIER * before) - before)
-        return self.seconds / before if settled else 1.0
+        return self.seconds / before if result else 1.0
 
 
 class Span(NamedTuple):
@@ -126,14 +127,14 @@ class Span(NamedTuple):
 
 @dataclass
 class Controller:
-    """Decides which rung of a ladder the next rounds draft with."""
+    """Decides which candidate of a list of candidates the next rounds draft with."""
 
     shapes: Sequence[TreeShape]
-    """The ladder: drafts that differ in depth, the deepest first, the last of them none."""
+    """The list of candidates: drafts that differ in depth, the deepest first, the last of them none."""
     rounds: list[int] = field(default_factory=list)
-    """By rung: rounds so far."""
+    """By candidate: rounds so far."""
     switches: int = 0
-    """How often another rung was turned to."""
+    """How often another candidate was turned to."""
 
     def __post_init__(self) -> None:
         assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
@@ -145,25 +146,27 @@ class Controller:
         self.rounds = [0] * len(self.shapes)
         self.last_tried = [0] * len(self.shapes)
         self.spans: list[Span] = []  # not yet learnt from
-        self.home = self.rung = 0
+        self.current = self.candidate = 0
         self.interval = SHORTEST_INTERVAL
-        self.stay = self.stay_tests = 0  # rounds with this rung since it was turned to, and tests of its first token
+        self.stay = self.stay_tests = (
+            0  # rounds with this candidate since it was turned to, and tests of its first token
+        )
         self.measured = False  # whether its cost was measured since then
-        self.fresh = True  # the first span with a rung is no measure of its cost: it may warm up or catch up
+        self.fresh = True  # the first span with a candidate is no measure of its cost: it may warm up or catch up
 
     @property
     def none(self) -> int:
-        """The rung that drafts nothing."""
+        """The candidate that drafts nothing."""
         return len(self.shapes) - 1
 
     def note(self, span: Span) -> None:
-        """Take in what the current rung gave, and choose the next."""
-        self.rounds[self.rung] += span.rounds
+        """Take in what the current candidate gave, and choose the next."""
+        self.rounds[self.candidate] += span.rounds
         self.stay += span.rounds
         self.spans.append(span)
         # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh, and
         # what a plain step's caches have no room for had better wait.
-        if self.rung == self.home == self.none and self.stay < self.interval:
+        if self.candidate == self.current == self.none and self.stay < self.interval:
             return
         for past in self.spans:
             self._learn(past)
@@ -172,88 +175,90 @@ class Controller:
             self._choose()
 
     def _learn(self, span: Span) -> None:
-        """What rounds with the current rung say of acceptance and of costs."""
-        rung, depth = self.rung, self.shapes[self.rung].depth
+        """What rounds with the current candidate say of acceptance and of costs."""
+        candidate, depth = self.candidate, self.shapes[self.candidate].depth
         if depth:
-            untested = [0] * (len(self.acceptance[rung].tested) - depth)
-            self.acceptance[rung].add([*span.tested, *untested], [*span.kept, *untested])
+            untested = [0] * (len(self.acceptance[candidate].tested) - depth)
+            self.acceptance[candidate].add([*span.tested, *untested], [*span.kept, *untested])
             self.stay_tests += span.tested[0]
         if not self.fresh:
             self.measured = True
-            factor = self.costs[rung].add(span.seconds / span.rounds, span.rounds)
+            factor = self.costs[candidate].add(span.seconds / span.rounds, span.rounds)
             for other in range(len(self.costs)):
                 known = self.costs[other].seconds
-                if other != rung and known is not None:
+                if other != candidate and known is not None:
                     self.costs[other].seconds = known * factor
         self.fresh = False
 
     def _tried(self) -> bool:
-        """Whether the current rung has been seen long enough to judge it."""
-        enough = self.stay >= TRIAL_ROUNDS and (self.rung == self.none or self.stay_tests >= TRIAL_TESTS)
+        """Whether the current candidate has been seen long enough to judge it."""
+        enough = self.stay >= TRIAL_ROUNDS and (self.candidate == self.none or self.stay_tests >= TRIAL_TESTS)
         return enough and self.measured
 
     def _choose(self) -> None:
-        on_trial = self.rung != self.home
+        on_trial = self.candidate != self.current
         if self.costs[self.none].seconds is None:  # in the beginning
-            return self._turn(self.none)
-        if self.home != self.none and self.tokens(self.home) < 1 + MARGIN:  # no clock can make it worth its cost
-            self.home, self.interval = self.none, SHORTEST_INTERVAL
-            return self._turn(self.none)
-        speeds = [self.speed(rung) for rung in range(len(self.shapes))]
-        best = max(range(len(speeds)), key=lambda rung: speeds[rung])
-        better = speeds[best] > (1 + MARGIN) * speeds[self.home]
-        if better and best == self.rung:
-            self.home, self.interval = best, SHORTEST_INTERVAL
+            return self._cos_sin(self.none)
+        if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # no clock can make it worth its cost
+            self.current, self.interval = self.none, SHORTEST_INTERVAL
+            return self._cos_sin(self.none)
+        speeds = [self.speed(candidate) for candidate in range(len(self.shapes))]
+        best = max(range(len(speeds)), key=lambda candidate: speeds[candidate])
+        better = speeds[best] > (1 + MARGIN) * speeds[self.current]
+        if better and best == self.candidate:
+            self.current, self.interval = best, SHORTEST_INTERVAL
         elif better:
-            self._turn(best)
+            self._cos_sin(best)
         elif on_trial:
             self.interval = min(2 * self.interval, LONGEST_INTERVAL)
-            self._turn(self.home)
+            self._cos_sin(self.current)
         elif self.stay >= self.interval:
             self._try_another()
         return None
 
     def _try_another(self) -> None:
-        home, none = self.home, self.none
-        if home == none:  # the shortest of each kind tells most for least
-            kinds = {id(self.acceptance[rung]): rung for rung in range(none)}
-            rungs = set(kinds.values())
+        current, none = self.current, self.none
+        if current == none:  # the shortest of each kind tells most for least
+            kinds = {id(self.acceptance[candidate]): candidate for candidate in range(none)}
+            candidates = set(kinds.values())
         else:
-            rungs = {home - 1, home + 1, none} - {-1}
-        rung = min(sorted(rungs), key=lambda rung: self.last_tried[rung])
-        self.acceptance[rung].fade(self.shapes[home].depth if self.acceptance[rung] is self.acceptance[home] else 0)
-        self._turn(rung)
+            candidates = {current - 1, current + 1, none} - {-1}
+        candidate = min(sorted(candidates), key=lambda candidate: self.last_tried[candidate])
+        self.acceptance[candidate].fade(
+            self.shapes[current].depth if self.acceptance[candidate] is self.acceptance[current] else 0
+        )
+        self._cos_sin(candidate)
 
-    def _turn(self, rung: int) -> None:
-        self.last_tried[self.rung] = sum(self.rounds)
-        self.rung, self.fresh = rung, True
+    def _cos_sin(self, candidate: int) -> None:
+        self.last_tried[self.candidate] = sum(self.rounds)
+        self.candidate, self.fresh = candidate, True
         self.stay = self.stay_tests = 0
-        if self.costs[rung].seconds is not None:
-            self.costs[rung].seconds = self.seconds(rung)
+        if self.costs[candidate].seconds is not None:
+            self.costs[candidate].seconds = self.seconds(candidate)
         # What was known is old, but home's cost was known a moment ago.
-        self.costs[rung].rounds = WINDOW if rung == self.home else OLD_ROUNDS
+        self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
         self.switches += 1
 
-    def speed(self, rung: int) -> float:
+    def speed(self, candidate: int) -> float:
         """Tokens a second of each row, by what is known."""
-        return self.tokens(rung) / self.seconds(rung)
+        return self.tokens(candidate) / self.seconds(candidate)
 
-    def tokens(self, rung: int) -> float:
+    def tokens(self, candidate: int) -> float:
         """Of a round, in each row."""
-        alphas = self.acceptance[rung].alpha()[: self.shapes[rung].depth]
+        alphas = self.acceptance[candidate].alpha()[: self.shapes[candidate].depth]
         tokens: float = 1.0 + sum(accumulate(alphas, mul))
         return tokens
 
-    def seconds(self, rung: int) -> float:
+    def seconds(self, candidate: int) -> float:
         """Of a round: at most those of one that drafts more; where it was never measured, between its neighbours by
         depth."""
-        if self.costs[rung].seconds is not None:
-            return min(cost.seconds for cost in self.costs[: rung + 1] if cost.seconds is not None)
+        if self.costs[candidate].seconds is not None:
+            return min(cost.seconds for cost in self.costs[: candidate + 1] if cost.seconds is not None)
         depth_and_cost = [
             (shape.depth, cost.seconds)
             for shape, cost in zip(self.shapes, self.costs, strict=True)
             if cost.seconds is not None
         ]
         depths, costs = zip(*sorted(depth_and_cost), strict=True)
-        return float(np.interp(self.shapes[rung].depth, depths, costs))
+        return float(np.interp(self.shapes[candidate].depth, depths, costs))

@@ -1,4 +1,4 @@
-"""How a token is chosen: one processed law, and noise that depends on nothing but (seed, position, token id).
+"""How a token is chosen: one processed distribution, and noise that depends on nothing but (seed, position, token id).
 
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
@@ -60,9 +60,9 @@ class RowSampling:
         alone.set_row(0, self._rows[row])
         return alone
 
-    def log_law(self, logits: Tensor) -> Tensor:
+    def log_distribution(self, logits: Tensor) -> Tensor:
         """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
-        return log_law(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        return log_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
@@ -81,7 +81,9 @@ class RowSampling:
     ) -> tuple[Tensor, Tensor]:
         """`pick` on a GPU; by tensor operations where there are no kernels."""
         W = logits.shape[1]
-        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
+        if (
+            W > 1 and logits.stride(1) == positions.stride(1) == 0
+        ):  # a level with one distribution, as independent heads have
             ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         if not serves(logits, count):
@@ -114,11 +116,11 @@ class RowSampling:
         return torch.where(hot, logits / warmth + perturbation, logits)
 
 
-def log_law(
+def log_distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """The processed law, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the one
-    before left.
+    """The processed distribution, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the
+    one before left.
 
     logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
     """
@@ -128,7 +130,7 @@ def log_law(
 def scaled(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """`log_law` but for a constant of each position: 0 at the likeliest token."""
+    """`log_distribution` but for a constant of each position: 0 at the likeliest token."""
     hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
     top = logits.argmax(dim=-1, keepdim=True)
     greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)

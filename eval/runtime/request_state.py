@@ -13,7 +13,7 @@ from eval.runtime.stops import StopWatch
 
 
 @dataclass
-class Seat:
+class RequestState:
     """One request, from its prompt's pass to its end."""
 
     index: int

@@ -9,13 +9,13 @@ Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens o
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.commit import CompiledSettlement
-from heads.backends.round_state import RoundState, Settled
-from heads.backends.triton.commit import settle
+from heads.backends.cpu.commit import CompiledCommit
+from heads.backends.round_state import CommitResult, RoundState
+from heads.backends.triton.commit import commit
 from heads.backends.triton.runtime import runs_kernels
 
 
-class Settlement:
+class Commit:
     """Takes the outcome of rounds of one depth into a state."""
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
@@ -25,32 +25,32 @@ class Settlement:
         self.places = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
         tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
-        self.settled = Settled(tokens, start, count)
+        self.result = CommitResult(tokens, start, count)
         self.by_kernel = runs_kernels(state.output)
-        self.compiled = None if self.by_kernel else CompiledSettlement.of(state, eos, self.settled)
+        self.compiled = None if self.by_kernel else CompiledCommit.of(state, eos, self.result)
 
-    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:
+    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
         """Take the accepted tokens into the state, cut at EOS and at the limit.
 
         accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None where all trees
         have K levels.
         """
         if self.by_kernel:
-            settle(self.state, self.eos, self.settled, accepted, emitted, depths)
-            return self.settled
+            commit(self.state, self.eos, self.result, accepted, emitted, depths)
+            return self.result
         if self.compiled is None:
             return self.in_tensors(accepted, emitted, depths)
         self.compiled(accepted, emitted, depths)
-        return self.settled
+        return self.result
 
-    def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> Settled:
+    def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
         """The same by tensor operations, on any device."""
         state, count = self.state, accepted + 1
         kept, ended = self.cut(emitted, count)
         active = ~state.done
         kept = kept * active
         state.done.logical_or_(ended)
-        settled = Settled(
+        result = CommitResult(
             torch.cat([state.root[:, None], emitted], dim=1), state.length.clone(), torch.where(state.done, 0, count)
         )
         if self.depth > 0:
@@ -58,11 +58,11 @@ class Settlement:
         state.output.scatter_(1, state.output_length[:, None] + self.places, emitted)
         state.output_length.add_(kept)
         state.rounds.add_(active)
-        state.length.add_(settled.count)
+        state.length.add_(result.count)
         # A row that is done may take any root: it is never read.
         state.root.copy_(emitted.gather(1, accepted[:, None])[:, 0])
         self.publish()
-        return settled
+        return result
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """How many of the first count[b] tokens the output keeps, and whether it ends with them; (B,) each."""

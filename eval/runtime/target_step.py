@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
-from eval.runtime.triton_step import KernelStep, kernels_fit
-from heads.backends.cpu.stack import PackedCache
-from heads.backends.huggingface import RowCache
+from eval.runtime.triton_step import TritonTargetStep, kernels_fit
+from heads.backends.cpu.stack import CpuKVCache
+from heads.backends.huggingface import HFCache
 from heads.backends.slot_mapping import ancestors, round_up
 from heads.backends.torch.architectures import native_decoder, why_not_native
-from heads.backends.torch.cache import SlotCache
+from heads.backends.torch.cache import KVCache
 from heads.backends.torch.decoder import NativeDecoder
-from heads.errors import UserError, say_once
+from heads.errors import UserError, warn_once
 from heads.target.encoder_decoder import cache_layers
 from heads.target.frozen import Features, FrozenTarget
 from heads.tree import Acceptance, Proposal
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narro
 class TargetStep:
     """The frozen target with the caches of one batch."""
 
-    cache: RowCache | SlotCache | PackedCache
+    cache: HFCache | KVCache | CpuKVCache
 
     def __init__(
         self,
@@ -38,29 +38,35 @@ class TargetStep:
         *,
         batch_size: int,
         capacity: int,
-        taps: tuple[int, ...],
+        aux_layer_ids: tuple[int, ...],
         decoder: NativeDecoder | None = None,
         nodes: int = 1,
         strict: bool = False,
     ) -> None:
         """`decoder`: the target's native one; None takes its Hugging Face model. `nodes` of a row in a verify step, and
-        `strict`, matter to kernels only (`KernelStep`)."""
-        self.target, self.taps, self.decoder, self.batch_size = target, taps, decoder, batch_size
+        `strict`, matter to kernels only (`TritonTargetStep`)."""
+        self.target, self.aux_layer_ids, self.decoder, self.batch_size = target, aux_layer_ids, decoder, batch_size
         self.capacity = round_up(capacity)
-        self.kernels: KernelStep | None = None
+        self.kernels: TritonTargetStep | None = None
         device = target.device
         if decoder is not None and kernels_fit(target):
-            self.kernels = KernelStep(
-                target, decoder, batch_size=batch_size, capacity=self.capacity, taps=taps, nodes=nodes, strict=strict
+            self.kernels = TritonTargetStep(
+                target,
+                decoder,
+                batch_size=batch_size,
+                capacity=self.capacity,
+                aux_layer_ids=aux_layer_ids,
+                nodes=nodes,
+                strict=strict,
             )
             self.cache = self.kernels.cache
         elif decoder is None:
             check_family(target)
             layers = cache_layers(target.base, target.config)
-            self.cache = RowCache(num_layers=layers, batch_size=batch_size, capacity=self.capacity, device=device)
+            self.cache = HFCache(num_layers=layers, batch_size=batch_size, capacity=self.capacity, device=device)
         else:
             self.cache = decoder.new_cache(batch_size=batch_size, capacity=self.capacity)
-            self.turns = decoder.turns(self.capacity)
+            self.cos_sin_table = decoder.cos_sin_table(self.capacity)
         self.slot = torch.arange(self.capacity, device=device)  # (S,)
         self.pads = device.type != "cpu"
         """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
@@ -75,7 +81,7 @@ class TargetStep:
         """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
 
         One row at a time: what a request computes then cannot depend on its neighbours. Tokens past the prompt's end
-        are junk whose keys later tokens overwrite before anything may see them.
+        are padding whose keys later tokens overwrite before anything may see them.
         """
         C = tokens.shape[1]
         extent = min(round_up(start + C), self.capacity)
@@ -83,7 +89,7 @@ class TargetStep:
         if self.kernels is not None:
             return self.kernels.prefill(row, tokens, positions)
         key = self.slot[:extent]
-        if isinstance(self.cache, RowCache):
+        if isinstance(self.cache, HFCache):
             self.cache.aim(positions[None], extent=extent, row=row, prompt=True)
         else:
             self.cache.aim(positions[None], extent=extent, row=row)
@@ -126,7 +132,7 @@ class TargetStep:
             made = self.kernels.logits(hidden)
         elif self.decoder is not None:
             made = self.decoder.logits(hidden)
-        return self.target.ends.logits(hidden) if made is None else made
+        return self.target.shared.lm_head(hidden) if made is None else made
 
     def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor:
         """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids."""
@@ -146,28 +152,28 @@ class TargetStep:
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None
     ) -> Features:
         if self.decoder is not None:
-            assert not isinstance(self.cache, RowCache)
+            assert not isinstance(self.cache, HFCache)
             return self.decoder.features(
                 tokens,
                 positions=positions,
                 visible=visible,
                 key_positions=key_positions,
                 cache=self.cache,
-                turns=self.turns,
-                taps=self.taps,
+                cos_sin_table=self.cos_sin_table,
+                aux_layer_ids=self.aux_layer_ids,
             )
-        assert isinstance(self.cache, RowCache) and visible is not None and key_positions is not None
+        assert isinstance(self.cache, HFCache) and visible is not None and key_positions is not None
         return self.target.features(
             tokens,
             positions=positions,
             visible=visible,
             key_positions=key_positions,
             cache=self.cache,
-            taps=self.taps,
+            aux_layer_ids=self.aux_layer_ids,
         )
 
     def _clamped(self, start: int, C: int) -> Tensor:
-        # The junk tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
+        # The padding tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
         # fills.
         return torch.arange(start, start + C, device=self.slot.device).clamp_(max=self.capacity - 1)
 
@@ -177,7 +183,7 @@ def open_step(
     *,
     batch_size: int,
     capacity: int,
-    taps: tuple[int, ...],
+    aux_layer_ids: tuple[int, ...],
     native: bool = True,
     nodes: int = 1,
     strict: bool = False,
@@ -186,17 +192,23 @@ def open_step(
     decoder = native_decoder(target) if native else None
     if decoder is not None:
         step = TargetStep(
-            target, batch_size=batch_size, capacity=capacity, taps=taps, decoder=decoder, nodes=nodes, strict=strict
+            target,
+            batch_size=batch_size,
+            capacity=capacity,
+            aux_layer_ids=aux_layer_ids,
+            decoder=decoder,
+            nodes=nodes,
+            strict=strict,
         )
         try:
-            probe(step)
+            check_masks(step)
             return step
         except UserError as error:
-            say_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+            warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
     elif native:
-        say_once(f"{target.name}: decoded by its Hugging Face model, slower: {why_not_native(target)}")
-    step = TargetStep(target, batch_size=batch_size, capacity=capacity, taps=taps)
-    probe(step)
+        warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {why_not_native(target)}")
+    step = TargetStep(target, batch_size=batch_size, capacity=capacity, aux_layer_ids=aux_layer_ids)
+    check_masks(step)
     return step
 
 
@@ -213,11 +225,11 @@ def check_family(target: FrozenTarget) -> None:
         raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
 
 
-def probe(step: TargetStep) -> None:
+def check_masks(step: TargetStep) -> None:
     """Verify a small tree and compare it with the model's own forward pass over each path.
 
     No list of families is ever complete, and a decoder that ignores the positions or the mask it is given raises
-    nothing: its output would merely be wrong. Leaves junk in the first slots of every row.
+    nothing: its output would merely be wrong. Leaves padding in the first slots of every row.
     """
     target, P = step.target, 4
     device = target.device

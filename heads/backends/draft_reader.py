@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backends.cpu.draft_model import KernelModel
-from heads.backends.cpu.stack import PackedCache
-from heads.backends.huggingface import RowCache
+from heads.backends.cpu.draft_model import CpuDraftModel
+from heads.backends.cpu.stack import CpuKVCache
+from heads.backends.huggingface import HFCache
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.architectures import native_decoder
-from heads.backends.torch.cache import SlotCache
+from heads.backends.torch.cache import KVCache
 from heads.backends.triton.decoder import DTYPES
 from heads.backends.triton.draft_model import DraftPass
 from heads.backends.triton.inputs import take_newest
@@ -34,7 +34,7 @@ class Parts:
 
     base: nn.Module
     head: Any
-    law: OutputHead
+    distribution: OutputHead
     config: Any
 
     @property
@@ -63,13 +63,13 @@ class Parts:
 class Reader:
     """A draft model, its weights as they are when this is made, and what it keeps of a batch."""
 
-    cache: RowCache | SlotCache | PackedCache
+    cache: HFCache | KVCache | CpuKVCache
 
     def __init__(self, parts: Parts, *, batch_size: int, capacity: int, shape: TreeShape, common_size: int) -> None:
-        """`capacity` slots a row, a multiple of 64, the last of them for junk; for trees of `shape` and for shorter
+        """`capacity` slots a row, a multiple of 64, the last of them for padding; for trees of `shape` and for shorter
         chains; `common_size`: C."""
         self.parts, self.common_size = parts, common_size
-        self.kernels: KernelModel | None = None
+        self.kernels: CpuDraftModel | None = None
         """What drafts a chain in one call, on a CPU."""
         self.passes: DraftPass | None = None
         """What reads by the kernels of a GPU."""
@@ -77,7 +77,7 @@ class Reader:
         self.slot = torch.arange(capacity, device=parts.device)
         if self.decoder is None:
             layers = cache_layers(parts.base, parts.config)
-            self.cache = RowCache(num_layers=layers, batch_size=batch_size, capacity=capacity, device=parts.device)
+            self.cache = HFCache(num_layers=layers, batch_size=batch_size, capacity=capacity, device=parts.device)
         elif runs_kernels(self.decoder.embedding) and parts.dtype in DTYPES:
             self.passes = DraftPass(
                 self.decoder, batch_size=batch_size, capacity=capacity, shape=shape, common_size=common_size
@@ -85,8 +85,8 @@ class Reader:
             self.cache = self.passes.cache
         else:
             self.cache = self.decoder.new_cache(batch_size=batch_size, capacity=capacity)
-            self.turns = self.decoder.turns(capacity + shape.depth)
-            self.kernels = KernelModel.of(self.decoder, common_size, self.turns)
+            self.cos_sin_table = self.decoder.cos_sin_table(capacity + shape.depth)
+            self.kernels = CpuDraftModel.of(self.decoder, common_size, self.cos_sin_table)
 
     def read(self, tokens: Tensor, places: Observed | Drafted, *, prompt: bool = False) -> Tensor:
         """One step: tokens (B, W) at their places -> states after the final norm (B, W, D). `prompt`: the tokens belong
@@ -97,7 +97,7 @@ class Reader:
         slots, positions, visible = places.slots(extent - 1), places.positions, places.visible(0, extent)
         key_positions = places.key_positions(extent) if isinstance(places, Drafted) and visible is not None else None
         if self.decoder is not None:
-            assert not isinstance(self.cache, RowCache)
+            assert not isinstance(self.cache, HFCache)
             self.cache.aim(slots, extent=extent)
             return self.decoder.features(
                 tokens,
@@ -105,9 +105,9 @@ class Reader:
                 visible=visible,
                 key_positions=key_positions,
                 cache=self.cache,
-                turns=self.turns,
+                cos_sin_table=self.cos_sin_table,
             ).hidden
-        assert isinstance(self.cache, RowCache)
+        assert isinstance(self.cache, HFCache)
         self.cache.aim(slots, extent=extent, prompt=prompt)
         parts = self.parts
         return decode(
@@ -115,7 +115,7 @@ class Reader:
             parts.config,
             parts.dtype,
             tokens,
-            positions=positions.clamp_max(positions_of(parts.config) - 1),  # junk may stand beyond it
+            positions=positions.clamp_max(positions_of(parts.config) - 1),  # padding may stand beyond it
             visible=self.slot <= positions[..., None] if visible is None else visible,
             key_positions=self.slot.expand(len(tokens), -1) if key_positions is None else key_positions,
             cache=self.cache,
@@ -124,7 +124,7 @@ class Reader:
     def keep(self, expanded: Tensor, start: Tensor, count: Tensor) -> None:
         """Move the keys of accepted nodes to the slots they keep. expanded (B, M): where each node stands behind its
         root, which is at position `start` (B,), as places in the order of expansion; -1 for the root, and where it was
-        not expanded, whose slot is left with junk. Of each row's nodes the first `count` (B,) are accepted."""
+        not expanded, whose slot is left with padding. Of each row's nodes the first `count` (B,) are accepted."""
         if self.passes is not None:
             self.passes.compact(start, expanded + 1, count - 1)
             return
@@ -144,7 +144,7 @@ class Reader:
     def draft_chain(self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal:
         """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one
         call."""
-        assert self.kernels is not None and isinstance(self.cache, PackedCache)
+        assert self.kernels is not None and isinstance(self.cache, CpuKVCache)
         return self.kernels.draft_chain(pick, previous, root, length, depth, self.cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Reader:
         if own is not None:
             return own
         own = None if self.decoder is None else self.decoder.logits(hidden)
-        return (self.parts.law(hidden) if own is None else own)[..., : self.common_size]
+        return (self.parts.distribution(hidden) if own is None else own)[..., : self.common_size]
 
 
 def positions_of(config: Any) -> int:

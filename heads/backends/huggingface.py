@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class RowLayer(CacheLayerMixin):
+class HFCacheLayer(CacheLayerMixin):
     """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same form share."""
 
     is_compileable = True
@@ -26,7 +26,7 @@ class RowLayer(CacheLayerMixin):
     shown_keys: Tensor  # (B', H, E, Dh), a view: what attention reads
     shown_values: Tensor
 
-    def __init__(self, cache: "RowCache", index: int) -> None:
+    def __init__(self, cache: "HFCache", index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.index = cache, index
 
@@ -66,7 +66,7 @@ class RowLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-class RowCache(Cache):
+class HFCache(Cache):
     """The target's keys and values of a whole batch."""
 
     def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -79,7 +79,7 @@ class RowCache(Cache):
         self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
         self.num_layers = num_layers
-        self.row_layers = [RowLayer(self, i) for i in range(num_layers)]
+        self.row_layers = [HFCacheLayer(self, i) for i in range(num_layers)]
         super().__init__(layers=list(self.row_layers))
 
     def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:

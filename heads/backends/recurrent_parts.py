@@ -10,7 +10,7 @@ One description serves the kernels of a CPU (`heads.backends.cpu.recurrent`) and
 
 A norm that is not there changes nothing.
 
-Letters: R rows, D hidden, L taps.
+Letters: R rows, D hidden, L auxiliary layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +53,10 @@ class HeadParts:
 
     modules: Sequence[ModuleParts]
     fuse: nn.Linear | None = None
-    """(D, L * D): makes the first step's state of the taps; None where that is the target's last hidden state."""
-    tap_norms: Sequence[RMSNorm] = ()
-    """L of them or none: each tap's norm before they are fused."""
+    """(D, L * D): makes the first step's state of the auxiliary hidden states; None where that is the target's last
+    hidden state."""
+    aux_norms: Sequence[RMSNorm] = ()
+    """L of them or none: each auxiliary layer's norm before they are fused."""
 
     @property
     def weight(self) -> Tensor:
@@ -65,24 +66,26 @@ class HeadParts:
     @property
     def plain(self) -> bool:
         """Whether products are nothing but that, and all weights of one type and in one place."""
-        parts = [part for module in self.modules for part in module] + [*self.tap_norms]
+        parts = [part for module in self.modules for part in module] + [*self.aux_norms]
         parts += [] if self.fuse is None else [self.fuse]
         products = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
         kinds = {(weight.dtype, weight.device) for part in parts for weight in part.parameters()}
         return len(kinds) == 1 and all(type(product) is nn.Linear for product in products)
 
     @cached_property
-    def tap_scales(self) -> Tensor:
-        """(L * D,) what normed taps are multiplied with."""
-        return torch.cat([norm.weight.detach() for norm in self.tap_norms])
+    def aux_scales(self) -> Tensor:
+        """(L * D,) what normed auxiliary hidden states are multiplied with."""
+        return torch.cat([norm.weight.detach() for norm in self.aux_norms])
 
-    def start(self, taps: Tensor, hidden: Tensor, fuse: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor, fuse: Callable[[Tensor], Tensor] | None) -> Tensor:
         """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D). `fuse`
         multiplies with the weight of that name."""
         if fuse is None:
             return hidden.to(self.weight.dtype)
-        taps = taps.to(self.weight.dtype)
-        if self.tap_norms:
-            apart = taps.unflatten(-1, (len(self.tap_norms), -1))
-            taps = rms_norm(apart, apart.shape[-1:], eps=self.tap_norms[0].eps).flatten(-2) * self.tap_scales
-        return fuse(taps)
+        aux_hidden_states = aux_hidden_states.to(self.weight.dtype)
+        if self.aux_norms:
+            apart = aux_hidden_states.unflatten(-1, (len(self.aux_norms), -1))
+            aux_hidden_states = (
+                rms_norm(apart, apart.shape[-1:], eps=self.aux_norms[0].eps).flatten(-2) * self.aux_scales
+            )
+        return fuse(aux_hidden_states)

@@ -18,7 +18,7 @@ class RoundState:
     done: Tensor  # (B,) bool; rows without a request are done
     limit: Tensor  # (B,) int64, most tokens to emit
     heeds_eos: Tensor  # (B,) bool
-    output: Tensor  # (B, capacity) int64, tokens emitted, the root included; junk after output_length
+    output: Tensor  # (B, capacity) int64, tokens emitted, the root included; padding after output_length
     output_length: Tensor  # (B,) int64
     rounds: Tensor  # (B,) int64, rounds the row took part in
     accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
@@ -50,7 +50,7 @@ class RoundState:
 
 
 @dataclass(frozen=True)
-class Settled:
+class CommitResult:
     """What became known in a round; stands until the next."""
 
     tokens: Tensor  # (B, M + 1) int64, the root before the round, then what was emitted

@@ -52,17 +52,17 @@ class Observed:
         """(B, M)."""
         return (self.start[:, None] + self.slot[: self.number]).clamp_max(len(self.slot) - 2)
 
-    def slots(self, nowhere: int) -> Tensor:
-        """(B, M); what is not true goes `nowhere`."""
+    def slots(self, padding_slot: int) -> Tensor:
+        """(B, M); what is not true goes `padding_slot`."""
         if self.count is None:
             return self.positions
-        return torch.where(self.slot[: self.number] < self.count[:, None], self.positions, nowhere)
+        return torch.where(self.slot[: self.number] < self.count[:, None], self.positions, padding_slot)
 
     def visible(self, module: int, extent: int) -> Tensor | None:
         """(B, M, E) bool; None where tokens see the slots up to their own.
 
         At the first `module` tokens of a text a module's slot would lie before the text, and what it makes of them is
-        junk, which later tokens may not see. Such a token sees itself, so that the junk is finite.
+        padding, which later tokens may not see. Such a token sees itself, so that the padding is finite.
         """
         if module == 0:
             return None
@@ -90,7 +90,7 @@ class Drafted:
         """(B, W)."""
         return self.place.expand(-1, self.paths.shape[1])
 
-    def slots(self, nowhere: int) -> Tensor:
+    def slots(self, padding_slot: int) -> Tensor:
         """(B, W)."""
         return self.positions if self.chain else self.length[:, None] + self.paths[..., -1]
 

@@ -88,8 +88,8 @@ class TargetBlock(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        cos, sin = turn
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        cos, sin = cos_sin
         out = self.layer(x, position_embeddings=(cos[:, 0], sin[:, 0]), attention_mask=None, attend=attend)
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         return hidden

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import EncoderDecoderCache
 
-from heads.backends.huggingface import RowCache
+from heads.backends.huggingface import HFCache
 from heads.errors import UserError
 from heads.target.families import additive
 
@@ -66,11 +66,11 @@ class EncoderDecoder(nn.Module):
         return layers
 
     def forward(
-        self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: RowCache | None
+        self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
         """The decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`.
 
-        A step that reads prompts (`RowCache.aim`) has whole prompts from position 0 on.
+        A step that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
         """
         embedded = self.decoder.embed_tokens(tokens)
         is_input = self.is_input(tokens, visible, cache)  # (B, N)
@@ -92,7 +92,7 @@ class EncoderDecoder(nn.Module):
         normed: Tensor = self.decoder.final_layer_norm(hidden)
         return normed
 
-    def is_input(self, tokens: Tensor, visible: Tensor, cache: RowCache | None) -> Tensor:
+    def is_input(self, tokens: Tensor, visible: Tensor, cache: HFCache | None) -> Tensor:
         """(B, N) bool: tokens of the encoder's input, before the first start token of their document."""
         starts = tokens == self.start
         if cache is None:
@@ -102,7 +102,7 @@ class EncoderDecoder(nn.Module):
         return torch.zeros_like(starts)
 
     def encode(self, embedded: Tensor, is_input: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        """The encoder's states (B, N, D), junk outside of the input. `visible` tells packed documents apart."""
+        """The encoder's states (B, N, D), padding outside of the input. `visible` tells packed documents apart."""
         seen = is_input[:, None] if visible is None else (visible | visible.mT) & is_input[:, None]
         mask = additive(seen.expand(-1, embedded.shape[1], -1), embedded.dtype)
         bias = self.bias(self.encoder, positions, positions, bidirectional=True)
@@ -145,7 +145,7 @@ class EncoderDecoder(nn.Module):
 class CrossCache:
     """Layers L .. 2L - 1 of a row cache: keys and values of the encoder's states, each in the slot of its token."""
 
-    def __init__(self, cache: RowCache, num_layers: int) -> None:
+    def __init__(self, cache: HFCache, num_layers: int) -> None:
         self.cache, self.first = cache, num_layers
         shown = cache.row_layers[num_layers:]
         self.layers = [
@@ -161,7 +161,7 @@ class CrossCache:
 class RowPair(EncoderDecoderCache):
     """One row cache as the pair that the family's layers ask for; made anew for every step."""
 
-    def __init__(self, cache: RowCache, num_layers: int) -> None:
+    def __init__(self, cache: HFCache, num_layers: int) -> None:
         untyped: Any = self  # annotated with the library's own kinds of cache
         untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
@@ -171,7 +171,7 @@ class RowPair(EncoderDecoderCache):
         return self.self_attention_cache.get_seq_length(layer_idx)
 
 
-def mark(cache: RowCache, is_input: Tensor) -> Tensor:
+def mark(cache: HFCache, is_input: Tensor) -> Tensor:
     """Note which of the slots aimed at hold input (B, N); -> (B, S) bool, of all slots shown."""
     if cache.marks is None:
         cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)

@@ -78,7 +78,9 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise UserError(f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be tapped")
+    raise UserError(
+        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be auxiliary"
+    )
 
 
 @torch.no_grad()

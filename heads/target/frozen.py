@@ -1,8 +1,10 @@
-"""The frozen target: tapped residual streams, last hidden state and both ends of any Hugging Face causal LM.
+"""The frozen target: auxiliary hidden states, last hidden state and embeddings and output head of any Hugging Face
+causal LM.
 
-A tap h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last layer's output before the
-final norm). Hooks read the tapped layers only. What a query may see is given by the caller, slot by slot, and a sliding
-window is worked out from positions, so that packed documents and draft trees need no code of their own.
+A auxiliary layer h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last layer's
+output before the final norm). Hooks read the auxiliary layers only. What a query may see is given by the caller, slot
+by slot, and a sliding window is worked out from positions, so that packed documents and draft trees need no code of
+their own.
 """
 
 import hashlib
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from heads.base import TargetEnds
+from heads.base import SharedLayers
 from heads.errors import UserError, first_line
 from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.target.families import (
@@ -40,12 +42,12 @@ FINGERPRINT_SAMPLES = 512
 class Features:
     """What heads see of the target's forward pass."""
 
-    taps: Tensor  # (B, N, L * D), ascending; width 0 without taps
+    aux_hidden_states: Tensor  # (B, N, L * D), ascending; width 0 without auxiliary hidden states
     hidden: Tensor  # (B, N, D), after the final norm
 
 
 class FrozenTarget:
-    """A causal LM that is never trained, seen as features in the middle and two ends."""
+    """A causal LM that is never trained, seen as features in the middle and embeddings and output head."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
         untyped: Any = model
@@ -65,8 +67,10 @@ class FrozenTarget:
         self.vocab_size: int = self.head.weight.shape[0]
         self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
         self.layers = find_layers(decoder_of(self.base), self.num_layers, name)
-        self.ends = TargetEnds(
-            embed=model.get_input_embeddings(), logits=OutputHead(self.head, config), weight=self.head.weight
+        self.shared = SharedLayers(
+            embed_tokens=model.get_input_embeddings(),
+            lm_head=OutputHead(self.head, config),
+            lm_head_weight=self.head.weight,
         )
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
@@ -96,8 +100,8 @@ class FrozenTarget:
     def logit_scale(self) -> float:
         """What the family multiplies the output head's products with; heads with an output head of their own, which
         has no such factor, begin with it in their weights."""
-        law = self.ends.logits
-        return law.scale if isinstance(law, OutputHead) else 1.0
+        distribution = self.shared.lm_head
+        return distribution.scale if isinstance(distribution, OutputHead) else 1.0
 
     @torch.no_grad()
     def features(
@@ -108,7 +112,7 @@ class FrozenTarget:
         visible: Tensor,
         key_positions: Tensor,
         cache: Cache | None = None,
-        taps: Sequence[int] = (),
+        aux_layer_ids: Sequence[int] = (),
     ) -> Features:
         """One forward pass without logits.
 
@@ -117,8 +121,8 @@ class FrozenTarget:
         """
         caught: dict[int, Tensor] = {}
         with ExitStack() as hooks:
-            for k in taps:
-                hooks.callback(self._tap(k, caught).remove)
+            for k in aux_layer_ids:
+                hooks.callback(self._aux(k, caught).remove)
             hidden = decode(
                 self.base,
                 self.config,
@@ -129,14 +133,20 @@ class FrozenTarget:
                 key_positions=key_positions,
                 cache=cache,
             )
-        return Features(torch.cat([caught[k] for k in taps], dim=-1) if taps else hidden[..., :0], hidden)
+        return Features(
+            torch.cat([caught[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else hidden[..., :0], hidden
+        )
 
-    def packed_features(self, tokens: Tensor, positions: Tensor, documents: Tensor, taps: Sequence[int]) -> Features:
+    def packed_features(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
+    ) -> Features:
         """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
         visible = packed_visible(documents)
-        return self.features(tokens, positions=positions, visible=visible, key_positions=positions, taps=taps)
+        return self.features(
+            tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
+        )
 
-    def _tap(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+    def _aux(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
         if k == self.num_layers:
 
             def after(_: nn.Module, __: Any, output: Any) -> None:
@@ -175,7 +185,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits are not what `packed_features` and `ends` make of it.
+        """Refuse a model whose logits are not what `packed_features` and `shared` make of it.
 
         A short document packed behind another must get the logits that the model itself gives it alone. Encoders,
         masks that are not heeded and unknown scalings of the logits fail that.
@@ -187,7 +197,7 @@ class FrozenTarget:
             features = self.packed_features(ids, slot - 5 * document, document, ())
             own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
             damaged = not bool(own.isfinite().all())
-            ours = self.ends.logits(features.hidden[:, -own.shape[1] :])
+            ours = self.shared.lm_head(features.hidden[:, -own.shape[1] :])
             own = own.to(ours.dtype)
             distance = float((ours - own).norm() / own.norm())
             reason = f"its logits differ by {distance:.0%}"
@@ -272,7 +282,7 @@ def load_target(
     named. `quantize`: one of `heads.target.quantization.SCHEMES`.
 
     Raises UserError where there is nothing at `path`, where it is damaged, and where it is not a causal LM that can be
-    tapped and masked.
+    auxiliary and masked.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     what = "no causal language model with safetensors weights can be loaded"

@@ -1,4 +1,4 @@
-"""Several heads in one race: the table, the record, and what is refused."""
+"""Several heads in one comparison: the table, the record, and what is refused."""
 
 import html
 import io
@@ -186,7 +186,7 @@ def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pa
     assert shapes["match", "lookup"] == ["chain:5", "chain:3"]
 
 
-def test_heads_are_told_apart_by_name() -> None:
+def test_heads_are_given_apart_by_name() -> None:
     assert head_names(["/runs/a", "/runs/b/head", "lookup:3"]) == ["a", "b/head", "lookup:3"]
     assert head_names(["x/run", "y/run"]) == ["x/run", "y/run"]
     with pytest.raises(UserError, match="runs/a: named twice"):

@@ -121,7 +121,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     assert len(calls) == 2, "other prompts are another measurement"
 
 
-def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
+def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
     tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str], failed_results: dict[str, Any]
 ) -> None:
     file, out = write(tmp_path), tmp_path / "out"

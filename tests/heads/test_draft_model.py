@@ -69,10 +69,10 @@ def make_batch(target: FrozenTarget, documents: list[list[int]], *, labels_from:
         loss_mask=positions >= labels_from,
         positions=positions,
         documents=ids,
-        embeddings=target.ends.embed(tokens),
-        taps=features.taps,
+        embeddings=target.shared.embed_tokens(tokens),
+        aux_hidden_states=features.aux_hidden_states,
         hidden=features.hidden,
-        ends=target.ends,
+        shared=target.shared,
     )
 
 
@@ -89,13 +89,13 @@ def plain_logits(head: Any, tokens: list[int]) -> Tensor:
 
 
 def feed(head: Any, state: DraftState, texts: list[list[int]], start: list[int], count: list[int], nodes: Any) -> None:
-    """Tell the head of `count` positions of each row, with junk behind them."""
+    """Tell the head of `count` positions of each row, with padding behind them."""
     M = max(max(count), 1) if nodes is None else nodes.shape[1]
     tokens = torch.full((len(texts), M + 1), 7)
     for row, (text, first, many) in enumerate(zip(texts, start, count, strict=True)):
         tokens[row, : many + 1] = torch.tensor(text[first : first + many + 1])
     B = len(texts)
-    head.observe(
+    head.extend(
         state,
         Observation(
             tokens, torch.zeros(B, M, 0), torch.zeros(B, M, 16), torch.tensor(start), torch.tensor(count), nodes
@@ -231,7 +231,7 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
     target = make_target(family)
     settings: dict[str, Any] = {"layers": [1, 3], "loss": loss} | ({"beta": 0.2} if loss == "jsd" else {})
     head, batch = make_head(target, **settings), make_batch(target, [[7, 2, 9], [1, 12, 5]])
-    p = target.ends.logits(batch.hidden).double().softmax(-1)
+    p = target.shared.lm_head(batch.hidden).double().softmax(-1)
     total, rows = torch.zeros((), dtype=torch.float64), 0
     logits = head.model.lm_head(head.states(batch)) / (2.0 if family == "granite" else 1.0)
     if family == "gemma2":
@@ -241,13 +241,14 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
         for t in range(18):
             if t and batch.loss_mask[b, t] and batch.documents[b, t] == batch.documents[b, t - 1]:
                 rows += 1
-                law, draft = p[b, t - 1], logq[b, t - 1].exp()
-                mean = 0.2 * law + 0.8 * draft
+                distribution, draft = p[b, t - 1], logq[b, t - 1].exp()
+                mean = 0.2 * distribution + 0.8 * draft
                 total = (
                     total
                     + {
-                        "kl": (law * (law / draft).log()).sum(),
-                        "jsd": 0.2 * (law * (law / mean).log()).sum() + 0.8 * (draft * (draft / mean).log()).sum(),
+                        "kl": (distribution * (distribution / draft).log()).sum(),
+                        "jsd": 0.2 * (distribution * (distribution / mean).log()).sum()
+                        + 0.8 * (draft * (draft / mean).log()).sum(),
                         "labels": -logq[b, t - 1, batch.tokens[b, t]],
                     }[loss]
                 )

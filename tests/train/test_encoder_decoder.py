@@ -69,7 +69,7 @@ def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Se
         {"kind": "draft", "layers": [0, 2]},
         pytest.param({"kind": "draft", "fresh": {"d_model": 16, "num_layers": 1}}, marks=pytest.mark.slow),
         pytest.param({"kind": "draft", "path": "small"}, marks=pytest.mark.slow),
-        pytest.param({"kind": "eagle3", "taps": [1, 2, 3], "depth": 3}, marks=pytest.mark.slow),
+        pytest.param({"kind": "eagle3", "aux_layer_ids": [1, 2, 3], "depth": 3}, marks=pytest.mark.slow),
     ],
     ids=["layers", "fresh", "path", "eagle3"],
 )

@@ -12,7 +12,7 @@ from heads.tree import parse_shape
 from train.estimate import estimate_tau, foreseen, walk
 
 SETTINGS: dict[str, dict[str, object]] = {
-    "eagle3": {"taps": [1, 4, 7], "norm_output": True},
+    "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},
     "draft": {"layers": [0, 1, 2, 3, 4, 5, 6]},
 }
 

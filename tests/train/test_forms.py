@@ -124,7 +124,7 @@ def form_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> 
 
     def make(form: str) -> Settings:
         save_target(form, tmp_path / "target", tiny_target_dir)
-        head = {"kind": "eagle3", "taps": [1, 2, 4], "depth": 3}
+        head = {"kind": "eagle3", "aux_layer_ids": [1, 2, 4], "depth": 3}
         data = dict(settings["data"], context_length=64)
         data["regenerate"] = {"prompts": 12, "prompt_tokens": 12, "new_tokens": 24}
         train = {"max_steps": 10, "batch_size": 12, "lr": 0.003, "log_every": 1}

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.whole import whole_pass
-from heads.base import Batch, TargetEnds
+from heads.base import Batch, SharedLayers
 from heads.target.frozen import FrozenTarget
 from train.data.packing import Rows
 
 
-def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: torch.dtype) -> Batch:
+def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> Batch:
     """Features of `rows` in the head's dtype, on the target's device.
 
     The target's products are in autocast's dtype where that is on, as the head's are, else in the target's own. Its
@@ -22,27 +22,29 @@ def make_batch(target: FrozenTarget, rows: Rows, taps: Sequence[int], dtype: tor
     )
     narrowed = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else target.dtype
     read = whole_pass(target, narrowed) or target.packed_features
-    features = read(tokens, positions, documents, taps)
+    features = read(tokens, positions, documents, aux_layer_ids)
     with torch.no_grad():
-        embeddings = target.ends.embed(tokens)
+        embeddings = target.shared.embed_tokens(tokens)
     return Batch(
         tokens=tokens,
         loss_mask=rows.loss_mask.to(target.device, non_blocking=True),
         positions=positions,
         documents=documents,
         embeddings=embeddings.to(dtype),
-        taps=features.taps.to(dtype),
+        aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),
-        ends=TargetEnds(embed=target.ends.embed, logits=_Logits(target), weight=target.lm_head_weight),
+        shared=SharedLayers(
+            embed_tokens=target.shared.embed_tokens, lm_head=_Logits(target), lm_head_weight=target.lm_head_weight
+        ),
     )
 
 
 class _Logits:
-    """The target's logits outside autocast: the law that is learnt is the law that verifies."""
+    """The target's logits outside autocast: the distribution that is learnt is the distribution that verifies."""
 
     def __init__(self, target: FrozenTarget):
         self.target = target
 
     def __call__(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.target.ends.logits(hidden.to(self.target.dtype))
+            return self.target.shared.lm_head(hidden.to(self.target.dtype))

@@ -1,4 +1,4 @@
-/* What all drafts have in common that are chains: each token is picked by the law that the ones before it gave. */
+/* What all drafts have in common that are chains: each token is picked by the distribution that the ones before it gave. */
 
 #include "kernels.h"
 

@@ -32,7 +32,7 @@ static void publish(const State *s, int64_t b)
 }
 
 /* accepted (B), emitted (B, M); depths (B, N), of each tree's nodes, or NULL where trees have M - 1 levels. */
-void settle(const State *s, const int64_t *accepted, const int64_t *emitted, const int64_t *depths, int64_t N)
+void commit(const State *s, const int64_t *accepted, const int64_t *emitted, const int64_t *depths, int64_t N)
 {
     const int64_t M = s->M;
     for (int64_t b = 0; b < s->B; b++) {

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.kernels import ModelStruct, PassStruct, ProductStruct
-from heads.backends.cpu.stack import KernelStack, PackedCache
+from heads.backends.cpu.stack import CpuKVCache, CpuStack
 from heads.backends.torch.decoder import NativeDecoder
 from heads.base import Observation
 from heads.tree import CompiledPick, Proposal
 
 
-class KernelModel:
+class CpuDraftModel:
     """A native decoder as the kernels draft with it, and what it points into."""
 
     def __init__(
-        self, decoder: NativeDecoder, stack: KernelStack, output: ProductStruct, turns: tuple[Tensor, Tensor]
+        self, decoder: NativeDecoder, stack: CpuStack, output: ProductStruct, cos_sin_table: tuple[Tensor, Tensor]
     ) -> None:
-        self.decoder, self.stack, self.turns = decoder, stack, turns
+        self.decoder, self.stack, self.cos_sin_table = decoder, stack, cos_sin_table
         table, norm = decoder.embedding.contiguous(), decoder.norm
         self.vocab_size, self.held = output.O, table
         self.struct = ModelStruct(
@@ -31,18 +31,20 @@ class KernelModel:
         )
 
     @classmethod
-    def of(cls, decoder: NativeDecoder, common_size: int, turns: tuple[Tensor, Tensor]) -> "KernelModel | None":
-        """Over the first `common_size` (C) tokens; `turns` of all positions there are. None where the kernels cannot:
-        other layers than `KernelStack` knows, or an output head that is more than a product."""
+    def of(
+        cls, decoder: NativeDecoder, common_size: int, cos_sin_table: tuple[Tensor, Tensor]
+    ) -> "CpuDraftModel | None":
+        """Over the first `common_size` (C) tokens; `cos_sin_table` of all positions there are. None where the kernels
+        cannot: other layers than `CpuStack` knows, or an output head that is more than a product."""
         packed = None if decoder.output is None else decoder.output.packed
         if decoder.stack is None or packed is None:
             return None
         columns = ProductStruct(*(getattr(packed.struct, name) for name, *_ in ProductStruct._fields_))
         columns.O = common_size  # those behind stay unread
-        return cls(decoder, decoder.stack, columns, turns)
+        return cls(decoder, decoder.stack, columns, cos_sin_table)
 
     def draft_chain(
-        self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int, cache: PackedCache
+        self, pick: CompiledPick, previous: Tensor, root: Tensor, length: Tensor, depth: int, cache: CpuKVCache
     ) -> Proposal:
         """What `heads.growth.grow` makes of steps: a chain behind each root (B,), which stands at `length` (B,) behind
         the token `previous` (B,), whose keys may not be in the cache."""
@@ -50,7 +52,7 @@ class KernelModel:
         chain, room = Chain(pick, root, length, depth, self.vocab_size), torch.empty(3, B, D)
         scratch = cache.room(self.stack.scratch_size(B, 2, D, S))
         step = PassStruct(
-            *(None, None, self.turns[0].data_ptr(), self.turns[1].data_ptr(), None, None, None, None),
+            *(None, None, self.cos_sin_table[0].data_ptr(), self.cos_sin_table[1].data_ptr(), None, None, None, None),
             *(scratch.data_ptr(), B, 0, 2, D, S, S, torch.get_num_threads()),
         )
         library.model_chain(

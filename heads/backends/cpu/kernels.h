@@ -33,7 +33,7 @@ typedef struct {
     const float *input;           /* (R, K of qkv), where the layer has no norm of its own */
     const float *cosines, *sines; /* (positions, d), the first half of the sines negative */
     const int64_t *positions;     /* (R) */
-    const int64_t *slots;         /* (R), of each batch row; -1: the token is kept nowhere, and what it gives is junk */
+    const int64_t *slots;         /* (R), of each batch row; -1: the token is kept nowhere, and what it gives is padding */
     const float *mask, *near_mask; /* (B, N, E), to be added to scores, the second in layers with a window; */
                                    /* NULL: a token sees the slots up to its own, within the window */
     float *scratch;               /* `scratch_size` floats */
@@ -46,7 +46,7 @@ void normalise_rows(const float *x, int64_t x_stride, const float *weight, float
                     int64_t R, int64_t n);
 int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E);
 void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
-                    int64_t value_stride, const int64_t *taps, int64_t num_taps, float *tapped);
+                    int64_t value_stride, const int64_t *aux_layer_ids, int64_t num_aux_layers, float *aux_hidden_states);
 void move_slots(float *keys, float *values, const int64_t *from, const int64_t *to, float *room, int64_t layers,
                 int64_t B, int64_t Hkv, int64_t S, int64_t d, int64_t P);
 
@@ -59,7 +59,7 @@ typedef struct { /* a chain drafted behind each root, token by token */
     const void *context;
     const int64_t *kept;          /* (V) the target's ids of the draft's, or NULL */
     const int64_t *root, *length; /* (B) the roots, and where they stand */
-    float *logits, *logp;         /* (B, V), (B): room for the law of the next token */
+    float *logits, *logp;         /* (B, V), (B): room for the distribution of the next token */
     int64_t *ids, *places;        /* (B): the tokens drafted last, and where they stand */
     int64_t *slots;               /* (2 B): room for the slots of what is read */
     int64_t *tokens;              /* (B, depth + 1), the root first */

@@ -146,10 +146,10 @@ def declare(library: ctypes.CDLL) -> None:
     library.draft_chain.argtypes = [_POINTER] * 8
     library.model_chain.argtypes = [*[_POINTER] * 5, _INT, _POINTER, _INT, _POINTER]
     library.advance.argtypes = [*[_POINTER] * 6, _INT, _INT]
-    library.observe.argtypes = [_POINTER] * 14
+    library.extend.argtypes = [_POINTER] * 14
     library.recycle.restype = library.read_out.restype = None
     library.draft_chain.restype = library.model_chain.restype = None
-    library.observe.restype = library.advance.restype = None
+    library.extend.restype = library.advance.restype = None
     library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
     library.scratch_size.restype = library.module_room.restype = _INT
     library.block_size.restype = library.lanes.restype = ctypes.c_int

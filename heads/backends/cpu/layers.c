@@ -225,16 +225,16 @@ static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *val
 }
 
 /* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer
- * taps[i] (ascending; `count` is what leaves the last) goes to columns i * D .. of tapped (R, num_taps * D). */
+ * aux_layer_ids[i] (ascending; `count` is what leaves the last) goes to columns i * D .. of aux_hidden_states (R, num_aux_layers * D). */
 void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
-                    int64_t value_stride, const int64_t *taps, int64_t num_taps, float *tapped)
+                    int64_t value_stride, const int64_t *aux_layer_ids, int64_t num_aux_layers, float *aux_hidden_states)
 {
     const int64_t R = p->B * p->N;
-    int64_t tap = 0;
+    int64_t next = 0;
     for (int64_t i = 0; i <= count; i++) {
-        for (; tap < num_taps && taps[tap] == i; tap++)
+        for (; next < num_aux_layers && aux_layer_ids[next] == i; next++)
             for (int64_t r = 0; r < R; r++)
-                memcpy(tapped + (r * num_taps + tap) * p->D, p->x + r * p->D, p->D * sizeof(float));
+                memcpy(aux_hidden_states + (r * num_aux_layers + next) * p->D, p->x + r * p->D, p->D * sizeof(float));
         if (i < count)
             decoder_layer(layers + i, p, keys + i * key_stride, values + i * value_stride);
     }

@@ -79,7 +79,7 @@ void draft_chain(const Module *m, const Pass *given, const Chain *c, const float
 
 /* Take in the true states (B, N, D) of tokens (B, N + 1) from start[b] on, of which count[b] are true, and renew what is
  * drafted from: recycled (B, D), root (B), length (B). Rooms of B * N * D floats and 3 B N ids. */
-void observe(const Module *m, const Pass *given, const int64_t *tokens, const int64_t *start, const int64_t *count,
+void extend(const Module *m, const Pass *given, const int64_t *tokens, const int64_t *start, const int64_t *count,
              const float *table, const float *states, float *made, int64_t *room, float *keys, float *values,
              float *recycled, int64_t *root, int64_t *length)
 {

@@ -10,11 +10,11 @@ SOURCE = Path(__file__).with_name("pending.c")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class BacklogStruct(ctypes.Structure):
-    """`Backlog` of backlog.c."""
+class PendingStruct(ctypes.Structure):
+    """`PendingStates` of pending hidden states.c."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("tokens", "count", "taps", "hidden")),
+        *((name, _POINTER) for name in ("tokens", "count", "aux_hidden_states", "hidden")),
         *((name, _INT) for name in ("B", "S", "taps_size", "hidden_size")),
     )
 

@@ -1,10 +1,10 @@
-"""Heads that recycle their state, on the CPU kernels: what `heads.backends.recurrent_memory.TorchMemory` does, a step
-of it one call.
+"""Heads that recycle their state, on the CPU kernels: what `heads.backends.recurrent_memory.TorchRecurrent` does, a
+step of it one call.
 
 Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
 
-Letters: B batch, W tokens of each, R = B * W rows, D hidden, L taps, Vd draft vocabulary, S cache slots, E of them
-shown, d head dimension.
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, E
+of them shown, d head dimension.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.kernels import ModuleStruct, PassStruct, ProductStruct, load
-from heads.backends.cpu.stack import KernelStack
+from heads.backends.cpu.stack import CpuStack
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
@@ -32,12 +32,12 @@ class KernelModule:
     """One module of a head as the kernels take it, and the tensors it points into."""
 
     struct: ModuleStruct
-    stack: KernelStack
+    stack: CpuStack
     held: tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class KernelDraft:
+class CpuDraft:
     """A whole head, from its weights as they were when this was made."""
 
     parts: HeadParts
@@ -47,17 +47,17 @@ class KernelDraft:
     """Vd"""
 
 
-def compiled_draft(parts: HeadParts, readout: Tensor) -> KernelDraft | None:
+def compiled_draft(parts: HeadParts, lm_head_weight: Tensor) -> CpuDraft | None:
     """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' device and
     dtype."""
     if parts.weight.device.type != "cpu" or parts.weight.dtype != torch.float32 or load() is None:
         return None
-    modules = [kernel_module(module, readout) for module in parts.modules]
+    modules = [kernel_module(module, lm_head_weight) for module in parts.modules]
     known = [module for module in modules if module is not None]
     if len(known) < len(modules):
         return None
     fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
-    return KernelDraft(parts, known, fuse, len(readout))
+    return CpuDraft(parts, known, fuse, len(lm_head_weight))
 
 
 def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
@@ -68,7 +68,7 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
     ]
     entering = None if parts.input_norm is None else Norm(parts.input_norm)
     attention = GroupedAttention(parts.attention, "full_attention", draft=True)
-    stack = KernelStack.of([(entering, attention, Norm(parts.norm), GatedMLP(parts.mlp, draft=True))])
+    stack = CpuStack.of([(entering, attention, Norm(parts.norm), GatedMLP(parts.mlp, draft=True))])
     projection = None if parts.project is None else Product.of(parts.project, draft=True).packed
     reading = Product(output, draft=True).packed
     if stack is None or reading is None:
@@ -85,35 +85,35 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
     return KernelModule(struct, stack, (norms, projection, reading))
 
 
-class KernelMemory:
-    """What the modules keep of a batch, and a step over it; as `heads.backends.recurrent_memory.TorchMemory`."""
+class CpuRecurrent:
+    """What the modules keep of a batch, and a step over it; as `heads.backends.recurrent_memory.TorchRecurrent`."""
 
-    nowhere = -1
-    """The slot of junk: the kernels write it nowhere."""
+    padding_slot = -1
+    """The slot of padding: the kernels write it to the padding slot."""
 
     def __init__(
         self,
-        draft: KernelDraft,
+        draft: CpuDraft,
         embed: Callable[[Tensor], Tensor],
-        turns: tuple[Tensor, Tensor],
+        cos_sin_table: tuple[Tensor, Tensor],
         batch_size: int,
     ) -> None:
         library = load()
         assert library is not None
-        cos, sin = (table[0, 0] for table in turns)  # (S, d) each
+        cos, sin = (table[0, 0] for table in cos_sin_table)  # (S, d) each
         half = cos.shape[1] // 2
         self.library, self.draft, self.embed = library, draft, embed
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
         self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
-        self.turns = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
-        self.where = [table.data_ptr() for table in self.turns]
+        self.cos_sin_table = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
+        self.where = [table.data_ptr() for table in self.cos_sin_table]
         self.references = [ctypes.byref(module.struct) for module in draft.modules]
         self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
         self.rooms: dict[tuple[int, ...], Tensor] = {}
 
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
-        made = self.draft.parts.start(taps.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
+        made = self.draft.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
         return made.view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class KernelMemory:
         places: Observed | Drafted,
         extent: int,
     ) -> tuple[Tensor, Tensor]:
-        """As `heads.backends.recurrent_memory.TorchMemory.step`."""
+        """As `heads.backends.recurrent_memory.TorchRecurrent.step`."""
         B, W = tokens.shape
         D = states.shape[2]
         if rows is not None:
@@ -148,7 +148,7 @@ class KernelMemory:
         visible = places.visible(module, extent)
         reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
-        held = [tensor.contiguous() for tensor in (states, places.positions, places.slots(self.nowhere))]
+        held = [tensor.contiguous() for tensor in (states, places.positions, places.slots(self.padding_slot))]
         given, at, to = (tensor.data_ptr() for tensor in held)
         made = torch.empty_like(held[0])
         step = self._pass(module, (B, W, D, extent), at, to, None if mask is None else mask.data_ptr())
@@ -188,18 +188,18 @@ class KernelMemory:
         )
         return chain.proposal()
 
-    def observe(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
         """Take in true features, in one call, and renew what is drafted from: recycled (B, D), root (B,), length
         (B,)."""
         assert self.single and self.table is not None
         (B, M), D = observation.hidden.shape[:2], recycled.shape[1]
-        states = self.start(observation.taps, observation.hidden).contiguous()
+        states = self.start(observation.aux_hidden_states, observation.hidden).contiguous()
         made, ids = torch.empty_like(states), root.new_empty(3, B, M)
         step = self._pass(0, (B, M, D, extent))
-        told = [x.contiguous() for x in (observation.tokens, observation.start, observation.count)]
-        self.library.observe(
+        accepted_tokens = [x.contiguous() for x in (observation.tokens, observation.start, observation.count)]
+        self.library.extend(
             *(self.references[0], ctypes.byref(step)),
-            *(tensor.data_ptr() for tensor in (*told, self.table, states, made, ids)),
+            *(tensor.data_ptr() for tensor in (*accepted_tokens, self.table, states, made, ids)),
             *(self.caches[0].where[0], self.caches[0].where[2]),
             *(tensor.data_ptr() for tensor in (recycled, root, length)),
         )

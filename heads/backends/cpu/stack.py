@@ -20,10 +20,10 @@ Block = tuple[Norm | None, GroupedAttention, Norm, GatedMLP]
 MLP."""
 
 
-class PackedCache:
-    """Keys with a block of slots side by side, values with each slot's by themselves; else as `SlotCache`."""
+class CpuKVCache:
+    """Keys with a block of slots side by side, values with each slot's by themselves; else as `KVCache`."""
 
-    def __init__(self, stack: "KernelStack", *, batch_size: int, capacity: int) -> None:
+    def __init__(self, stack: "CpuStack", *, batch_size: int, capacity: int) -> None:
         block, lanes = stack.library.block_size(), stack.library.lanes()
         L, (heads, d) = stack.num_layers, stack.key_shape
         assert capacity % block == 0
@@ -60,7 +60,7 @@ class PackedCache:
         return self.scratch
 
 
-class KernelStack:
+class CpuStack:
     """Layers as the kernels take them, with the tensors they point into."""
 
     def __init__(self, library: ctypes.CDLL, blocks: Sequence[Block], window: int) -> None:
@@ -73,7 +73,7 @@ class KernelStack:
         self.sizes: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def of(cls, blocks: Sequence[Block], window: int | None = None) -> "KernelStack | None":
+    def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
         """None where the kernels cannot: another device or dtype, another activation, layers of several widths."""
         library = load()
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
@@ -83,9 +83,9 @@ class KernelStack:
             return None
         return cls(library, blocks, window or 0)
 
-    def new_cache(self, *, batch_size: int, capacity: int) -> PackedCache:
+    def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
         """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
-        return PackedCache(self, batch_size=batch_size, capacity=capacity)
+        return CpuKVCache(self, batch_size=batch_size, capacity=capacity)
 
     def scratch_size(self, *shape: int) -> int:
         """Floats of scratch that a pass of shape (B, N, D, E) needs."""
@@ -97,17 +97,17 @@ class KernelStack:
     def run(
         self,
         x: Tensor,
-        cache: PackedCache,
+        cache: CpuKVCache,
         *,
         positions: Tensor,
-        turns: tuple[Tensor, Tensor],
+        cos_sin_table: tuple[Tensor, Tensor],
         given: Tensor | None = None,
         mask: Tensor | None = None,
         near_mask: Tensor | None = None,
-        taps: Sequence[int] = (),
+        aux_layer_ids: Sequence[int] = (),
     ) -> Tensor:
-        """Take the residual stream x (R, D) through all layers, in place; -> what enters the tapped ones, side by side
-        (R, taps * D).
+        """Take the residual stream x (R, D) through all layers, in place; -> what enters the auxiliary ones, side by
+        side (R, auxiliary hidden states * D).
 
         positions (B, N); turns (positions, .., d) of all positions there are; given (R, K): the first product's input
         where it comes normed; masks (B, 1, N, E), to be added to scores, in layers without and with a window; without
@@ -118,16 +118,25 @@ class KernelStack:
         E, size = cache.extent, self.scratch_size(B, N, D, cache.extent)
         held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask, given)]
         where = [t if t is None else t.data_ptr() for t in held]
-        tapped = x.new_empty(R, len(taps) * D)
+        aux = x.new_empty(R, len(aux_layer_ids) * D)
         step = PassStruct(
-            *(x.data_ptr(), where[4], turns[0].data_ptr(), turns[1].data_ptr(), where[0], where[1], where[2], where[3]),
+            *(
+                x.data_ptr(),
+                where[4],
+                cos_sin_table[0].data_ptr(),
+                cos_sin_table[1].data_ptr(),
+                where[0],
+                where[1],
+                where[2],
+                where[3],
+            ),
             *(cache.room(size).data_ptr(), B, cache.first_row, N, D, E, cache.capacity, torch.get_num_threads()),
         )
-        wanted = (ctypes.c_int64 * len(taps))(*taps)
+        wanted = (ctypes.c_int64 * len(aux_layer_ids))(*aux_layer_ids)
         self.library.decoder_layers(
-            self.structs, self.num_layers, ctypes.byref(step), *cache.where, wanted, len(taps), tapped.data_ptr()
+            self.structs, self.num_layers, ctypes.byref(step), *cache.where, wanted, len(aux_layer_ids), aux.data_ptr()
         )
-        return tapped
+        return aux
 
 
 def _struct(block: Block, window: int) -> LayerStruct:

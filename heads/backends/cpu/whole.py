@@ -5,7 +5,8 @@ It is what autocast makes of the Hugging Face model, with weights that are narro
 attention by matrix products, which on a CPU take less time than the library's fused kernel. The residual stream keeps
 the target's dtype.
 
-Letters: B rows, T tokens, R = B * T, H query heads, G query heads per key head, d head dimension, D hidden, L taps.
+Letters: B rows, T tokens, R = B * T, H query heads, G query heads per key head, d head dimension, D hidden, L auxiliary
+layers.
 """
 
 from collections.abc import Sequence
@@ -75,11 +76,11 @@ class _Layer:
 
 
 class WholePass:
-    """Token ids in, tapped residual streams and the last hidden state out."""
+    """Token ids in, auxiliary hidden states and the last hidden state out."""
 
     def __init__(self, decoder: NativeDecoder, dtype: torch.dtype) -> None:
         self.config, self.embedding, self.dtype = decoder.config, decoder.embedding, dtype
-        self.norm, self.turns = decoder.norm, decoder.turns
+        self.norm, self.cos_sin_table = decoder.norm, decoder.cos_sin_table
         self.layers = []
         for layer in decoder.layers:
             attention, mlp = layer.attention, layer.feedforward
@@ -93,13 +94,13 @@ class WholePass:
             )
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, positions: Tensor, documents: Tensor, taps: Sequence[int]) -> Features:
+    def __call__(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """As `FrozenTarget.packed_features`."""
         with torch.autocast(tokens.device.type, enabled=False):
             B, T = tokens.shape
             x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
-            turns = self.turns(int(positions.max()) + 1)
-            turn = turns[0][positions.flatten()], turns[1][positions.flatten()]  # (R, 1, d)
+            cos_sin_table = self.cos_sin_table(int(positions.max()) + 1)
+            cos_sin = cos_sin_table[0][positions.flatten()], cos_sin_table[1][positions.flatten()]  # (R, 1, d)
             made = attention_masks(self.config, self.dtype, packed_visible(documents), positions, positions)
             masks: dict[tuple[str, int], list[Tensor]] = {}
             streams = []
@@ -117,29 +118,29 @@ class WholePass:
                         for start, stop in _blocks(T)
                     ]
                 heads = layer.qkv(layer.attention_norm(x)).view(B * T, -1, attention.d)
-                x = x + layer.out(_attend(attention, heads, turn, masks[key], B))
+                x = x + layer.out(_attend(attention, heads, cos_sin, masks[key], B))
                 normed = layer.feedforward_norm(x).to(self.dtype)
                 x = x + layer.down(layer.activation(layer.gate(normed)).mul_(layer.up(normed)))
-            tapped = torch.cat([[*streams, x][k] for k in taps], dim=-1) if taps else x[:, :0]
-            return Features(tapped.view(B, T, -1), self.norm(x).view(B, T, -1))
+            aux = torch.cat([[*streams, x][k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
+            return Features(aux.view(B, T, -1), self.norm(x).view(B, T, -1))
 
 
 def _attend(
-    attention: GroupedAttention, heads: Tensor, turn: tuple[Tensor, Tensor], masks: list[Tensor], B: int
+    attention: GroupedAttention, heads: Tensor, cos_sin: tuple[Tensor, Tensor], masks: list[Tensor], B: int
 ) -> Tensor:
     """heads (R, H + 2 H / G, d): queries, keys and values; masks by block, (B * H / G, block * G, stop), to be added to
     scores -> (R, H * d)."""
     H, Hkv, d = attention.num_heads, attention.num_key_heads, attention.d
-    turned = heads[:, : H + Hkv].to(torch.promote_types(heads.dtype, torch.float32))  # a copy if narrow
+    rotated = heads[:, : H + Hkv].to(torch.promote_types(heads.dtype, torch.float32))  # a copy if narrow
     if attention.head_norm is not None:
-        turned = unit(turned, attention.head_eps).mul_(attention.head_norm)
-    turned = rotate_(turned, turn).to(heads.dtype)
+        rotated = unit(rotated, attention.head_eps).mul_(attention.head_norm)
+    rotated = rotate_(rotated, cos_sin).to(heads.dtype)
 
     def by_head(x: Tensor) -> Tensor:
         """(R, Hkv * n, d) -> (B * Hkv, T * n, d)."""
         return x.reshape(B, -1, Hkv, x.shape[1] // Hkv, d).transpose(1, 2).reshape(B * Hkv, -1, d)
 
-    q, k, v = by_head(turned[:, :H]), by_head(turned[:, H:]), by_head(heads[:, H + Hkv :])
+    q, k, v = by_head(rotated[:, :H]), by_head(rotated[:, H:]), by_head(heads[:, H + Hkv :])
     T, G = k.shape[1], H // Hkv
     outs = []
     for (start, stop), mask in zip(_blocks(T), masks, strict=True):

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from heads.backends.cpu.stack import KernelStack
+from heads.backends.cpu.stack import CpuStack
 from heads.backends.torch.attention import GroupedAttention, LatentAttention
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP, GroupedRouter, Router, SoftmaxRouter
@@ -90,8 +90,8 @@ def read_decoder(target: Decodable, *, draft: bool) -> NativeDecoder:
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
     layers = [_read_layer(layer, kind, target, draft) for layer, kind in zip(base.layers, kinds, strict=True)]
-    law = OutputHead(target.head, target.config)
-    plain = type(target.head) is nn.Linear and (law.scale, law.soft_cap) == (1, None)
+    distribution = OutputHead(target.head, target.config)
+    plain = type(target.head) is nn.Linear and (distribution.scale, distribution.soft_cap) == (1, None)
     return NativeDecoder(
         config=target.config,
         embedding=base.embed_tokens.weight.detach(),
@@ -103,14 +103,14 @@ def read_decoder(target: Decodable, *, draft: bool) -> NativeDecoder:
     )
 
 
-def _stack(layers: Sequence[Layer], window: int | None) -> KernelStack | None:
+def _stack(layers: Sequence[Layer], window: int | None) -> CpuStack | None:
     blocks = []
     for layer in layers:
         attention, feedforward = layer.attention, layer.feedforward
         if not (isinstance(attention, GroupedAttention) and isinstance(feedforward, GatedMLP)):
             return None
         blocks.append((layer.attention_norm, attention, layer.feedforward_norm, feedforward))
-    return KernelStack.of(blocks, window)
+    return CpuStack.of(blocks, window)
 
 
 def _read_layer(layer: Any, kind: str, target: Decodable, draft: bool) -> Layer:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heads.backends.torch.cache import SlotCache
+from heads.backends.torch.cache import KVCache
 from heads.backends.torch.linear import Norm, Product, unit
 
 
@@ -19,9 +19,9 @@ from heads.backends.torch.linear import Norm, Product, unit
 class Step:
     """What all layers of one pass share."""
 
-    cache: SlotCache
+    cache: KVCache
     batch_size: int
-    turn: tuple[Tensor, Tensor]  # (R, 1, d) each: cosines, and sines with the first half negative
+    cos_sin: tuple[Tensor, Tensor]  # (R, 1, d) each: cosines, and sines with the first half negative
     masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), to be added to scores
     folded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
@@ -65,10 +65,10 @@ class GroupedAttention:
         H, Hkv, d = self.num_heads, self.num_key_heads, self.d
         fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
         heads = fused.view(-1, H + 2 * Hkv, d)
-        turned = heads[:, : H + Hkv]
+        rotated = heads[:, : H + Hkv]
         if self.head_norm is not None:
-            torch.mul(unit(turned, self.head_eps), self.head_norm, out=turned)
-        rotate_(turned, step.turn)
+            torch.mul(unit(rotated, self.head_eps), self.head_norm, out=rotated)
+        rotate_(rotated, step.cos_sin)
         shown = step.cache.write(layer, fused[:, H * d :])  # (B, E, W)
         return self.out(self.attend(heads[:, :H], shown, step), residual)
 
@@ -129,10 +129,10 @@ class LatentAttention:
         if self.low_rank:
             q = self.queries(self.q_norm(q))
         q = q.unflatten(1, (H, -1))  # (R, H, nope + P)
-        turns = [q[..., self.nope :], latent[:, None, C:]]
+        cos_sin_table = [q[..., self.nope :], latent[:, None, C:]]
         if self.interleaved:  # the pairs that turn together, side by side, go to the two halves; scores stay the same
-            turns = [turn.unflatten(-1, (-1, 2)).mT.flatten(-2) for turn in turns]
-        q_turned, key = (rotate_(turn.contiguous(), step.turn) for turn in turns)
+            cos_sin_table = [cos_sin.unflatten(-1, (-1, 2)).mT.flatten(-2) for cos_sin in cos_sin_table]
+        q_turned, key = (rotate_(cos_sin.contiguous(), step.cos_sin) for cos_sin in cos_sin_table)
         shown = step.cache.write(layer, torch.cat([self.latent_norm(latent[:, :C]), key[:, 0]], dim=-1))  # (B, E, W)
         absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self.to_key)  # (H, R, C)
         q = torch.cat([absorbed.transpose(0, 1), q_turned], dim=-1).view(B, -1, C + P)  # (B, N * H, W)
@@ -143,7 +143,7 @@ class LatentAttention:
         return self.out(values.transpose(0, 1).flatten(1), residual)
 
 
-def rotate_(heads: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_(heads: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Turn heads (R, H, d) in place, first half against second."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
-    return heads.mul_(turn[0]).addcmul_(swapped, turn[1])
+    return heads.mul_(cos_sin[0]).addcmul_(swapped, cos_sin[1])

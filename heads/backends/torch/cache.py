@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class SlotCache:
+class KVCache:
     """Every layer's past of a whole batch."""
 
     def __init__(

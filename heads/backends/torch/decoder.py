@@ -3,7 +3,7 @@
 Known are the architectures of `heads.backends.torch.architectures`; each decodes as its Hugging Face model does, up to
 rounding. Every shape is static and nothing waits for the host, so that a CUDA graph can hold a step.
 
-Letters: B rows, N tokens of a step, R = B * N, S slots a row, L taps, D hidden, V vocabulary.
+Letters: B rows, N tokens of a step, R = B * N, S slots a row, L auxiliary layers, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.stack import KernelStack, PackedCache
+from heads.backends.cpu.stack import CpuKVCache, CpuStack
 from heads.backends.torch.attention import GroupedAttention, LatentAttention, Step
-from heads.backends.torch.cache import SlotCache
+from heads.backends.torch.cache import KVCache
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.target.families import attention_masks
@@ -34,7 +34,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class NativeDecoder:
-    """Token ids in, tapped residual streams and the last hidden state out."""
+    """Token ids in, auxiliary hidden states and the last hidden state out."""
 
     config: Any
     embedding: Tensor  # (V, D)
@@ -44,7 +44,7 @@ class NativeDecoder:
     """The model's own module of rotary positions, with whatever scaling it has."""
     output: Product | None
     """The output head, where it is a plain product."""
-    stack: KernelStack | None
+    stack: CpuStack | None
     """The layers once more, for the CPU kernels, where they know how."""
 
     def products(self) -> dict[str, list[Product]]:
@@ -58,11 +58,11 @@ class NativeDecoder:
                         found.setdefault(name, []).append(part)
         return found
 
-    def new_cache(self, *, batch_size: int, capacity: int) -> SlotCache | PackedCache:
+    def new_cache(self, *, batch_size: int, capacity: int) -> KVCache | CpuKVCache:
         """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         if self.stack is not None:
             return self.stack.new_cache(batch_size=batch_size, capacity=capacity)
-        return SlotCache(
+        return KVCache(
             num_layers=len(self.layers),
             batch_size=batch_size,
             capacity=capacity,
@@ -71,7 +71,7 @@ class NativeDecoder:
             device=self.embedding.device,
         )
 
-    def turns(self, num_positions: int) -> tuple[Tensor, Tensor]:
+    def cos_sin_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """(positions, 1, d) twice: cosines, and sines with the first half negative, of positions 0 .. ."""
         made = self.rotary(self.embedding[:1], torch.arange(num_positions, device=self.embedding.device)[None])
         if isinstance(made, tuple):
@@ -89,18 +89,18 @@ class NativeDecoder:
         positions: Tensor,
         visible: Tensor | None,
         key_positions: Tensor | None,
-        cache: SlotCache | PackedCache,
-        turns: tuple[Tensor, Tensor],
-        taps: Sequence[int] = (),
+        cache: KVCache | CpuKVCache,
+        cos_sin_table: tuple[Tensor, Tensor],
+        aux_layer_ids: Sequence[int] = (),
     ) -> Features:
         """One pass over tokens (B, N), whose slots `cache` was aimed at; the other arguments as in
-        `FrozenTarget.features`, and `turns` of all positions there are.
+        `FrozenTarget.features`, and `cos_sin_table` of all positions there are.
 
         `visible` and `key_positions` None: slots are positions, and a token sees those up to its own.
         """
         B, N = tokens.shape
         x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
-        if visible is None and not isinstance(cache, PackedCache):
+        if visible is None and not isinstance(cache, CpuKVCache):
             key_positions = torch.arange(cache.extent, device=tokens.device).expand(B, -1)
             visible = key_positions[:, None] <= positions[..., None]
         masks: dict[str, Tensor] = {}
@@ -109,30 +109,30 @@ class NativeDecoder:
             made = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
             kinds = {layer.attention.kind for layer in self.layers}
             masks = made if isinstance(made, dict) else dict.fromkeys(kinds, made)
-        if isinstance(cache, PackedCache):
+        if isinstance(cache, CpuKVCache):
             assert self.stack is not None
             near = masks.get("sliding_attention")
             full = masks.get("full_attention", near)
-            tapped = self.stack.run(
+            aux = self.stack.run(
                 x,
                 cache,
                 positions=positions,
-                turns=turns,
+                cos_sin_table=cos_sin_table,
                 mask=near if full is None else full,
                 near_mask=near,
-                taps=taps,
+                aux_layer_ids=aux_layer_ids,
             )
         else:
             place = positions.flatten()
-            turn = turns[0].index_select(0, place), turns[1].index_select(0, place)
-            step = Step(cache=cache, batch_size=B, turn=turn, masks=masks)
+            cos_sin = cos_sin_table[0].index_select(0, place), cos_sin_table[1].index_select(0, place)
+            step = Step(cache=cache, batch_size=B, cos_sin=cos_sin, masks=masks)
             streams = []
             for i, layer in enumerate(self.layers):
                 streams.append(x)
                 x = layer.attention(layer.attention_norm(x), x, step, i)
                 x = layer.feedforward(layer.feedforward_norm(x), x)
-            tapped = torch.cat([[*streams, x][k] for k in taps], dim=-1) if taps else x[:, :0]
-        return Features(tapped.view(B, N, -1), self.norm(x).view(B, N, -1))
+            aux = torch.cat([[*streams, x][k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
+        return Features(aux.view(B, N, -1), self.norm(x).view(B, N, -1))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider; None where the output head

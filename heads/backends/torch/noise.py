@@ -14,8 +14,8 @@ def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
 
     Since G = -log(-log(1 - w)) for a uniform w, large noise comes from small w, where w is finest: values up to 36 are
-    drawn by their true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some
-    hundred millions).
+    drawn by their true distribution. float64 makes libraries' last-bit differences vanish in the cast (but for one
+    value in some hundred millions).
     """
     return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
 

@@ -1,6 +1,6 @@
 """The rule `match` and the accepted nodes' features, a kernel each: many small operations of a round as two.
 
-Letters: B rows, N nodes, K depth, M = K + 1, D hidden, X width of the taps.
+Letters: B rows, N nodes, K depth, M = K + 1, D hidden, X width of the auxiliary hidden states.
 """
 
 from torch import Tensor
@@ -57,10 +57,10 @@ def _accept(  # type: ignore[no-untyped-def]
     count = best // PAD
     tl.store(ACCEPTED + b, count)
     for back in range(0, K + 1):
-        rung = count - back
-        if rung >= 0:
-            tl.store(PATH + b * (K + 1) + rung, node)
-            tl.store(EMITTED + b * (K + 1) + rung, tl.load(CHOICE + node))
+        step = count - back
+        if step >= 0:
+            tl.store(PATH + b * (K + 1) + step, node)
+            tl.store(EMITTED + b * (K + 1) + step, tl.load(CHOICE + node))
             node = tl.load(PARENTS + node)
     rest = tl.arange(0, PAD_M)
     behind = (rest > count) & (rest <= K)
@@ -69,37 +69,48 @@ def _accept(  # type: ignore[no-untyped-def]
     tl.store(EMITTED + b * (K + 1) + rest, nothing, mask=behind)
 
 
-def take_path(taps: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """The nodes' features in the order of a path: taps (B, N, X), hidden (B, N, D), path (B, M) -> (B, M, X) and
-    (B, M, D)."""
+def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes' features in the order of a path: auxiliary hidden states (B, N, X), hidden (B, N, D), path (B, M) ->
+    (B, M, X) and (B, M, D)."""
     if not runs_kernels(hidden):
-        return take_path_twin(taps, hidden, path)
-    (B, N, D), X, M = hidden.shape, taps.shape[2], path.shape[1]
-    taken = taps.new_empty(B, M, X), hidden.new_empty(B, M, D)
+        return take_path_twin(aux_hidden_states, hidden, path)
+    (B, N, D), X, M = hidden.shape, aux_hidden_states.shape[2], path.shape[1]
+    taken = aux_hidden_states.new_empty(B, M, X), hidden.new_empty(B, M, D)
     block = min(2048, next_power_of_2(max(D, X)))
-    tapped = -(-X // block)
-    _take_path[(B * M, tapped + -(-D // block))](
-        taps.contiguous(), hidden.contiguous(), path.contiguous(), *taken, N, M, X, D, tapped, BLOCK=block
+    aux_blocks = -(-X // block)
+    _take_path[(B * M, aux_blocks + -(-D // block))](
+        aux_hidden_states.contiguous(),
+        hidden.contiguous(),
+        path.contiguous(),
+        *taken,
+        N,
+        M,
+        X,
+        D,
+        aux_blocks,
+        BLOCK=block,
     )
     return taken
 
 
-def take_path_twin(taps: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+def take_path_twin(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
     """The same in torch operations."""
     at = path[..., None]
-    return taps.gather(1, at.expand(-1, -1, taps.shape[2])), hidden.gather(1, at.expand(-1, -1, hidden.shape[2]))
+    return aux_hidden_states.gather(1, at.expand(-1, -1, aux_hidden_states.shape[2])), hidden.gather(
+        1, at.expand(-1, -1, hidden.shape[2])
+    )
 
 
 @jit
 def _take_path(  # type: ignore[no-untyped-def]
-    TAPS, HIDDEN, PATH, TAPS_TAKEN, HIDDEN_TAKEN, N, M, X, D, tapped, BLOCK: constexpr,
+    AUX, HIDDEN, PATH, AUX_TAKEN, HIDDEN_TAKEN, N, M, X, D, aux_blocks, BLOCK: constexpr,
 ):  # fmt: skip
-    """One block of one node's taps, or of its hidden state."""
+    """One block of one node's auxiliary hidden states, or of its hidden state."""
     goal, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = goal // M * N + tl.load(PATH + goal)
-    if block < tapped:
+    if block < aux_blocks:
         x = block * BLOCK + tl.arange(0, BLOCK)
-        tl.store(TAPS_TAKEN + goal * X + x, tl.load(TAPS + source * X + x, mask=x < X), mask=x < X)
+        tl.store(AUX_TAKEN + goal * X + x, tl.load(AUX + source * X + x, mask=x < X), mask=x < X)
     else:
-        x = (block - tapped) * BLOCK + tl.arange(0, BLOCK)
+        x = (block - aux_blocks) * BLOCK + tl.arange(0, BLOCK)
         tl.store(HIDDEN_TAKEN + goal * D + x, tl.load(HIDDEN + source * D + x, mask=x < D), mask=x < D)

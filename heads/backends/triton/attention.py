@@ -230,8 +230,8 @@ def _split_attention(  # type: ignore[no-untyped-def]
     q_at = Q + b * q_b + node * q_n + head * q_h
     q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
     if ROPE > 0:
-        turned = tl.arange(0, ROPE)
-        q_rope = tl.load(q_at[:, None] + D + turned[None], mask=live[:, None], other=0.0)
+        rotated = tl.arange(0, ROPE)
+        q_rope = tl.load(q_at[:, None] + D + rotated[None], mask=live[:, None], other=0.0)
     if WINDOW:
         position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -251,7 +251,7 @@ def _split_attention(  # type: ignore[no-untyped-def]
         k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
         x = tl.dot(q, k, input_precision="ieee")
         if ROPE > 0:
-            k_rope = tl.load(k_at[None] + D + turned[:, None], mask=here[None], other=0.0)
+            k_rope = tl.load(k_at[None] + D + rotated[:, None], mask=here[None], other=0.0)
             x += tl.dot(q_rope, k_rope, input_precision="ieee")
         x = x * scale
         if CAP:

@@ -3,8 +3,9 @@
     choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
 
 A program forms one tile of logits in float32 for all M rows, adds the noise of `heads.backends.torch.noise.gumbel` and
-keeps the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole law and
-take the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it by a constant.
+keeps the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole
+distribution and take the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it
+by a constant.
 
 Letters: B rows of the batch, M hidden states, as many of each, D width, V vocabulary.
 """
@@ -69,7 +70,7 @@ def _kernel(
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole law."""
+    """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole distribution."""
     if not runs_kernels(hidden):
         return hidden.float() @ weight.float().T
     (M, D), V = hidden.shape, len(weight)

@@ -7,23 +7,23 @@ Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
 
 from torch import Tensor
 
-from heads.backends.round_state import RoundState, Settled
+from heads.backends.round_state import CommitResult, RoundState
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
-def settle(
-    state: RoundState, eos: Tensor, settled: Settled, accepted: Tensor, emitted: Tensor, depths: Tensor | None
+def commit(
+    state: RoundState, eos: Tensor, result: CommitResult, accepted: Tensor, emitted: Tensor, depths: Tensor | None
 ) -> None:
-    """As `eval.runtime.state.Settlement`, in place; what becomes known goes to `settled`.
+    """As `eval.runtime.state.Commit`, in place; what becomes known goes to `result`.
 
     eos (any number of them,) int64; accepted (B,), emitted (B, M), depths (B, N) or None int64.
     """
     B, M = emitted.shape
     T, N = state.report.shape[1] - 3, 0 if depths is None else depths.shape[1]
-    _settle[(B,)](
+    _commit[(B,)](
         accepted, emitted.contiguous(), emitted if depths is None else depths, eos,
         state.length, state.root, state.done, state.limit, state.heeds_eos, state.output, state.output_length,
-        state.rounds, state.accepted, state.reached, state.report, settled.tokens, settled.start, settled.count,
+        state.rounds, state.accepted, state.reached, state.report, result.tokens, result.start, result.count,
         N, 0 if depths is None else depths.stride(0), state.output.shape[1], state.accepted.shape[1],
         M=M, T=T, PAD_M=next_power_of_2(M), PAD_N=next_power_of_2(max(N, 1)), PAD_T=next_power_of_2(T),
         TREE=depths is not None, NUM_EOS=len(eos), num_warps=1,
@@ -31,7 +31,7 @@ def settle(
 
 
 @jit
-def _settle(  # type: ignore[no-untyped-def]
+def _commit(  # type: ignore[no-untyped-def]
     ACCEPTED, EMITTED, DEPTHS, EOS,
     LENGTH, ROOT, DONE, LIMIT, HEEDS_EOS, OUTPUT, OUTPUT_LENGTH, ROUNDS, KEPT, REACHED, REPORT, TOKENS, START, COUNT,
     N, depths_b, output_width, record_width,

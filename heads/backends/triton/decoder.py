@@ -19,7 +19,7 @@ from torch.nn.functional import silu
 from transformers.activations import ACT2FN
 
 from heads.backends.torch.attention import GroupedAttention, LatentAttention, rotate_
-from heads.backends.torch.cache import SlotCache
+from heads.backends.torch.cache import KVCache
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Product
@@ -48,7 +48,7 @@ class Tree:
     depths: Tensor | None  # (B, N), for windows and paths
     paths: Tensor | None  # (B, N, K + 1), for attention by paths
     slots: Tensor  # (R,) in flat storage
-    turn: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
+    cos_sin: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
     positions: Tensor | None = None  # (R,)
     split: int = SPLIT
     """Slots of one split of attention."""
@@ -78,7 +78,7 @@ def grouped(
         norms = {"q_norm": attention.head_norm[0], "k_norm": attention.head_norm[H], "eps": attention.head_eps}
     keys, values = store.view(-1, 2, Hkv, d).unbind(1)
     qkv = products(x, attention.qkv.weight, attention.qkv.bias)
-    q = rope_write(qkv, *tree.turn, tree.slots, keys, values, num_heads=H, positions=tree.positions, **norms)
+    q = rope_write(qkv, *tree.cos_sin, tree.slots, keys, values, num_heads=H, positions=tree.positions, **norms)
     keys, values = store[rows].unbind(2)  # (B, S, Hkv, d)
     mixed = attend(q.view(B, N, H, d), keys, values, tree, attention.scale, window)
     return products(mixed.view(B * N, H * d), attention.out.weight, attention.out.bias)
@@ -122,7 +122,7 @@ class DecoderPass:
         being measured."""
         self.decoder = decoder
         table = decoder.embedding
-        self.cache = SlotCache(
+        self.cache = KVCache(
             num_layers=len(decoder.layers),
             batch_size=batch_size,
             capacity=capacity,
@@ -130,7 +130,7 @@ class DecoderPass:
             dtype=table.dtype,
             device=table.device,
         )
-        cos, sin = decoder.turns(positions)
+        cos, sin = decoder.cos_sin_table(positions)
         half = cos.shape[2] // 2
         self.cos, self.sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()  # (positions, d / 2)
         self.slot = torch.arange(capacity, device=table.device)
@@ -149,11 +149,13 @@ class DecoderPass:
                 found += [p.weight for p in vars(part).values() if isinstance(p, Product)] if part is not None else []
         return found
 
-    def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions (R,), (R, d / 2) each."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
-    def features(self, tokens: Tensor, tree: Tree, taps: Sequence[int] = (), row: int | None = None) -> Features:
+    def features(
+        self, tokens: Tensor, tree: Tree, aux_layer_ids: Sequence[int] = (), row: int | None = None
+    ) -> Features:
         """One pass over tokens (B, N); `row`: the one that they are of, None for all."""
         B, N = tokens.shape
         rows = slice(0, B) if row is None else slice(row, row + 1)
@@ -162,15 +164,15 @@ class DecoderPass:
         added: Tensor | None = None
         for i, layer in enumerate(self.decoder.layers):
             normed = add_norm(x, added, layer.attention_norm.weight, layer.attention_norm.eps)
-            if i in taps:
+            if i in aux_layer_ids:
                 streams[i] = x.clone()
             added = self.attention(layer.attention, normed, tree, i, rows)
             normed = add_norm(x, added, layer.feedforward_norm.weight, layer.feedforward_norm.eps)
             added = self.feed(layer.feedforward, normed)
         hidden = add_norm(x, added, self.decoder.norm.weight, self.decoder.norm.eps)
         streams[len(self.decoder.layers)] = x
-        tapped = torch.cat([streams[k] for k in taps], dim=-1) if taps else x[:, :0]
-        return Features(tapped.view(B, N, -1), hidden.view(B, N, -1))
+        aux = torch.cat([streams[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
+        return Features(aux.view(B, N, -1), hidden.view(B, N, -1))
 
     def compact(self, length: Tensor, path: Tensor, accepted: Tensor) -> None:
         """What stands `path` (B, K + 1) slots behind the length (B,) moves to the first of these slots, in order, as
@@ -198,28 +200,28 @@ class DecoderPass:
     ) -> Tensor:
         """The same by `heads.backends.torch.attention.LatentAttention`, absorbed, over store (B', S, C + rotary
         width)."""
-        H, C, turned_width = attention.num_heads, attention.C, attention.P
+        H, C, rotary_width = attention.num_heads, attention.C, attention.P
         B, N = tree.words.shape[:2]
         fused = self.multiply(x, attention.inputs)
-        q, latent = fused[:, : -C - turned_width], fused[:, -C - turned_width :]
+        q, latent = fused[:, : -C - rotary_width], fused[:, -C - rotary_width :]
         if attention.low_rank:
             normed = add_norm(q.contiguous(), None, attention.q_norm.weight, attention.q_norm.eps)
             q = self.multiply(normed, attention.queries)
         q = q.unflatten(1, (H, -1))  # (R, H, nope + turned)
-        turns = [q[..., attention.nope :], latent[:, None, C:]]
+        cos_sin_table = [q[..., attention.nope :], latent[:, None, C:]]
         if attention.interleaved:
-            turns = [turn.unflatten(-1, (-1, 2)).mT.flatten(-2) for turn in turns]
-        cos, sin = (half[:, None] for half in tree.turn)
+            cos_sin_table = [cos_sin.unflatten(-1, (-1, 2)).mT.flatten(-2) for cos_sin in cos_sin_table]
+        cos, sin = (half[:, None] for half in tree.cos_sin)
         signed = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        turned, key = (rotate_(turn.contiguous(), signed) for turn in turns)
+        rotated, key = (rotate_(cos_sin.contiguous(), signed) for cos_sin in cos_sin_table)
         weight, eps = attention.latent_norm.weight, attention.latent_norm.eps
         normed = add_norm(latent[:, :C].contiguous(), None, weight, eps)
         store.flatten(0, 1).index_copy_(0, tree.slots, torch.cat([normed, key[:, 0]], dim=-1))
-        absorbed = q.new_empty(B * N, H, C + turned_width)
+        absorbed = q.new_empty(B * N, H, C + rotary_width)
         per_head_mm(q[..., : attention.nope], attention.to_key, absorbed[..., :C])
-        absorbed[..., C:] = turned
-        keys, q = store[rows][:, :, None], absorbed.view(B, N, H, C + turned_width)  # (B, S, 1, width)
-        mixed = attend(q, keys, keys[..., :C], tree, attention.scale, window, rope=turned_width)
+        absorbed[..., C:] = rotated
+        keys, q = store[rows][:, :, None], absorbed.view(B, N, H, C + rotary_width)  # (B, S, 1, width)
+        mixed = attend(q, keys, keys[..., :C], tree, attention.scale, window, rope=rotary_width)
         values = per_head_mm(mixed.view(-1, H, C), attention.to_value)  # (R, H, v)
         return self.multiply(values.flatten(1), attention.out)
 

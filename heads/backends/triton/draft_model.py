@@ -24,7 +24,7 @@ class DraftPass(DecoderPass):
     ) -> None:
         """For trees of `shape` and for shorter chains; `common_size`: C."""
         output = decoder.output
-        self.readout = None if output is None else output.weight[:common_size]  # (C, D)
+        self.lm_head_weight = None if output is None else output.weight[:common_size]  # (C, D)
         self.bias = None if output is None or output.bias is None else output.bias[:common_size]
         rows = {batch_size * width for width in (1, 2, *level_widths(shape))}  # a round begins with two tokens
         super().__init__(
@@ -38,7 +38,7 @@ class DraftPass(DecoderPass):
 
     def weights(self) -> list[Tensor]:
         """Those of the output head too."""
-        return [*super().weights(), *([] if self.readout is None else [self.readout])]
+        return [*super().weights(), *([] if self.lm_head_weight is None else [self.lm_head_weight])]
 
     def read(self, tokens: Tensor, places: Observed | Drafted) -> Tensor:
         """One step: tokens (B, W) at their places -> states after the final norm (B, W, D)."""
@@ -54,12 +54,12 @@ class DraftPass(DecoderPass):
             if self.window:  # which is asked of positions, and slots say them of a node's own path only
                 paths, behind = places.paths.contiguous(), places.paths.shape[2]
                 depths = torch.full_like(paths[..., 0], behind - 1)
-        turn = self.turn(at.positions)
-        tree = Tree(length, behind, words, depths, paths, at.slots, turn, split=draft_split(len(self.slot)))
+        cos_sin = self.cos_sin(at.positions)
+        tree = Tree(length, behind, words, depths, paths, at.slots, cos_sin, split=draft_split(len(self.slot)))
         return self.features(tokens, tree).hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(B, W, D) -> (B, W, C); None where the output head is more than a product."""
-        if self.readout is None:
+        if self.lm_head_weight is None:
             return None
-        return self.products(hidden.flatten(0, 1), self.readout, self.bias).view(*hidden.shape[:2], -1)
+        return self.products(hidden.flatten(0, 1), self.lm_head_weight, self.bias).view(*hidden.shape[:2], -1)

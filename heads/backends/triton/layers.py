@@ -113,7 +113,7 @@ def rope_write_twin(
     q, k, v = qkv.view(M, -1, d).split([num_heads, Hkv, Hkv], dim=1)
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    turned = []
+    rotated = []
     for x, norm in ((q, q_norm), (k, k_norm)):
         wide = x.float()
         if norm is not None:
@@ -121,10 +121,10 @@ def rope_write_twin(
             wide = wide.to(qkv.dtype).float()
         first, second = wide.chunk(2, dim=-1)
         c, s = cos.float()[:, None], sin.float()[:, None]
-        turned.append(torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(qkv.dtype))
-    keys.index_copy_(0, slots, turned[1].to(keys.dtype))
+        rotated.append(torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(qkv.dtype))
+    keys.index_copy_(0, slots, rotated[1].to(keys.dtype))
     values.index_copy_(0, slots, v.to(values.dtype))
-    return turned[0]
+    return rotated[0]
 
 
 @jit

@@ -80,8 +80,8 @@ def best_columns(
 
 def best_columns_twin(logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same in torch operations, of scores that have their noise; which of equal ones stands first is not said."""
-    law = logits.float().log_softmax(-1)
-    logp, columns = law.max(-1, keepdim=True) if count == 1 else law.topk(count, dim=-1)
+    distribution = logits.float().log_softmax(-1)
+    logp, columns = distribution.max(-1, keepdim=True) if count == 1 else distribution.topk(count, dim=-1)
     return columns if token_ids is None else token_ids[columns], logp
 
 

@@ -1,13 +1,13 @@
-"""Heads that recycle their state, on a GPU: what `heads.backends.recurrent_memory.TorchMemory` does, a step of it some
-fourteen kernels.
+"""Heads that recycle their state, on a GPU: what `heads.backends.recurrent_memory.TorchRecurrent` does, a step of it
+some fourteen kernels.
 
     enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
 
 and the output head's product. A draft streams its weights once a step, at 4.8 TB/s 10 microseconds for 50 MB, so that
 every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
 
-Letters: B batch, W tokens of each, R = B * W rows, D hidden, L taps, Vd draft vocabulary, S cache slots, H query heads,
-Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, H
+query heads, Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def triton_drafts(parts: HeadParts) -> bool:
     return len(parts.modules) == 1 and once and parts.weight.dtype in DTYPES and runs_kernels(parts.weight)
 
 
-class TritonMemory:
+class TritonRecurrent:
     """What the module keeps of a batch, and a step over it, by its weights as they were when this was made; fused ones
     are copies."""
 
@@ -50,15 +50,15 @@ class TritonMemory:
         self,
         parts: HeadParts,
         embed: Callable[[Tensor], Tensor],
-        readout: Tensor,
-        turns: tuple[Tensor, Tensor],
+        lm_head_weight: Tensor,
+        cos_sin_table: tuple[Tensor, Tensor],
         *,
         batch_size: int,
         shape: TreeShape,
     ) -> None:
-        """readout (Vd, D); turns (1, 1, S, d) each; for trees of `shape` and for shorter chains."""
+        """lm_head_weight (Vd, D); turns (1, 1, S, d) each; for trees of `shape` and for shorter chains."""
         (module,), like = parts.modules, parts.weight
-        self.parts, self.embed, self.readout = parts, embed, readout
+        self.parts, self.embed, self.lm_head_weight = parts, embed, lm_head_weight
         self.table = embed.weight.detach() if type(embed) is nn.Embedding else None
         self.attention = GroupedAttention(module.attention, "full_attention", draft=True)
         self.mlp = GatedMLP(module.mlp, draft=True)
@@ -73,22 +73,22 @@ class TritonMemory:
             None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
         )
         self.state_first, self.zero_first = module.state_first, module.zero_first
-        half = turns[0].shape[3] // 2
-        self.cos, self.sin = (turn[0, 0, :, :half].contiguous() for turn in turns)  # (S, d / 2)
+        half = cos_sin_table[0].shape[3] // 2
+        self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
         self.split = draft_split(len(self.cos))
         self.behind = max(shape.depth, scratch_slots(shape))
         self.slot = torch.arange(len(self.cos), device=like.device)
         Hkv, d = self.attention.num_key_heads, self.attention.d
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
         products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
-        weights = [product.weight for product in products if product is not None] + [readout]
+        weights = [product.weight for product in products if product is not None] + [lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
 
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
         fuse = None if self.fuse is None else partial(self.products, weight=self.fuse.weight, bias=self.fuse.bias)
-        return self.parts.start(taps.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
+        return self.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
         """(B, W, D): what the output head reads of a recycled state."""
@@ -99,7 +99,7 @@ class TritonMemory:
 
     def logits(self, normed: Tensor) -> Tensor:
         """(B, W, D) -> (B, W, Vd)."""
-        return self.products(normed.flatten(0, 1), self.readout).view(*normed.shape[:2], -1)
+        return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
 
     def step(
         self,
@@ -110,7 +110,7 @@ class TritonMemory:
         places: Observed | Drafted,
         extent: int,
     ) -> tuple[Tensor, Tensor]:
-        """As `heads.backends.recurrent_memory.TorchMemory.step`; whatever the extent, what is read is where tokens
+        """As `heads.backends.recurrent_memory.TorchRecurrent.step`; whatever the extent, what is read is where tokens
         stand."""
         B, W = tokens.shape
         embedded = self.embed(tokens) if self.table is None else self.table
@@ -126,13 +126,13 @@ class TritonMemory:
             seen = places.length, self.behind, entry.at.words
         else:
             seen = places.start, W, line(B, W, tokens.device)
-        turn = self.cos, self.sin
+        cos_sin = self.cos, self.sin
         tree = Tree(
             *seen,
             depths=None,
             paths=None,
             slots=entry.at.slots,
-            turn=turn,
+            cos_sin=cos_sin,
             positions=entry.at.positions,
             split=self.split,
         )
@@ -145,10 +145,10 @@ class TritonMemory:
         recycled = read if self.read_norm is None else stream
         return recycled.view(B, W, -1), read.view(B, W, -1)
 
-    def observe(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
         """Take in true features, and renew what is drafted from: recycled (B, D), root (B,), length (B,)."""
         tokens, start, count = observation.tokens, observation.start.contiguous(), observation.count.contiguous()
-        states = self.start(observation.taps, observation.hidden)
+        states = self.start(observation.aux_hidden_states, observation.hidden)
         places = Observed(start, count, self.slot, states.shape[1])
         made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
         take_newest(tokens, start, count, root, length, recycled=recycled, made=made)

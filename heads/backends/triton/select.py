@@ -7,8 +7,8 @@ keeps the best. A static tree knows which draws it takes: `place` takes them in.
 
 Nodes are ranked by score, the lowest index first among equals. A parent's score is never below its child's, and its
 index is lower, so that it is never left out for its child: not where both scores are -inf or the draft was certain of
-the child, and not where a sum of logarithms is so large that a penalty of depth is lost in its last bit. A law that is
-not a number counts as one that gives its tokens no chance, for it must not displace the root.
+the child, and not where a sum of logarithms is so large that a penalty of depth is lost in its last bit. A distribution
+that is not a number counts as one that gives its tokens no chance, for it must not displace the root.
 
 Letters: B rows of the batch, T nodes drawn, root included, N of them kept, K children drawn for a node and nodes
 expanded at a level, W nodes expanded at the level before (1 or K), R children drawn for each, M nodes placed at a level
@@ -56,7 +56,8 @@ class Beam:
 
 
 def new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) -> Nodes:
-    """Room for nodes of these depths (T,) below root (B,), with scores of that type; what is not drawn yet is junk."""
+    """Room for nodes of these depths (T,) below root (B,), with scores of that type; what is not drawn yet is
+    padding."""
     B, T = len(root), len(depths)
     tokens, parents, places = root.new_empty(3, B, T)
     return Nodes(tokens, parents, root.new_empty(B, T, dtype=dtype), places, depths)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from eval.benchmark.auto import Point, Search, beside, between, cost_curve, probe_shapes
-from eval.benchmark.tune import NEVER, Probe
+from eval.benchmark.auto import Point, Search, beside, between, calibration_shapes, cost_curve
+from eval.benchmark.tune import NEVER, Calibration
 from heads.errors import UserError
 from heads.lookup import Lookup, LookupConfig
 from heads.target.frozen import FrozenTarget
@@ -16,14 +16,14 @@ PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""
 
 
-def synthetic(text: str, alpha: float) -> Probe:
+def synthetic(text: str, alpha: float) -> Calibration:
     """A probe of a draft whose every level is accepted with chance `alpha`, at the made-up costs."""
     shape = parse_shape(text)
     K, rounds = shape.depth, 20_000
     deep = torch.rand(rounds, K, generator=torch.Generator().manual_seed(0)) < alpha
     held = deep.cumprod(1).bool()[:, :, None] & torch.ones(K, K, dtype=torch.bool).triu()
     ranks = torch.where(held, torch.arange(1, K + 1)[:, None], NEVER)
-    return Probe(shape, STEP * K, PLAIN + NODE * shape.nodes, FIXED, PLAIN, ranks)
+    return Calibration(shape, STEP * K, PLAIN + NODE * shape.nodes, FIXED, PLAIN, ranks)
 
 
 def best_chain(alpha: float) -> int:
@@ -51,8 +51,8 @@ def test_the_model_finds_the_depth_that_costs_and_acceptance_give(alpha: float) 
 
 
 def test_trees_are_on_the_curve_up_to_what_was_probed() -> None:
-    probes = [synthetic(text, 0.5) for text in ("chain:4", "chain:1", "tree:4x2x15", "tree:2x2x7")]
-    trees = [point for point in cost_curve(probes) if point.width == 2]
+    calibrations = [synthetic(text, 0.5) for text in ("chain:4", "chain:1", "tree:4x2x15", "tree:2x2x7")]
+    trees = [point for point in cost_curve(calibrations) if point.width == 2]
     assert {point.depth for point in trees} == {2, 3, 4}
     assert max(point.nodes for point in trees) == 15 and len(trees) == len({point.tree for point in trees})
     assert all(parse_shape(point.tree).nodes == point.nodes for point in trees)
@@ -116,17 +116,17 @@ def test_a_winner_off_the_curve_ends_the_search() -> None:
 
 
 def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head: Any) -> None:
-    texts = [str(shape) for shape in probe_shapes(Lookup(LookupConfig()), tiny_target)]
+    texts = [str(shape) for shape in calibration_shapes(Lookup(LookupConfig()), tiny_target)]
     assert texts == ["chain:10", "chain:5", "chain:1"]
-    texts = [str(shape) for shape in probe_shapes(pair_head, tiny_target)]
+    texts = [str(shape) for shape in calibration_shapes(pair_head, tiny_target)]
     assert texts[3:] == ["tree:8x2x31", "tree:2x2x7", "tree:8x4x64", "tree:2x4x8", "tree:8x8x64", "tree:2x8x8"]
-    texts = [str(shape) for shape in probe_shapes(pair_head, tiny_target, "ratio")]
+    texts = [str(shape) for shape in calibration_shapes(pair_head, tiny_target, "ratio")]
     assert texts == ["chain:10", "chain:5", "chain:1"], "no rule but match judges dynamic trees"
 
     class Mute:
-        def new_state(self, ends: Any, *, batch_size: int, capacity: int, shape: TreeShape) -> None:
+        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape) -> None:
             raise UserError("never")
 
     head: Any = Mute()
     with pytest.raises(UserError, match="drafts no chain"):
-        probe_shapes(head, tiny_target)
+        calibration_shapes(head, tiny_target)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eval.benchmark import contention as crowding
-from eval.benchmark.contention import crowded, idle_cores, read_ticks
+from eval.benchmark import contention as contention
+from eval.benchmark.contention import contended, idle_cores, read_ticks
 
 BEFORE = """cpu  900 0 100 3000 0 0 0 0 0 0
 cpu0 300 0 30 1000 10 0 0 0 0 0
@@ -31,15 +31,15 @@ def test_idle_time_is_counted_on_the_cores_this_process_may_use() -> None:
 
 
 def test_it_is_said_where_a_thread_has_no_core() -> None:
-    assert crowded(2.0, 2, 2) is None and crowded(3.2, 8, 3) is None
-    said = crowded(0.9, 2, 2)
+    assert contended(2.0, 2, 2) is None and contended(3.2, 8, 3) is None
+    said = contended(0.9, 2, 2)
     assert said is not None and "use 1.1 of the 2 cores on which 2 threads" in said
 
 
 def test_one_thread_or_another_device_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowding, "idle_cores", lambda *_: 0.0)
+    monkeypatch.setattr(contention, "idle_cores", lambda *_: 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert crowding.crowding(torch.device("cpu")) is not None
-    assert crowding.crowding(torch.device("cuda")) is None
+    assert contention.contention(torch.device("cpu")) is not None
+    assert contention.contention(torch.device("cuda")) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert crowding.crowding(torch.device("cpu")) is None
+    assert contention.contention(torch.device("cpu")) is None

@@ -47,20 +47,22 @@ def grown(small: FrozenTarget) -> FrozenTarget:
     return FrozenTarget(grow_llama(small.model, BIG), "grown")
 
 
-def features(target: FrozenTarget, tokens: torch.Tensor, taps: tuple[int, ...]) -> Any:
+def features(target: FrozenTarget, tokens: torch.Tensor, aux_layer_ids: tuple[int, ...]) -> Any:
     positions = torch.arange(tokens.shape[1])[None].expand(tokens.shape)
-    return target.packed_features(tokens, positions, torch.zeros_like(positions), taps)
+    return target.packed_features(tokens, positions, torch.zeros_like(positions), aux_layer_ids)
 
 
 def test_a_grown_target_is_the_same_function(small: FrozenTarget, grown: FrozenTarget) -> None:
     assert shape_of(grown.config) == BIG
     tokens = torch.randint(6, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     ours, theirs = features(grown, tokens, (2, 8)), features(small, tokens, (2, 8))
-    logits, expected = grown.ends.logits(ours.hidden), small.ends.logits(theirs.hidden)
+    logits, expected = grown.shared.lm_head(ours.hidden), small.shared.lm_head(theirs.hidden)
     torch.testing.assert_close(logits[..., :128], expected, atol=1e-5, rtol=1e-5)  # rotary tables are float32
     assert logits[..., 128:].amax() < expected.amin() - 100
-    torch.testing.assert_close(ours.taps[..., :32], theirs.taps[..., :32], atol=1e-5, rtol=1e-5)
-    assert float(ours.taps[..., 33:48].abs().max()) == 0
+    torch.testing.assert_close(
+        ours.aux_hidden_states[..., :32], theirs.aux_hidden_states[..., :32], atol=1e-5, rtol=1e-5
+    )
+    assert float(ours.aux_hidden_states[..., 33:48].abs().max()) == 0
 
 
 NORMED = {"fc_norm": True, "norm_output": True}
@@ -110,8 +112,8 @@ def test_a_grown_head_is_saved_and_read_back(
     head = family[1].float()
     save_head(head, tmp_path / "head", target={**target_record(grown), "name": str(tiny_target_dir)})
     again: Any = load_head(tmp_path / "head")
-    for name, tensor in head.saved().items():
-        assert torch.equal(again.saved()[name], tensor), name
+    for name, tensor in head.to_checkpoint().items():
+        assert torch.equal(again.to_checkpoint()[name], tensor), name
 
 
 def test_ids_that_were_added_are_never_drafted(small: FrozenTarget, grown: FrozenTarget) -> None:
@@ -125,12 +127,12 @@ def test_ids_that_were_added_are_never_drafted(small: FrozenTarget, grown: Froze
         seen: list[int] = []
         draft = large.propose
 
-        def watched(*arguments: Any, draft: Any = draft, seen: list[int] = seen) -> Any:
+        def recorded(*arguments: Any, draft: Any = draft, seen: list[int] = seen) -> Any:
             proposal = draft(*arguments)
             seen += proposal.tokens.flatten().tolist()
             return proposal
 
-        large.propose = watched
+        large.propose = recorded
         engine.generate([Request([7, 9, 20], 24, Sampling(temperature=1.5, seed=3))])
         assert seen and max(seen) < 128
 

@@ -1,4 +1,4 @@
-"""The race of plain and speculative decoding, and the audit that compares their tokens."""
+"""The comparison of plain and speculative decoding, and the audit that compares their tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.audit import audit, find_divergences, first_difference, top_two_margin
 from eval.benchmark.figures import split_near_ties
-from eval.benchmark.measure import Entry, Race, race, split_units, trace
+from eval.benchmark.measure import Comparison, VariantSpec, compare, split_units, trace
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
 from eval.runtime.identity import Flip
@@ -21,47 +21,47 @@ SHAPES = [parse_shape("chain:3"), parse_shape("tree:3x2x6")]
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
-def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> Race:
+def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> Comparison:
     sampling = Sampling(temperature=request.param, seed=5)
-    entries = [Entry(pair_head, shape) for shape in SHAPES]
-    return race(tiny_target, entries, tiny_prompts, sampling, max_new_tokens=24, batch_size=2, repeats=2)
+    entries = [VariantSpec(pair_head, shape) for shape in SHAPES]
+    return compare(tiny_target, entries, tiny_prompts, sampling, max_new_tokens=24, batch_size=2, repeats=2)
 
 
-def test_every_contender_decodes_every_prompt_in_every_repeat(run: Race) -> None:
-    for contender in [run.plain, *run.drafting]:
-        assert [sorted(outputs) for outputs in contender.outputs] == [[0, 1, 2, 3, 4, 5]] * 2
-        assert all(contender.unit_seconds(unit) > 0 for unit in range(3))
+def test_every_variant_decodes_every_prompt_in_every_repeat(run: Comparison) -> None:
+    for variant in [run.plain, *run.drafting]:
+        assert [sorted(outputs) for outputs in variant.outputs] == [[0, 1, 2, 3, 4, 5]] * 2
+        assert all(variant.unit_seconds(unit) > 0 for unit in range(3))
     assert run.tokens(0) == 2 * sum(len(run.plain.outputs[0][i].tokens) - 1 for i in (0, 1))
 
 
 def test_drafts_are_accepted_and_the_text_is_the_targets(
-    run: Race, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    for contender in run.drafting:
-        assert find_divergences(run, contender, tiny_target, tiny_tokenizer) == []
+    for variant in run.drafting:
+        assert find_divergences(run, variant, tiny_target, tiny_tokenizer) == []
     if run.requests[0].sampling.temperature == 0:
         assert all(tau([trace(o) for o in c.outputs[0].values()]) > 1.2 for c in run.drafting)
 
 
-def test_a_round_is_broken_into_phases(run: Race) -> None:
+def test_a_round_is_broken_into_phases(run: Comparison) -> None:
     for breakdown in run.breakdowns:
         assert set(breakdown) == {"draft", "verify", "accept", "commit", "plain"}
         assert all(seconds > 0 for seconds in breakdown.values())
 
 
-def test_requests_sample_with_seeds_of_their_own(run: Race) -> None:
+def test_requests_sample_with_seeds_of_their_own(run: Comparison) -> None:
     assert [request.sampling.seed for request in run.requests] == [5, 6, 7, 8, 9, 10]
 
 
 def test_a_divergence_is_recorded_with_its_place_tokens_and_margin(
-    run: Race, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    contender = run.drafting[0]
+    variant = run.drafting[0]
     i = next(i for i, output in run.plain.outputs[0].items() if len(output.tokens) == 24)
-    tokens = contender.outputs[1][i].tokens
+    tokens = variant.outputs[1][i].tokens
     kept, tokens[7] = tokens[7], (tokens[7] + 1) % 128
     try:
-        (found,) = find_divergences(run, contender, tiny_target, tiny_tokenizer)
+        (found,) = find_divergences(run, variant, tiny_target, tiny_tokenizer)
     finally:
         tokens[7] = kept
     assert (found["prompt"], found["position"], found["repeat"], found["tree"]) == (str(i), 7, 1, "chain:3")
@@ -69,7 +69,7 @@ def test_a_divergence_is_recorded_with_its_place_tokens_and_margin(
     assert found["top_two_margin"] > 0
 
 
-def test_the_margin_is_by_how_much_the_chosen_token_won(run: Race, tiny_target: FrozenTarget) -> None:
+def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_target: FrozenTarget) -> None:
     prompt, request = run.prompts[0], run.requests[0]
     output = run.plain.outputs[0][0].tokens
     ids = [*prompt.ids, *output[:5]]
@@ -98,16 +98,16 @@ def test_units_hold_one_suite_and_category_each() -> None:
     assert split_units(prompts, 1) == [[0], [1], [2], [3], [4], [5]]
 
 
-def test_in_narrow_numbers_near_ties_of_trees_are_told_from_errors(
-    run: Race, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+def test_in_narrow_numbers_near_ties_of_trees_are_given_from_errors(
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is then plain decoding in steps of as many nodes, and chains must repeat it without exception."""
     monkeypatch.setattr("eval.benchmark.audit.is_narrow", lambda target: True)
     assert all(not found for found in audit(run, tiny_target, tiny_tokenizer))
-    for contender in run.drafting:
-        output = contender.outputs[1][2]
+    for variant in run.drafting:
+        output = variant.outputs[1][2]
         changed = replace(output, tokens=[*output.tokens[:3], (output.tokens[3] + 1) % 128, *output.tokens[4:]])
-        monkeypatch.setitem(contender.outputs[1], 2, changed)
+        monkeypatch.setitem(variant.outputs[1], 2, changed)
     for gap, near in ((9.0, [False, False]), (0.1, [False, True])):  # the chain, the tree
         flips = [Flip(3, 5, 6, gap, 0.125)]
         monkeypatch.setattr("eval.benchmark.audit.find_flips", lambda pinned, request, tokens, flips=flips: flips)

@@ -158,7 +158,7 @@ def test_held_out_prompts_depend_on_the_seed_and_on_no_other_module(
     assert load("python-heldout", tokenizer, num_prompts=1)[0] == first[1]
 
 
-def test_a_machine_without_held_out_modules_is_told(
+def test_a_machine_without_held_out_modules_is_given(
     monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     monkeypatch.setattr(module, "read_split", lambda held_out: iter(()))

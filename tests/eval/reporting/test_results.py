@@ -75,7 +75,7 @@ def measurement(tree: str, temperature: float, speed: float | None) -> dict[str,
     return {"tree": tree, "temperature": temperature, "speedup": speedup, "exact": exact}
 
 
-def test_near_ties_are_told_of_wherever_identity_is() -> None:
+def test_near_ties_are_given_of_wherever_identity_is() -> None:
     without, tied = measurement("chain:3", 0, 1.2), measurement("tree:3x2x6", 0, 1.3)
     tied["exact"]["near_ties"] = [{"prompt": "1"}]
     results = {"exact": pooled_exactness([without, tied], []), "measurements": [without, tied], "target": {}}
@@ -158,7 +158,7 @@ def test_a_whole_results_file_is_rendered(
         (("speculative", "breakdown_ms"), {"draft": 1.0}),
         (("accepted_histogram",), [1, -1]),
         (("exact", "divergences"), [{}]),
-        (("exact", "kind"), "law"),
+        (("exact", "kind"), "distribution"),
         (("exact", "identical"), None),
         (("auto", 0, "chosen"), None),
         (("auto", 0, "proposed"), ["chain:9"]),

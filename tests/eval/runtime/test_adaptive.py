@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, ladder
+from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, candidates
 from eval.runtime.rules import check_adaptive
 from heads.errors import UserError
 from heads.tree import TreeShape, parse_shape
@@ -42,10 +42,10 @@ class World:
     plain_seconds: float = 0.0
     """What as many plain rounds had taken in their place."""
     tokens: int = 0
-    rungs: Counter[str] = field(default_factory=Counter)
+    candidates: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.controller = Controller([parse_shape(name) for name in ladder(parse_shape(self.shape))])
+        self.controller = Controller([parse_shape(name) for name in candidates(parse_shape(self.shape))])
         self.left, self.others = 0, False
 
     def cost(self, shape: TreeShape) -> float:
@@ -55,7 +55,7 @@ class World:
     def run(self, tokens: int) -> "World":
         """Go on until each row has so many tokens, on average."""
         while self.tokens < tokens * self.batch_size:
-            shape = self.controller.shapes[self.controller.rung]
+            shape = self.controller.shapes[self.controller.candidate]
             seconds, tested, kept = 0.0, [0] * shape.depth, [0] * shape.depth
             for _ in range(self.poll_interval):
                 pace = self.pace()
@@ -70,7 +70,7 @@ class World:
                         kept[k] += 1
                         self.tokens += 1
             self.seconds += seconds
-            self.rungs[str(shape)] += self.poll_interval
+            self.candidates[str(shape)] += self.poll_interval
             self.controller.note(Span(self.poll_interval, seconds, tested, kept))
         return self
 
@@ -84,13 +84,13 @@ class World:
 
     def against_plain(self) -> float:
         """Speed over that of plain decoding, which has the same noise."""
-        return self.tokens / self.batch_size / sum(self.rungs.values()) * self.plain_seconds / self.seconds
+        return self.tokens / self.batch_size / sum(self.candidates.values()) * self.plain_seconds / self.seconds
 
 
-def test_the_ladder_leads_from_the_draft_by_shorter_chains_to_none() -> None:
-    assert ladder(parse_shape("chain:5")) == ["chain:5", "chain:3", "chain:2", "chain:1", "none"]
-    assert ladder(parse_shape("chain:1")) == ["chain:1", "none"]
-    assert ladder(parse_shape("tree:4x4x16")) == ["tree:4x4x16", "chain:4", "chain:3", "chain:2", "chain:1", "none"]
+def test_the_candidates_leads_from_the_draft_by_shorter_chains_to_none() -> None:
+    assert candidates(parse_shape("chain:5")) == ["chain:5", "chain:3", "chain:2", "chain:1", "none"]
+    assert candidates(parse_shape("chain:1")) == ["chain:1", "none"]
+    assert candidates(parse_shape("tree:4x4x16")) == ["tree:4x4x16", "chain:4", "chain:3", "chain:2", "chain:1", "none"]
 
 
 @pytest.mark.parametrize("shape", ["chain:1", "chain:5", "chain:10", "tree:5x4x16"])
@@ -98,7 +98,7 @@ def test_the_ladder_leads_from_the_draft_by_shorter_chains_to_none() -> None:
 @pytest.mark.parametrize("level", [0.05, 0.4])
 def test_a_useless_head_costs_almost_nothing(shape: str, batch_size: int, poll_interval: int, level: float) -> None:
     world = World(shape, lambda draft, at: 0.02, level, batch_size=batch_size, poll_interval=poll_interval).run(2000)
-    assert world.rungs["none"] > 0.9 * sum(world.rungs.values())
+    assert world.candidates["none"] > 0.9 * sum(world.candidates.values())
     assert world.against_plain() > 0.96
 
 
@@ -135,7 +135,7 @@ def test_a_good_head_keeps_its_depth(shape: str, seed: int) -> None:
     top = always.controller.shapes[0]
     a = alpha(top, 0)
     expected = sum(a**k for k in range(top.depth + 1)) / always.cost(top)
-    assert world.rungs[shape] > 0.85 * sum(world.rungs.values())
+    assert world.candidates[shape] > 0.85 * sum(world.candidates.values())
     assert world.against_plain() > 0.95 * expected
 
 
@@ -152,7 +152,7 @@ def test_the_depth_that_pays_is_found(alpha: float, level: float, best: set[str]
     }
     assert max(speeds, key=lambda name: speeds[name]) in best
     near = [name for name, speed in speeds.items() if speed > 0.95 * max(speeds.values())]
-    assert sum(world.rungs[name] for name in near) > 0.8 * sum(world.rungs.values())
+    assert sum(world.candidates[name] for name in near) > 0.8 * sum(world.candidates.values())
 
 
 @pytest.mark.parametrize("shape", ["chain:5", "tree:5x4x16"])
@@ -161,22 +161,22 @@ def test_a_head_that_turns_good_again_is_found(shape: str) -> None:
         return 0.02 if 3000 <= at < 9000 else 0.9 if draft.top_k > 1 else 0.75
 
     world = World(shape, alpha, level=0.05).run(3000)
-    assert world.controller.home == 0
+    assert world.controller.current == 0
     world.run(9000)
-    assert world.controller.home == world.controller.none
+    assert world.controller.current == world.controller.none
     before = world.seconds
     world.run(9000 + 3 * LONGEST_INTERVAL)
-    assert world.controller.home == 0
+    assert world.controller.current == 0
     world.run(16000)
     assert 7000 / (world.seconds - before) > 1.8
 
 
 def test_an_outlier_moves_nothing() -> None:
     world = World("chain:5", lambda draft, at: 0.8, level=0.05).run(500)
-    home, rung, speed = world.controller.home, world.controller.rung, world.controller.speed(0)
-    shape = world.controller.shapes[rung]
+    current, candidate, speed = world.controller.current, world.controller.candidate, world.controller.speed(0)
+    shape = world.controller.shapes[candidate]
     world.controller.note(Span(1, 1e3, [1] * shape.depth, [1] * shape.depth))
-    assert world.controller.home == home
+    assert world.controller.current == current
     assert world.controller.speed(0) > 0.9 * speed
 
 

@@ -27,7 +27,7 @@ KINDS = ("eagle3", "mtp", "medusa", "draft", "lookup", "early_exit")
 
 @dataclass
 class Restless(Controller):
-    """Goes to any rung at any time."""
+    """Goes to any candidate at any time."""
 
     chance: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -35,12 +35,12 @@ class Restless(Controller):
         super().note(span)
         if self.chance.random() < 0.5:
             self.spans.clear()
-            self._turn(self.chance.randrange(len(self.shapes)))
+            self._cos_sin(self.chance.randrange(len(self.shapes)))
 
 
 def make_restless(engine: Engine) -> Engine:
-    assert engine.ladder is not None
-    engine.ladder.controller = Restless(engine.ladder.controller.shapes)
+    assert engine.candidates is not None
+    engine.candidates.controller = Restless(engine.candidates.controller.shapes)
     return engine
 
 
@@ -49,7 +49,7 @@ def make_head(kind: str, target: FrozenTarget) -> Any:
         return build_untrained(f"{kind}:2", target)
     torch.manual_seed(1)
     known: dict[str, dict[str, Any]] = {
-        "eagle3": {"taps": [1, 2, 3]},
+        "eagle3": {"aux_layer_ids": [1, 2, 3]},
         "draft": {"layers": [0, 2]},
         "mtp": {"num_modules": 2, "depth": 3},
     }
@@ -93,8 +93,8 @@ def test_no_token_changes_whatever_is_drafted(
     )
     outputs = make_restless(engine).generate(requests)
     assert texts(outputs) == texts(plain)
-    assert len(engine.timings.rungs) >= 3
-    assert sum(engine.timings.rungs.values()) == engine.timings.rounds
+    assert len(engine.timings.candidates) >= 3
+    assert sum(engine.timings.candidates.values()) == engine.timings.rounds
     for output in outputs:
         assert output.rounds == len(output.accepted) == len(output.reached)
         assert sum(output.emitted()) == len(output.tokens) - 1
@@ -103,7 +103,7 @@ def test_no_token_changes_whatever_is_drafted(
 
 @pytest.mark.parametrize("shape", ["chain:5", "tree:3x3x9"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_what_the_head_is_told_has_no_gaps(
+def test_what_the_head_is_given_has_no_gaps(
     shape: str,
     batch_size: int,
     target_of: TargetOf,
@@ -173,18 +173,18 @@ class FakeClock:
         monkeypatch.setattr(step, "verify", timed_verify)
         monkeypatch.setattr(engine, "clock", lambda: self.now)
         if head is not None:
-            propose, observe = head.propose, head.observe
+            propose, extend = head.propose, head.extend
 
             def timed_propose(state: Any, pick: Any) -> Any:
                 self.now += 0.1 * state.shape.depth
                 return propose(state, pick)
 
-            def timed_observe(state: Any, observation: Any) -> None:
+            def timed_extend(state: Any, observation: Any) -> None:
                 self.now += 0.05 + 0.002 * observation.hidden.shape[1]
-                observe(state, observation)
+                extend(state, observation)
 
             monkeypatch.setattr(head, "propose", timed_propose)
-            monkeypatch.setattr(head, "observe", timed_observe)
+            monkeypatch.setattr(head, "extend", timed_extend)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -203,7 +203,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, expected, strict=True)]
     speedups, shares = [], []
     for right in (0.0, 0.9):
-        head = scripted_head(target, known, right=right, taps=())
+        head = scripted_head(target, known, right=right, aux_layer_ids=())
         monkeypatch.setattr(head, "check_features", lambda *observed: None)
         engine = Engine(
             target, head, shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True
@@ -211,7 +211,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
         FakeClock(engine, monkeypatch)
         assert texts(engine.generate(requests)) == texts(expected)
         speedups.append(plain.timings.decode_seconds / engine.timings.decode_seconds)
-        shares.append(engine.timings.rungs)
+        shares.append(engine.timings.candidates)
     assert speedups[0] > 0.95
     assert shares[0]["none"] > 0.85 * sum(shares[0].values())
     assert speedups[1] > 1.8
@@ -227,14 +227,14 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)
     engine = Engine(target, head, shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
-    rungs = engine.ladder
-    assert rungs is not None
+    candidates = engine.candidates
+    assert candidates is not None
     with torch.inference_mode():
-        read_prompts(rungs.idle, dict(enumerate(requests)))
+        read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
-            for rung in (3, 3, 0, 3, 1):
-                rungs.controller.rung = rung
-                rungs.begin(1).round(128)
+            for candidate in (3, 3, 0, 3, 1):
+                candidates.controller.candidate = candidate
+                candidates.begin(1).round(128)
         assert torch.equal(engine.decoder.head_state.length, engine.decoder.state.length)
 
 

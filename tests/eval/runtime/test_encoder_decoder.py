@@ -102,7 +102,7 @@ def test_packed_documents_are_read_apart() -> None:
     tokens = torch.tensor([[token for ids in documents for token in ids]])
     number = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(documents)])[None]
     positions = torch.cat([torch.arange(len(ids)) for ids in documents])[None]
-    logits = target.ends.logits(target.packed_features(tokens, positions, number, ()).hidden)
+    logits = target.shared.lm_head(target.packed_features(tokens, positions, number, ()).hidden)
     model: Any = target.model
     for n, ids in enumerate(documents):
         start = ids.index(START)

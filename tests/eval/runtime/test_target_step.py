@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.runtime.engine import Engine
 from eval.runtime.target_step import TargetStep, check_family
 from heads.backends.slot_mapping import ancestors
-from heads.errors import UserError, say_once
+from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal
 
@@ -22,7 +22,7 @@ TargetOf = Callable[[str], FrozenTarget]
 @torch.no_grad()
 def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: TargetOf) -> None:
     target = target_of(family)
-    step = TargetStep(target, batch_size=2, capacity=100, taps=(1,))
+    step = TargetStep(target, batch_size=2, capacity=100, aux_layer_ids=(1,))
     prompts = [torch.randint(3, 61, (n,)) for n in (23, 4)]
     for row, prompt in enumerate(prompts):
         padded = torch.zeros(1, 32, dtype=torch.int64)
@@ -40,21 +40,23 @@ def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: Targ
             path = torch.cat([prompt, tokens[b, above[b, j]]])[None]
             true = target.model(path, use_cache=False, output_hidden_states=True)
             torch.testing.assert_close(logits[b, j].double(), true.logits[0, -1].double(), atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(features.taps[b, j], true.hidden_states[1][0, -1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                features.aux_hidden_states[b, j], true.hidden_states[1][0, -1], atol=1e-5, rtol=1e-5
+            )
 
 
 @torch.no_grad()
 def test_a_prompt_in_chunks_equals_a_prompt_at_once(target_of: TargetOf) -> None:
     target = target_of("gemma3_text")
     tokens = torch.randint(3, 61, (1, 80))
-    whole = TargetStep(target, batch_size=1, capacity=128, taps=()).prefill(0, tokens, 0)
-    step = TargetStep(target, batch_size=1, capacity=128, taps=())
+    whole = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=()).prefill(0, tokens, 0)
+    step = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=())
     parts = [step.prefill(0, tokens[:, start : start + 16], start).hidden for start in range(0, 80, 16)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole.hidden, atol=1e-6, rtol=1e-6)
 
 
 def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
-    step = TargetStep(target_of("llama"), batch_size=1, capacity=64, taps=())
+    step = TargetStep(target_of("llama"), batch_size=1, capacity=64, aux_layer_ids=())
     assert not step.pads and [step.chunk_size(n) for n in (1, 100, 1000)] == [1, 100, 256]
     step.pads = True
     assert {step.chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
@@ -98,11 +100,11 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
         Engine(target, max_length=64, native=False)
 
 
-def test_a_target_without_a_native_decoder_is_told_of_once(
+def test_a_target_without_a_native_decoder_is_given_of_once(
     target_of: TargetOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
-    say_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         Engine(target_of("gpt2"), max_length=64)
     said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"

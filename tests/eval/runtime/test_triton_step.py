@@ -19,7 +19,7 @@ from heads.backends.triton.attention import tree_attention
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
 from heads.backends.triton.runtime import why_not
-from heads.errors import say_once
+from heads.errors import warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 
@@ -108,7 +108,7 @@ def test_a_tree_gets_the_same_features_and_choices(
     for on in (True, False):
         kernels(on)
         decoder = native_decoder(target)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "taps": (0, 1, 2), "nodes": 6}
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (0, 1, 2), "nodes": 6}
         step = TargetStep(target, decoder=decoder, **options)
         assert (step.kernels is not None) == on
         if step.kernels is not None:  # every product by the kernel
@@ -118,7 +118,7 @@ def test_a_tree_gets_the_same_features_and_choices(
         for row, n in enumerate(length.tolist()):
             step.prefill(row, torch.arange(3, 3 + n)[None], 0)
         features = step.verify(proposal, None if on else above, length, 64, 4)
-        found.append((features.hidden, features.taps, step.logits(features.hidden)))
+        found.append((features.hidden, features.aux_hidden_states, step.logits(features.hidden)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
@@ -145,7 +145,7 @@ def test_rounds_with_every_kernel_decode_the_same_text(
     plain = Engine(target, batch_size=3, max_length=64).generate(requests)
     kernels(True)
     known = [[*r.prompt, *o.tokens] for r, o in zip(requests, plain, strict=True)]
-    head = scripted_head(target, known, right=0.8, taps=(1,))
+    head = scripted_head(target, known, right=0.8, aux_layer_ids=(1,))
     head.check_features = lambda *arguments: None  # to more digits than float32 has
     engine = Engine(target, head, shape=parse_shape(shape), batch_size=3, max_length=64)
     outputs = engine.generate(requests)
@@ -161,7 +161,7 @@ def test_a_request_alone_samples_as_it_would_by_torch(
     kernels(False)
     plain = Engine(target, max_length=64).generate(requests)
     kernels(True)
-    head = scripted_head(target, [[*requests[0].prompt, *plain[0].tokens]], right=1.0, taps=(1,))
+    head = scripted_head(target, [[*requests[0].prompt, *plain[0].tokens]], right=1.0, aux_layer_ids=(1,))
     head.check_features = lambda *arguments: None
     outputs = Engine(target, head, shape=parse_shape("chain:2"), max_length=64).generate(requests)
     assert outputs[0].tokens == plain[0].tokens and outputs[0].rounds < plain[0].rounds
@@ -184,7 +184,7 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
     hidden: dict[str, Tensor] = {}
     for name, strict in (("chain", False), ("tree", True), ("pinned", False), ("strict pinned", True)):
         step = TargetStep(
-            target, decoder=native_decoder(target), batch_size=1, capacity=64, taps=(), nodes=4, strict=strict
+            target, decoder=native_decoder(target), batch_size=1, capacity=64, aux_layer_ids=(), nodes=4, strict=strict
         )
         assert step.kernels is not None
         weights = step.kernels.weights()
@@ -231,14 +231,14 @@ def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     target, (proposal, _) = target_of_float32("mistral"), some_tree()
     hidden, rows = [], []
 
-    def watched(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def recorded(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
         rows.append(len(q))
         return tree_attention(q, *arguments, **options)
 
-    monkeypatch.setattr(decoder, "tree_attention", watched)
+    monkeypatch.setattr(decoder, "tree_attention", recorded)
     for most, strict in ((1 << 29, False), (64, False), (64, True)):
         monkeypatch.setattr(decoder, "MOST_BYTES", most)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "taps": (), "nodes": 6, "strict": strict}
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (), "nodes": 6, "strict": strict}
         step = TargetStep(target, decoder=native_decoder(target), **options)
         rows.clear()
         hidden.append(step.verify(proposal, None, torch.tensor([19, 4]), 64, 4).hidden)
@@ -292,7 +292,7 @@ def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     why_not.cache_clear()
 
 
-def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
+def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Triton is there but finds no compiler for what it must build at a first launch."""
@@ -304,7 +304,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_told_of_once(
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
     monkeypatch.setattr("heads.backends.triton.runtime.launch_once", refuse)
-    say_once.cache_clear()
+    warn_once.cache_clear()
     target: Any = OnGpu
     for capability, reason in (
         ((7, 5), "a GPU of compute capability 7.5 has no bfloat16; 8.0 has"),

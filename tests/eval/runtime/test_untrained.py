@@ -77,7 +77,7 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(
             hidden = cut.features(
                 ids, positions=position, visible=position[:, None] <= position[..., None], key_positions=position
             ).hidden
-            going.append(int(cut.ends.logits(hidden[:, -1]).argmax()))
+            going.append(int(cut.shared.lm_head(hidden[:, -1]).argmax()))
         assert drafted == going[place:]
         place += accepted + 1
 

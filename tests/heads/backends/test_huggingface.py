@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from heads.backends.huggingface import RowCache
+from heads.backends.huggingface import HFCache
 from heads.backends.slot_mapping import round_up
 
 
 @pytest.mark.parametrize("widths", [(4, 4), (6, 3)], ids=["equal", "keys wider than values"])
 def test_rows_write_to_their_own_slots(widths: tuple[int, int]) -> None:
     B, S, H, N = 3, 64, 2, 4
-    cache = RowCache(num_layers=2, batch_size=B, capacity=S)
+    cache = HFCache(num_layers=2, batch_size=B, capacity=S)
     starts = torch.tensor([0, 10, 59])
     slots = starts[:, None] + torch.arange(N)
     cache.aim(slots, extent=S)
@@ -26,7 +26,7 @@ def test_rows_write_to_their_own_slots(widths: tuple[int, int]) -> None:
 
 
 def test_one_row_alone_leaves_the_others_as_they_are() -> None:
-    cache = RowCache(num_layers=1, batch_size=3, capacity=128)
+    cache = HFCache(num_layers=1, batch_size=3, capacity=128)
     cache.aim(torch.arange(5)[None].repeat(3, 1), extent=64)
     cache.update(torch.randn(3, 1, 5, 2), torch.randn(3, 1, 5, 2), 0)
     before = cache.stores["keys"][0].clone()
@@ -41,7 +41,7 @@ def test_one_row_alone_leaves_the_others_as_they_are() -> None:
 
 def test_compaction_moves_paths_in_every_layer() -> None:
     B, S = 2, 64
-    cache = RowCache(num_layers=3, batch_size=B, capacity=S)
+    cache = HFCache(num_layers=3, batch_size=B, capacity=S)
     cache.aim(torch.arange(S)[None].repeat(B, 1), extent=S)
     for index, H in enumerate((2, 2, 1)):  # the last layer has a form of its own
         cache.update(torch.randn(B, H, S, 4), torch.randn(B, H, S, 4), index)
@@ -58,7 +58,7 @@ def test_compaction_moves_paths_in_every_layer() -> None:
 
 
 def test_it_answers_what_models_ask_of_a_cache() -> None:
-    cache = RowCache(num_layers=2, batch_size=1, capacity=128)
+    cache = HFCache(num_layers=2, batch_size=1, capacity=128)
     cache.aim(torch.zeros(1, 1, dtype=torch.int64), extent=64)
     assert cache.get_seq_length() == 64
     assert cache.get_mask_sizes(3, 0) == (64, 0)

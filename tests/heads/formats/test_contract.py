@@ -91,10 +91,10 @@ def test_an_eagle3_head_is_what_every_reader_loads(
     [
         ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
         ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
-        ({"taps": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
-        ({"taps": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
-        ({"taps": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
-        ({"taps": [4]}, {VLLM}, "fc is left out"),
+        ({"aux_layer_ids": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
+        ({"aux_layer_ids": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
+        ({"aux_layer_ids": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
+        ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
     ],
 )
 def test_which_options_each_reader_takes(
@@ -124,7 +124,7 @@ def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
 ) -> None:
     found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
     assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
-    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
+    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves to the padding slot says so
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
 
 from heads.errors import UserError
-from heads.target.aux_layers import check_taps, default_taps, shallow_taps
+from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 
@@ -110,10 +110,10 @@ def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_a
 ) -> None:
     make_model(family).save_pretrained(tmp_path)
     target = load_target(str(tmp_path), dtype=torch.float32)
-    taps = range(target.num_layers)
+    aux_layer_ids = range(target.num_layers)
     tokens, positions, documents = packed()
-    features = target.packed_features(tokens, positions, documents, taps)
-    logits = target.ends.logits(features.hidden)
+    features = target.packed_features(tokens, positions, documents, aux_layer_ids)
+    logits = target.shared.lm_head(features.hidden)
     start = 0
     for n in LENGTHS:
         rows = slice(start, start + n)
@@ -121,12 +121,12 @@ def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_a
             alone = target.model(tokens[:, rows], output_hidden_states=True, use_cache=False)
         torch.testing.assert_close(logits[:, rows], alone.logits, atol=1e-4, rtol=1e-4)
         states = torch.cat(alone.hidden_states[: target.num_layers], dim=-1)
-        torch.testing.assert_close(features.taps[:, rows], states, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features.aux_hidden_states[:, rows], states, atol=1e-4, rtol=1e-4)
         start += n
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere", "granite", "qwen3"])
-def test_taps_and_ends_are_the_models_own_bit_for_bit(family: str) -> None:
+def test_aux_layers_and_ends_are_the_models_own_bit_for_bit(family: str) -> None:
     """Where the model gets the very mask that the target makes, not one rounding differs."""
     target = FrozenTarget(make_model(family).eval(), family)
     tokens = packed()[0]
@@ -137,17 +137,19 @@ def test_taps_and_ends_are_the_models_own_bit_for_bit(family: str) -> None:
         whole = target.model(
             tokens, attention_mask=mask, position_ids=positions, output_hidden_states=True, use_cache=False
         )
-    features = target.features(tokens, positions=positions, visible=visible, key_positions=positions, taps=[0, 1, 3])
-    assert torch.equal(features.taps, torch.cat([whole.hidden_states[k] for k in (0, 1, 3)], dim=-1))
+    features = target.features(
+        tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=[0, 1, 3]
+    )
+    assert torch.equal(features.aux_hidden_states, torch.cat([whole.hidden_states[k] for k in (0, 1, 3)], dim=-1))
     assert torch.equal(features.hidden, whole.hidden_states[-1])
-    assert torch.equal(target.ends.logits(features.hidden), whole.logits)
+    assert torch.equal(target.shared.lm_head(features.hidden), whole.logits)
 
 
-def test_the_last_tap_is_the_last_layers_output_before_the_norm() -> None:
+def test_the_last_aux_layer_is_the_last_layers_output_before_the_norm() -> None:
     target = FrozenTarget(make_model("llama"), "llama")
     tokens, positions, documents = packed()
     features = target.packed_features(tokens, positions, documents, [4])
-    assert torch.equal(target.model.model.norm(features.taps), features.hidden)
+    assert torch.equal(target.model.model.norm(features.aux_hidden_states), features.hidden)
 
 
 def test_only_tapped_layers_carry_hooks_and_none_stays() -> None:
@@ -170,7 +172,7 @@ def test_only_tapped_layers_carry_hooks_and_none_stays() -> None:
 def test_nothing_of_the_target_can_be_trained() -> None:
     target = FrozenTarget(make_model("llama"), "llama")
     features = target.packed_features(*packed(), [0])
-    assert not features.hidden.requires_grad and not features.taps.requires_grad
+    assert not features.hidden.requires_grad and not features.aux_hidden_states.requires_grad
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
 
 
@@ -178,36 +180,42 @@ def test_a_padded_vocabulary_is_the_width_of_the_logits() -> None:
     model = make_model("llama")
     model.resize_token_embeddings(48)
     target = FrozenTarget(model, "padded")
-    assert target.vocab_size == target.ends.logits(torch.zeros(1, 16)).shape[-1] == len(target.lm_head_weight) == 48
+    assert target.vocab_size == target.shared.lm_head(torch.zeros(1, 16)).shape[-1] == len(target.lm_head_weight) == 48
 
 
 @pytest.mark.parametrize(
-    ("n", "taps"), [(5, None), (6, None), (7, (2, 3, 4)), (8, (2, 4, 5)), (12, (2, 6, 9)), (36, (2, 18, 33))]
+    ("n", "aux_layer_ids"), [(5, None), (6, None), (7, (2, 3, 4)), (8, (2, 4, 5)), (12, (2, 6, 9)), (36, (2, 18, 33))]
 )
-def test_default_taps(n: int, taps: tuple[int, int, int] | None) -> None:
-    if taps:
-        assert default_taps(n) == taps
+def test_default_aux_layers(n: int, aux_layer_ids: tuple[int, int, int] | None) -> None:
+    if aux_layer_ids:
+        assert default_aux_layer_ids(n) == aux_layer_ids
         return
-    with pytest.raises(UserError, match=f"a target of {n} layers is too shallow .* name them, as in head.taps: \\["):
-        default_taps(n)
+    with pytest.raises(
+        UserError, match=f"a target of {n} layers is too shallow .* name them, as in head.aux_layer_ids: \\["
+    ):
+        default_aux_layer_ids(n)
 
 
 @pytest.mark.parametrize("n", range(2, 9))
-def test_taps_that_are_proposed_are_taps_that_engines_capture(n: int) -> None:
-    taps = shallow_taps(n)
-    assert check_taps(taps, n) == tuple(taps) and len(taps) >= 2 and max(taps) < n
+def test_aux_layers_that_are_proposed_are_aux_layers_that_engines_capture(n: int) -> None:
+    aux_layer_ids = shallow_aux_layer_ids(n)
+    assert (
+        check_aux_layer_ids(aux_layer_ids, n) == tuple(aux_layer_ids)
+        and len(aux_layer_ids) >= 2
+        and max(aux_layer_ids) < n
+    )
     with pytest.raises(UserError, match="no two residual streams"):
-        default_taps(1)
+        default_aux_layer_ids(1)
 
 
-@pytest.mark.parametrize("taps", [[], [1, 1], [-1], [5]])
-def test_bad_taps_are_named(taps: list[int]) -> None:
-    with pytest.raises(UserError, match=r"head\.taps: "):
-        check_taps(taps, 4)
+@pytest.mark.parametrize("aux_layer_ids", [[], [1, 1], [-1], [5]])
+def test_bad_aux_layers_are_named(aux_layer_ids: list[int]) -> None:
+    with pytest.raises(UserError, match=r"head\.aux_layer_ids: "):
+        check_aux_layer_ids(aux_layer_ids, 4)
 
 
-def test_taps_are_put_in_ascending_order() -> None:
-    assert check_taps([3, 0, 2], 4) == (0, 2, 3)
+def test_aux_layers_are_put_in_ascending_order() -> None:
+    assert check_aux_layer_ids([3, 0, 2], 4) == (0, 2, 3)
 
 
 def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tmp_path: Path) -> None:

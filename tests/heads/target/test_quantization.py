@@ -42,7 +42,7 @@ def test_layers_shrink_and_stay_near(dtype: torch.dtype, share: float, llama_dir
     tokens = torch.arange(24)[None] * 5 % 64
     positions, one = torch.arange(24)[None], torch.zeros(1, 24, dtype=torch.int64)
     true, found = (target.packed_features(tokens, positions, one, [1, 3]) for target in (whole, small))
-    for a, b in ((true.hidden, found.hidden), (true.taps, found.taps)):
+    for a, b in ((true.hidden, found.hidden), (true.aux_hidden_states, found.aux_hidden_states)):
         assert 0 < (a - b).norm() / a.norm() < 0.02  # rounding to 255 steps of the largest entry of a row
 
 

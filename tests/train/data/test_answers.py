@@ -91,7 +91,7 @@ def test_a_damaged_file_is_named_by_line(target: FrozenTarget, tmp_path: Path) -
         make_answers(target, PROMPTS, GREEDY, tmp_path)
 
 
-def test_only_the_answer_is_trained_on_unless_told_otherwise() -> None:
+def test_only_the_answer_is_trained_on_unless_given_otherwise() -> None:
     (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=False)
     assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.tolist() == [False, False, True, True, True]
     (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=True)

@@ -80,7 +80,7 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTok
         encode_chat(tokenizer, TALK[1:3], place="f:3", template=REWRITING)
 
 
-def test_what_a_template_raises_is_told_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_a_template_raises_is_given_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
         encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
 
@@ -137,7 +137,7 @@ def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedT
     assert caught.value.reason == "tool calls not rendered"
 
 
-def test_tools_are_what_the_template_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
     given: Any
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
         found = read_tools(("f:1", {"tools": given}))

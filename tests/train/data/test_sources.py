@@ -62,7 +62,7 @@ def read(
 
 
 @pytest.mark.parametrize("reason", ODD)
-def test_one_odd_record_is_left_out_and_told(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)
     assert len(documents) == 19
     assert len(said) == 1 and f"1 of 20 records are left out: 1 {reason}; the first is" in said[0]

@@ -58,7 +58,7 @@ def rounds(head: Any, shape: str, how: str) -> tuple[list[Proposal], list[Tensor
         tokens[:, 0] = root
         nodes = None if start.min() == 0 else torch.arange(M).expand(B, M)
         nothing = torch.zeros(B, M, 0)
-        head.observe(state, Observation(tokens, nothing, nothing, start.clone(), count, nodes))
+        head.extend(state, Observation(tokens, nothing, nothing, start.clone(), count, nodes))
         proposals.append(head.propose(state, pick))
         stood.append(torch.stack([state.previous, state.root, state.length]).clone())
         start += count
@@ -87,5 +87,5 @@ def test_what_kernels_cannot_draft_goes_by_steps() -> None:
     assert state.reader.kernels is None
     rows = sampling()
     tokens, nothing, one = torch.randint(V, (1, 6)), torch.zeros(1, 5, 0), torch.ones(1, dtype=torch.int64)
-    head.observe(state, Observation(tokens, nothing, nothing, 0 * one, 5 * one, None))
+    head.extend(state, Observation(tokens, nothing, nothing, 0 * one, 5 * one, None))
     assert head.propose(state, rows.row(1).pick).tokens.shape == (1, 3)

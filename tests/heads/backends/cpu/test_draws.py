@@ -45,8 +45,15 @@ def unmixed(x: int) -> int:
 def test_any_bits_that_can_be_drawn_give_the_true_noise() -> None:
     """Ids that draw the least and the greatest uniform, and those where a logarithm changes its exponent or its
     sign."""
-    turns = [0.5, 1 - 0.5**0.5, 1 - math.exp(-1), 1 - math.exp(-(0.5**0.5)), 1 - math.exp(-(2**0.5)), 1 - math.exp(-2)]
-    near = [int(w * 2**52) + step for w in turns for step in range(-40, 41)]
+    cos_sin_table = [
+        0.5,
+        1 - 0.5**0.5,
+        1 - math.exp(-1),
+        1 - math.exp(-(0.5**0.5)),
+        1 - math.exp(-(2**0.5)),
+        1 - math.exp(-2),
+    ]
+    near = [int(w * 2**52) + step for w in cos_sin_table for step in range(-40, 41)]
     drawn = [*range(20), *(2**52 - 1 - k for k in range(20)), *(1 << e for e in range(52)), *near]
     key = mixed((mixed(5) + 9 * GOLDEN) & MASK)
     ids = [(unmixed(k << 12) - key) * pow(GOLDEN, -1, 1 << 64) & MASK for k in drawn]

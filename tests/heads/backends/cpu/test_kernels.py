@@ -62,10 +62,14 @@ def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
 
 
 def decode(decoder: NativeDecoder, tokens: Tensor, spans: list[slice], *, rows: int = 1, masked: bool = True) -> Tensor:
-    """(B, T, 3 D): two taps and the last hidden state of tokens (B, T), read span by span, `rows` rows at a time; what
-    is seen is told by masks or goes without saying."""
+    """(B, T, 3 D): two auxiliary hidden states and the last hidden state of tokens (B, T), read span by span, `rows`
+    rows at a time; what is seen is told by masks or goes without saying."""
     B, T = tokens.shape
-    cache, turns, key = decoder.new_cache(batch_size=B, capacity=192), decoder.turns(192), torch.arange(192)
+    cache, cos_sin_table, key = (
+        decoder.new_cache(batch_size=B, capacity=192),
+        decoder.cos_sin_table(192),
+        torch.arange(192),
+    )
     out = torch.zeros(B, T, 3 * decoder.embedding.shape[1])
     for span in spans:
         for row in range(B) if rows == 1 else [None]:
@@ -80,10 +84,10 @@ def decode(decoder: NativeDecoder, tokens: Tensor, spans: list[slice], *, rows: 
                 visible=shown[:, None] <= positions[..., None] if masked else None,
                 key_positions=shown if masked else None,
                 cache=cache,
-                turns=turns,
-                taps=(1, 3),
+                cos_sin_table=cos_sin_table,
+                aux_layer_ids=(1, 3),
             )
-            out[which, span] = torch.cat([features.taps, features.hidden], dim=-1)
+            out[which, span] = torch.cat([features.aux_hidden_states, features.hidden], dim=-1)
     return out
 
 

@@ -10,7 +10,7 @@ from tests.heads.backends.torch.test_decoders import VARIANTS, make_target
 from train.data.features import make_batch
 from train.data.packing import Rows
 
-TAPS = (0, 2, 3)
+AUX_LAYER_IDS = (0, 2, 3)
 SIMPLE = [name for name in VARIANTS if name.split()[0] in ("llama", "mistral", "qwen2", "qwen3")]
 
 
@@ -29,8 +29,13 @@ def test_features_are_the_targets_own(variant: str) -> None:
     rows = packed_rows()
     decoder = native_decoder(target)
     assert decoder is not None
-    found, wanted = WholePass(decoder, torch.float64)(*rows, TAPS), target.packed_features(*rows, TAPS)
-    torch.testing.assert_close(found.taps, wanted.taps, atol=1e-5, rtol=1e-5)  # the family's norms are in float32
+    found, wanted = (
+        WholePass(decoder, torch.float64)(*rows, AUX_LAYER_IDS),
+        target.packed_features(*rows, AUX_LAYER_IDS),
+    )
+    torch.testing.assert_close(
+        found.aux_hidden_states, wanted.aux_hidden_states, atol=1e-5, rtol=1e-5
+    )  # the family's norms are in float32
     torch.testing.assert_close(found.hidden, wanted.hidden, atol=1e-5, rtol=1e-5)
 
 
@@ -43,20 +48,20 @@ def test_training_reads_by_it_in_the_dtype_of_its_products(variant: str) -> None
     target = make_target(variant, torch.float32)
     tokens, positions, documents = packed_rows()
     rows = Rows(tokens, torch.ones_like(tokens, dtype=torch.bool), positions, documents)
-    wanted = target.packed_features(tokens, positions, documents, TAPS)
+    wanted = target.packed_features(tokens, positions, documents, AUX_LAYER_IDS)
     with torch.autocast("cpu", torch.bfloat16):
-        batch = make_batch(target, rows, TAPS, torch.float32)
-        library = target.packed_features(tokens, positions, documents, TAPS)
+        batch = make_batch(target, rows, AUX_LAYER_IDS, torch.float32)
+        library = target.packed_features(tokens, positions, documents, AUX_LAYER_IDS)
     whole = whole_pass(target, torch.bfloat16)
     assert whole is not None and whole is whole_pass(target, torch.bfloat16)
-    assert torch.equal(batch.hidden, whole(tokens, positions, documents, TAPS).hidden)
-    assert batch.hidden.dtype == batch.taps.dtype == torch.float32
+    assert torch.equal(batch.hidden, whole(tokens, positions, documents, AUX_LAYER_IDS).hidden)
+    assert batch.hidden.dtype == batch.aux_hidden_states.dtype == torch.float32
     for own, others, exact in (
-        (batch.taps, library.taps, wanted.taps),
+        (batch.aux_hidden_states, library.aux_hidden_states, wanted.aux_hidden_states),
         (batch.hidden, library.hidden, wanted.hidden),
     ):
         assert distance(own, exact) < 1.5 * distance(others, exact) < 0.05
-    plain = make_batch(target, rows, TAPS, torch.float32).hidden
+    plain = make_batch(target, rows, AUX_LAYER_IDS, torch.float32).hidden
     assert distance(plain, wanted.hidden) < 1e-6
 
 

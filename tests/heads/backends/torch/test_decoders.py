@@ -107,7 +107,7 @@ def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: An
 def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
     """Each prompt in two chunks into its own row, then a tree (B, N) behind each."""
     B, N = tokens.shape
-    cache, turns = decoder.new_cache(batch_size=B, capacity=64), decoder.turns(64)
+    cache, cos_sin_table = decoder.new_cache(batch_size=B, capacity=64), decoder.cos_sin_table(64)
     key = torch.arange(64)[None]
     for row, prompt in enumerate(prompts):
         for span in (slice(0, 3), slice(3, len(prompt))):
@@ -120,7 +120,7 @@ def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: 
                 visible=visible,
                 key_positions=key,
                 cache=cache,
-                turns=turns,
+                cos_sin_table=cos_sin_table,
             )
     length = torch.tensor([[len(prompt)] for prompt in prompts])
     above = ancestors(parents, 4)
@@ -134,8 +134,8 @@ def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: 
         visible=visible,
         key_positions=key_positions,
         cache=cache,
-        turns=turns,
-        taps=(0, 1, 3),
+        cos_sin_table=cos_sin_table,
+        aux_layer_ids=(0, 1, 3),
     )
 
 
@@ -154,13 +154,13 @@ def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: s
     decoder = native_decoder(target)  # which puts the weights in other places
     assert decoder is not None
     features = run(decoder, prompts, tokens, parents)
-    logits = target.ends.logits(features.hidden)
+    logits = target.shared.lm_head(features.hidden)
     for b in range(2):
         for j in range(6):
             out = expected[b][j]
             torch.testing.assert_close(logits[b, j], out.logits[0, -1], atol=2e-6, rtol=1e-6)
             streams = torch.cat([out.hidden_states[k][0, -1] for k in (0, 1)])
-            torch.testing.assert_close(features.taps[b, j, :64], streams, atol=2e-6, rtol=1e-6)
+            torch.testing.assert_close(features.aux_hidden_states[b, j, :64], streams, atol=2e-6, rtol=1e-6)
     again = target.model(whole[0][5]).logits
     torch.testing.assert_close(again, expected[0][5].logits, atol=1e-12, rtol=0)  # the model itself is as it was
 

@@ -109,16 +109,16 @@ def step(empty: Empty, N: int) -> None:
     per_head.per_head_mm(empty(N, 16, 512), decompress[:, 128:].mT)
 
 
-def settle() -> None:
+def commit() -> None:
     """States of rounds of several depths, by lists of ends of texts of several lengths."""
-    from eval.runtime.state import Settlement
+    from eval.runtime.state import Commit
     from heads.backends.round_state import RoundState
 
     for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):
         state = RoundState.new(batch_size=2, capacity=500, depth=depth, device=torch.device("cpu"), rounds=4)
         depths, emitted = torch.zeros(2, 2, nodes, dtype=torch.int64), state.output[:, : depth + 1]
-        settlement = Settlement(state, torch.tensor(eos, dtype=torch.int64), depth)
-        settlement(state.length, emitted, depths[0] if nodes else None)
+        commit = Commit(state, torch.tensor(eos, dtype=torch.int64), depth)
+        commit(state.length, emitted, depths[0] if nodes else None)
 
 
 def grow_trees() -> None:
@@ -144,8 +144,8 @@ def draft(dtype: torch.dtype) -> None:
     from heads.backends.slot_mapping import Drafted, Observed
     from heads.backends.triton.inputs import stand
     from heads.backends.triton.pick import best_columns
-    from heads.backends.triton.recurrent import TritonMemory
-    from heads.base import Observation, TargetEnds
+    from heads.backends.triton.recurrent import TritonRecurrent
+    from heads.base import Observation, SharedLayers
     from heads.eagle3 import Eagle3, Eagle3Config
     from heads.mtp import Mtp, MtpConfig
     from heads.tree import parse_shape
@@ -163,17 +163,22 @@ def draft(dtype: torch.dtype) -> None:
 
     with torch.device("meta"):
         table = torch.nn.Embedding(128256, 4096, dtype=dtype)
-        ends = TargetEnds(embed=table, logits=lambda hidden: hidden, weight=table.weight)
-        heads = Eagle3(Eagle3Config(**widths, taps=(2, 16, 29)), *vocab), Mtp(MtpConfig(**widths), *vocab)
+        shared = SharedLayers(embed_tokens=table, lm_head=lambda hidden: hidden, lm_head_weight=table.weight)
+        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), *vocab), Mtp(MtpConfig(**widths), *vocab)
     for head in heads:
         head.to("meta", dtype)
         for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
-            state = head.new_state(ends, batch_size=1, capacity=2048, shape=parse_shape(shape))
-            assert isinstance(state.memory, TritonMemory)
+            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape))
+            assert isinstance(state.memory, TritonRecurrent)
             for M in (6, 64, 256):
                 tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
-                taps = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
-                head.observe(state, Observation(tokens, taps, taps[..., :4096], state.root, state.length, None))
+                aux_hidden_states = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
+                head.extend(
+                    state,
+                    Observation(
+                        tokens, aux_hidden_states, aux_hidden_states[..., :4096], state.root, state.length, None
+                    ),
+                )
             head.propose(state, choose)
     slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
     for places in (
@@ -204,7 +209,7 @@ def main() -> None:
         def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(*size, dtype=dtype)
 
-        settle()
+        commit()
         draft(dtype)
         for N in sizes:
             attend(empty, N)

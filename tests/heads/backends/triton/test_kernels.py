@@ -239,8 +239,10 @@ def test_compact(N: int, X: int) -> None:
 def test_take_path(X: int, D: int) -> None:
     from heads.backends.triton.accept import take_path, take_path_twin
 
-    taps, hidden, path = torch.randn(2, 9, X), torch.randn(2, 9, D), torch.randint(9, (2, 4))
-    for ours, theirs in zip(take_path(taps, hidden, path), take_path_twin(taps, hidden, path), strict=True):
+    aux_hidden_states, hidden, path = torch.randn(2, 9, X), torch.randn(2, 9, D), torch.randint(9, (2, 4))
+    for ours, theirs in zip(
+        take_path(aux_hidden_states, hidden, path), take_path_twin(aux_hidden_states, hidden, path), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 

@@ -53,12 +53,12 @@ def test_picks_are_those_of_tensor_operations(
     at = at[:, :1].expand(-1, W) if positions == "level" else at
     ids = torch.randperm(3 * V, generator=generator)[:V].sort().values if named else None
     tokens, logp = rows.pick(logits, at, count, ids)
-    expected, law = rows.pick_in_tensors(logits, at, count, ids)
+    expected, distribution = rows.pick_in_tensors(logits, at, count, ids)
     assert torch.equal(tokens, expected) and tokens.dtype == torch.int64
-    torch.testing.assert_close(logp, law)
+    torch.testing.assert_close(logp, distribution)
 
 
-def test_one_law_for_a_level_is_picked_from_once() -> None:
+def test_one_distribution_for_a_level_is_picked_from_once() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, at = wide(generator, 3, 1, 99).expand(-1, 4, -1), torch.tensor([[4], [5], [6]]).expand(-1, 4)
     rows = rows_of(*SETTINGS)

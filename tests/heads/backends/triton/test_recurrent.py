@@ -21,11 +21,11 @@ from eval.gpu.drafts import (
 )
 from eval.gpu.launches import Launches
 from eval.runtime.engine import Engine, Request
-from heads.backends.recurrent_memory import TorchMemory
+from heads.backends.recurrent_memory import TorchRecurrent
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.triton.inputs import enter, enter_twin, stand, stand_twin, take_newest
-from heads.backends.triton.recurrent import TritonMemory, triton_drafts
+from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
 from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
@@ -68,13 +68,13 @@ def test_many_tokens_and_nodes_take_several_words() -> None:
 
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     """Several modules, wider numbers, layers that are more than products."""
-    rounds(some_head("mtp of three", CPU), "chain:2", TorchMemory, CPU)
+    rounds(some_head("mtp of three", CPU), "chain:2", TorchRecurrent, CPU)
     parts = some_head("eagle3", CPU, torch.float64).parts()
     assert parts is not None and not triton_drafts(parts)
     head = some_head("mtp", CPU)
     block: Any = head.mtp_layers[0].block  # type: ignore[index, union-attr]
     block.mlp.up_proj = Adapted(block.mlp.up_proj)
-    rounds(head, "chain:2", TorchMemory, CPU)
+    rounds(head, "chain:2", TorchRecurrent, CPU)
 
 
 class Adapted(torch.nn.Linear):
@@ -91,18 +91,18 @@ class Adapted(torch.nn.Linear):
 @pytest.mark.parametrize(("shape", "most"), [("chain", 14), ("tree", 15)])
 def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
     """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to tell a head of
-    six tokens. A head that projects its input has two more, and one less that fuses no taps."""
-    head, ends = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
+    six tokens. A head that projects its input has two more, and one less that fuses no auxiliary hidden states."""
+    head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
     mtp, counts = name == "mtp", []
     for depth in (2, 3):
         text = f"chain:{depth}" if shape == "chain" else f"tree:{depth}x8x32"
-        state = head.new_state(ends, batch_size=1, capacity=2048, shape=parse_shape(text))
+        state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text))
         news = some_news(state, 6)
         for _ in range(2):  # some things are made once
             with Launches(runs=False) as drafting:
                 head.propose(state, likeliest)
             with Launches(runs=False) as telling:
-                head.observe(state, news)
+                head.extend(state, news)
         counts.append(drafting.names.total())
     assert counts[1] - counts[0] == most + 2 * mtp, drafting.names
     assert telling.names.total() == 13 + mtp, telling.names
@@ -192,13 +192,17 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
             for module in ("attention", "recurrent", "inputs", "layers"):
                 monkeypatch.setattr(f"heads.backends.triton.{module}.runs_kernels", lambda x: True)
             monkeypatch.setattr("heads.backends.draft_reader.runs_kernels", lambda x: True)
-        settings: dict[str, Any] = {"eagle3": {"taps": [1, 2, 3]}, "mtp": {"depth": 3}, "draft": {"layers": [0, 1]}}
+        settings: dict[str, Any] = {
+            "eagle3": {"aux_layer_ids": [1, 2, 3]},
+            "mtp": {"depth": 3},
+            "draft": {"layers": [0, 1]},
+        }
         with torch.random.fork_rng():
             torch.manual_seed(0)
             head = build_head(kind, settings[kind], target, torch.ones(target.vocab_size).long())
         engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64)
         state = engine.decoder.head_state
-        by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonMemory
+        by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonRecurrent
         assert by_kernels == kernels
         outputs = engine.generate(requests)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]

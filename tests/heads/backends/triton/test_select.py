@@ -25,7 +25,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def laws(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def distributions(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """A level's draws, best first, as strided as heads make them."""
     logits = torch.randn(B, 1 if kind == "shared" else W, VOCAB, generator=generator)
     if kind == "flat":
@@ -67,7 +67,7 @@ def test_levels_and_the_whole_are_their_twins(kind: str, B: int, depth: int, K: 
     ours, theirs = (select.new_nodes(root, depths) for _ in range(2))
     beam: select.Beam | None = None
     for level in range(1, depth + 1):
-        picked, logp = laws(kind, B, 1 if level == 1 else K, K, generator)
+        picked, logp = distributions(kind, B, 1 if level == 1 else K, K, generator)
         expected = select.widen_twin(theirs, root, beam, picked, logp, level, last=level == depth)
         found = select.widen(ours, root, beam, picked, logp, level, last=level == depth)
         assert equal(found, expected)
@@ -92,7 +92,7 @@ def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
     nodes, beam = select.new_nodes(root, torch.tensor(levels)), None
     before: select.Beam | None = None
     for level in range(1, depth + 1):
-        picked, logp = laws("random", 2, 1 if level == 1 else K, K, generator)
+        picked, logp = distributions("random", 2, 1 if level == 1 else K, K, generator)
         beam = select.widen(nodes, root, beam, picked, logp, level, last=level == depth)
         if beam is None:
             break
@@ -130,7 +130,7 @@ def test_static_levels_are_their_twins(text: str, monkeypatch: pytest.MonkeyPatc
         def pick(
             logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
         ) -> tuple[Tensor, Tensor]:
-            return laws("random", 3, logits.shape[1], count, generator)  # noqa: B023
+            return distributions("random", 3, logits.shape[1], count, generator)  # noqa: B023
 
         seen: list[Tensor] = []
 
@@ -151,5 +151,5 @@ def test_trees_too_large_for_a_program_take_the_twins(monkeypatch: pytest.Monkey
         monkeypatch.setattr(owner, name, None)
     generator, root = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64)
     nodes = select.new_nodes(root, torch.zeros(7, dtype=torch.int64))
-    select.widen(nodes, root, None, *laws("random", 1, 1, 6, generator), 1, last=True)
+    select.widen(nodes, root, None, *distributions("random", 1, 1, 6, generator), 1, last=True)
     assert select.prune(nodes, torch.zeros(7), 3).tokens.shape == (1, 3)
