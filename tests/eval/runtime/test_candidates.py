@@ -77,7 +77,7 @@ def test_no_token_changes_whatever_is_drafted(
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pending, "BACKLOG", 4)
+    monkeypatch.setattr(pending, "PENDING", 4)
     monkeypatch.setattr(pending, "PATIENCE", 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
@@ -112,7 +112,7 @@ def test_what_the_head_is_given_has_no_gaps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scripted head compares with the target's own features whatever it observes, and where."""
-    monkeypatch.setattr(pending, "BACKLOG", 4)
+    monkeypatch.setattr(pending, "PENDING", 4)
     target = target_of("llama")
     requests = make_requests(prompts)
     plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
@@ -131,7 +131,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
     kind: str, compiler: bool, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever both drafted, both drafted the same."""
-    monkeypatch.setattr(pending, "BACKLOG", 8)
+    monkeypatch.setattr(pending, "PENDING", 8)
     if not compiler:
         monkeypatch.setattr(cpu, "load", lambda: None)
     target = target_of("llama")

@@ -104,7 +104,7 @@ def test_rows_that_ended_or_began_anew_are_not_given_of(compiler: bool, monkeypa
 
 @pytest.mark.parametrize("compiler", [True, False])
 def test_a_full_row_that_is_done_harms_no_other(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKLOG", 4)
+    monkeypatch.setattr(module, "PENDING", 4)
     monkeypatch.setattr(module, "PATIENCE", 1)
     pending, rounds = new_pending(compiler, monkeypatch)
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
