@@ -1,7 +1,7 @@
 """What a batch has decided, and how a round's outcome is taken into it.
 
 Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU with a C compiler it
-is one call of `state.c`, and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both do.
+is one call of `commit.c`, and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both do.
 
 Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
 """

@@ -52,7 +52,7 @@ class TritonTargetStep(DecoderPass):
             decoder, batch_size=batch_size, capacity=capacity, positions=capacity, rows=[batch_size * nodes]
         )
         self.target, self.aux_layer_ids, self.strict = target, aux_layer_ids, strict
-        ends = target.ends.lm_head
+        lm_head = target.shared.lm_head
         plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
         self.reads_out = plain and getattr(target.head, "bias", None) is None and type(target.head) is torch.nn.Linear
         """Whether the output head is a product, so that the choice comes from its tiles."""

@@ -132,7 +132,7 @@ def test_a_shallow_target_needs_aux_layers() -> None:
     shallow = FrozenTarget(make_model("llama"), "shallow")
     with pytest.raises(UserError, match=r"name them, as in head\.aux_layer_ids"):
         build_head("eagle3", {}, shallow, torch.ones(40))
-    assert build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, shallow, torch.ones(40)).aux_hidden_states == (1, 2, 4)
+    assert build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, shallow, torch.ones(40)).aux_layer_ids == (1, 2, 4)
 
 
 def test_a_target_of_two_widths_is_refused() -> None:

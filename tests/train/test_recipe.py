@@ -17,7 +17,7 @@ WriteRecipe = Callable[[Settings], Path]
 GOOD = """\
 output_dir: runs/x
 target: {path: some/target}
-head: {kind: eagle3, depth: 3, auxiliary hidden states: [1, 2, 3]}
+head: {kind: eagle3, depth: 3, aux_layer_ids: [1, 2, 3]}
 data:
   sources:
     - {kind: python, limit: 10}
