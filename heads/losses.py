@@ -215,9 +215,7 @@ class _DraftLoss(torch.autograd.Function):
                 part = slice(start, start + C)
                 logits = target_logits(hidden[part]).to(wide)  # (C, V)
                 whole = Distribution(logits)
-                place = places[
-                    whole.best
-                ]  # (C,) where the draft vocabulary holds the likeliest token, -1 if to the padding slot
+                place = places[whole.best]  # (C,) where the draft vocabulary holds the likeliest token, -1 if nowhere
                 p, acceptable = whole, whole.probs
                 if len(kept) < width:
                     p = Distribution(logits.index_select(1, kept))

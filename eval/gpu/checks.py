@@ -1,4 +1,4 @@
-"""What must hold on a GPU and can be shown to the padding slot else: plain functions that raise AssertionError.
+"""What must hold on a GPU and can be shown nowhere else: plain functions that raise AssertionError.
 
 The kernels are compared with their twins on the device; graphs with plain calls; and rounds must not wait.
 """

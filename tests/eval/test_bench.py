@@ -445,7 +445,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
         ({"trees": ("chain",)}, "expected none, chain:K"),
         ({"max_new_tokens": 511}, "leave no room for a prompt in the 512 positions"),
         ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
-        ({"prompts": "to the padding slot.jsonl"}, "no such file"),
+        ({"prompts": "nowhere.jsonl"}, "no such file"),
         ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the distribution of what survives"),
         ({"strict": True}, "--strict: has no effect but in bfloat16 or float16 on a GPU"),
     ],

@@ -89,7 +89,7 @@ class CpuRecurrent:
     """What the modules keep of a batch, and a step over it; as `heads.backends.recurrent_memory.TorchRecurrent`."""
 
     padding_slot = -1
-    """The slot of padding: the kernels write it to the padding slot."""
+    """The slot number of padding: the kernels do not write it."""
 
     def __init__(
         self,

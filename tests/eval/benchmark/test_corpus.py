@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "module.py").write_text(source(name))
     (tmp_path / "folder.py").mkdir()
-    (tmp_path / "broken.py").symlink_to(tmp_path / "to the padding slot.py")
+    (tmp_path / "broken.py").symlink_to(tmp_path / "nowhere.py")
     return tmp_path
 
 

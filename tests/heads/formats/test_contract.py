@@ -124,7 +124,7 @@ def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
 ) -> None:
     found = verdicts(save(tmp_path / "head", target, "eagle3"), architecture=architecture)
     assert serving(found) == readers and not any(verdict.faults for verdict in found.values())
-    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves to the padding slot says so
+    assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
 
 
 @pytest.mark.parametrize(
