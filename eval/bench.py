@@ -12,8 +12,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from eval.benchmark.settings import add_measure_options
 from eval.command import Parser, add_head_options, exit_status
-from eval.settings import add_measure_options
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

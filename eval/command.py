@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
+from heads.base import HEAD_TREE, shape_for
 from heads.errors import UserError, first_line
-from heads.own_tree import HEAD_TREE, shape_for
 from heads.tree import TreeShape
 
 AUTO = "auto"
@@ -164,7 +164,7 @@ def tell(text: str | None) -> None:
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
     """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
-    # `heads.quantization`, which has a use for it, takes it back.
+    # `heads.target.quantization`, which has a use for it, takes it back.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
     if isinstance(
         sys.stdout, io.TextIOWrapper

@@ -1,4 +1,4 @@
-"""Measure several heads side by side: one target, the same prompts, plain decoding once, all of them in one race.
+"""Measure several heads side by side: one target, the same prompts, plain decoding once, all of them in one comparison.
 
     python eval/compare.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3 --tree chain:4,tree:4x4x16
     python eval/compare.py runs/eagle early_exit:4 --tree auto --prompts humaneval
@@ -12,9 +12,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from eval.benchmark.settings import add_measure_options
 from eval.command import HEAD_HELP, Parser, add_target_options, exit_status
-from eval.settings import add_measure_options
-from heads.own_tree import HEAD_TREE
+from heads.base import HEAD_TREE
 
 DEFAULT_TREES = ("chain:5", "chain:3", HEAD_TREE)
 """Something for heads that reach no depth of 5, too."""

@@ -2,8 +2,9 @@
 
     python eval/scaling.py runs/quickstart --batch-sizes 1,2,4,8 --contexts 64,256,768 [--adaptive] [--out DIR]
 
-Every point is a race: the same prompts decoded plainly and with each draft in turns, every token compared. Prompts are
-windows of the suite's texts, as long as the context asked for. Writes scaling.json, scaling.png and scaling.svg into
+Every point is a comparison: the same prompts decoded plainly and with each draft in turns, every token compared.
+Prompts are windows of the suite's texts, as long as the context asked for. Writes scaling.json, scaling.png and
+scaling.svg into
 --out. Exit status as eval/bench.py's.
 """
 
@@ -12,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.benchmark.settings import ScalingSettings
 from eval.command import Parser, add_head_options, count, counts, exit_status
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
-from eval.settings import ScalingSettings
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """The contract between a draft head, the loop that trains it and the runtime that runs it.
 
-Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L taps, K depth, N tree nodes (root
-included), M rows of one observation, S cache slots.
+Letters: B batch, T tokens, D hidden, V target vocabulary, Vd draft vocabulary, L auxiliary layers, K depth, N tree
+nodes (root included), M rows of one observation, S cache slots.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from heads.tree import Proposal, TreeShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from heads.target import FrozenTarget
+    from heads.target.frozen import FrozenTarget
+from heads.errors import UserError
+from heads.tree import parse_shape, static_shape
 
 
 @dataclass(frozen=True)
-class TargetEnds:
-    """The two ends of the frozen target that heads share: token ids in, logits out."""
+class SharedLayers:
+    """The embeddings and output head of the frozen target that heads share: token ids in, logits out."""
 
-    embed: Callable[[Tensor], Tensor]
+    embed_tokens: Callable[[Tensor], Tensor]
     """(...) int64 token ids -> (..., D) rows of the embedding table; heads norm them: a family's scaling drops out."""
-    logits: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
     """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
-    weight: Tensor | None = None
+    lm_head_weight: Tensor | None = None
     """(V, D) the output head's matrix, for heads that read out with it or with some of its rows."""
 
 
@@ -40,9 +42,9 @@ class Batch:
     positions: Tensor  # (B, T) int64, counted from the start of each document
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
     embeddings: Tensor  # (B, T, D) the target's input embeddings of `tokens`
-    taps: Tensor  # (B, T, L * D) the tapped residual streams, side by side, ascending
+    aux_hidden_states: Tensor  # (B, T, L * D) the auxiliary hidden states, side by side, ascending
     hidden: Tensor  # (B, T, D) the target's last hidden state after its final norm
-    ends: TargetEnds
+    shared: SharedLayers
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ class HeadLoss:
 class Observation:
     """M consecutive target positions that became known: after a prefill, or after a round was accepted.
 
-    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is junk of the
-    right shape, so that every shape stays static. The root is the newest token: decided, not yet in the target's cache.
+    Row j of sequence b describes position start[b] + j. Only the first count[b] rows are true; the rest is padding of
+    the right shape, so that every shape stays static. The root is the newest token: decided, not yet in the target's
+    cache.
     """
 
     tokens: Tensor  # (B, M + 1) int64, x_start .. x_{start+M}; entry count[b] is the root
-    taps: Tensor  # (B, M, L * D)
+    aux_hidden_states: Tensor  # (B, M, L * D)
     hidden: Tensor  # (B, M, D), after the final norm
     start: Tensor  # (B,) int64
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
@@ -87,16 +90,16 @@ class Drafter(Protocol):
     """What the runtime asks of whatever drafts, trained or not."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layer_ids(self) -> tuple[int, ...]:
         """The residual streams the head reads, by the number of the layer they enter; empty if none."""
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
         """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape`."""
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""
 
-    def observe(self, state: Any, observation: Observation) -> None:
+    def extend(self, state: Any, observation: Observation) -> None:
         """Take in true target features; static shapes, no host synchronisation."""
 
     def propose(self, state: Any, pick: Pick) -> Proposal:
@@ -119,13 +122,13 @@ class DraftHead(Drafter, Protocol):
         """A new head. `settings`: the recipe's, none of FROM_TARGET; token_counts (V,): labels in the training data."""
 
     @classmethod
-    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
         """The module that `weights` will fill, from `asdict(config)` as JSON gives it back. UserError if damaged."""
 
-    def saved(self) -> dict[str, Tensor]:
+    def to_checkpoint(self) -> dict[str, Tensor]:
         """The tensors of `weights_file`, under the names of the method's own field."""
 
-    def restore(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Take up what `saved` gave; names and shapes are known to fit."""
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class DraftHead(Drafter, Protocol):
 
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         """(depth, B, T) bool: at [k, b, t], whether a greedy chain whose root is x_{t+1} guesses x_{t+2+k} as the
-        target does, given that all before it was right. By the training step; junk where a document ends.
+        target does, given that all before it was right. By the training step; padding where a document ends.
 
         What the runtime accepts of a chain rooted there follows from it, without running it.
         """
@@ -170,3 +173,25 @@ class TreeHead(Protocol):
 
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the tree by the labels of held-out text."""
+
+
+HEAD_TREE = "head"
+
+
+def shape_for(text: str, head: object) -> TreeShape:
+    """The shape that a text names for this head. UserError where it has no tree of its own."""
+    if text != HEAD_TREE:
+        return parse_shape(text)
+    paths = head.tree if isinstance(head, TreeHead) else None
+    if not paths:
+        raise UserError("tree 'head': this head carries no static tree of its own; name one, such as chain:3")
+    return static_shape(paths, text)
+
+
+def most_nodes(text: str, head: object) -> int:
+    """The most nodes of the tree that a text names for this head, which may have yet to grow it."""
+    if text != HEAD_TREE:
+        return parse_shape(text).nodes
+    if not isinstance(head, TreeHead) or head.tree_nodes == 0:
+        raise UserError("tree 'head': heads of this kind and these settings grow no static tree; name one")
+    return head.tree_nodes

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
-from heads.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.errors import UserError, first_line
 from heads.formats.contract import Verdict, check_folder
-from heads.hub import repo_and_revision
 from heads.registry import HEADS, kind_of
-from heads.target import FrozenTarget
+from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
+from heads.target.frozen import FrozenTarget
+from heads.target.hub import repo_and_revision
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -113,7 +113,7 @@ def save_head(
     try:
         _put_back(folder)
         fresh.mkdir(parents=True)
-        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.saved().items()}
+        weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
         file = fresh / head.weights_file
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors leaves it readable by its owner alone
@@ -183,7 +183,7 @@ def _weights_file(place: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def _settled(path: Path, read: Callable[[], Found]) -> Found:
+def _result(path: Path, read: Callable[[], Found]) -> Found:
     """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
     while True:
         before = _stamps(path)
@@ -225,14 +225,14 @@ def _head_here(path: Path) -> Path | None:
                 return folder
         return None
 
-    return _settled(path, look)
+    return _result(path, look)
 
 
 def weights_hash(path: str | Path) -> str | None:
     """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
     try:
         folder = _head_here(Path(path))
-        return None if folder is None else _settled(folder, lambda: file_hash(_weights_file(_place(folder))))
+        return None if folder is None else _result(folder, lambda: file_hash(_weights_file(_place(folder))))
     except (OSError, ValueError):  # no path at all
         return None
 
@@ -243,7 +243,7 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
     folder = find_head(path)
-    head = _settled(folder, lambda: _load(_place(folder)))
+    head = _result(folder, lambda: _load(_place(folder)))
     return head.to(device=device, dtype=dtype).eval()
 
 
@@ -266,7 +266,7 @@ def _load(folder: Path) -> Any:
         raise UserError(
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
-    head.restore(weights)
+    head.load_weights(weights)
     return head
 
 
@@ -282,8 +282,8 @@ def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor])
     """The empty head that the record describes, and the forms of the tensors that it has."""
     try:
         with _NoLargerThan(weights):
-            head = HEADS[record["kind"]].from_record(record["config"], weights)
-        return head, forms(head.saved())
+            head = HEADS[record["kind"]].from_checkpoint(record["config"], weights)
+        return head, forms(head.to_checkpoint())
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
@@ -346,7 +346,7 @@ def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> P
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
-    return _settled(folder, lambda: _read_config(_place(folder)))
+    return _result(folder, lambda: _read_config(_place(folder)))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,173 +1,362 @@
-"""The language model inside a `draft` head: a smaller one by path, kept layers of the target, or a fresh one.
+"""A draft model: any causal LM of the target's tokenizer, distilled to foresee the target (DistillSpec, arXiv
+2310.08461).
 
-Whichever it is, it ends with as many vocabulary rows as the target has, and drafts only tokens that both knew before.
+    slot t reads x_t and predicts x_{t+1}:  q_t = softmax(W h_t), with the draft's own h and W
+    loss = sum over labels of D(p_t || q_t) / rows, p the target's distribution and D one of heads.losses.LOSSES
+
+White-box: p is the target's whole distribution, on whatever text the recipe gives: a corpus, the target's answers, the
+draft's own samples. D = `labels` is the plain cross-entropy of x_{t+1}, which sees no p: fine-tuning, the baseline.
+
+The draft keeps a cache of its own. No accepted token is read twice: a round's first step reads the fixed pair
+[x_{len-1}, root], because only the last accepted token may be missing; accepted nodes of a tree were read when they
+were expanded, and their keys move to the slots that they will keep.
+
+Letters: B batch, T tokens, M observed rows, D hidden, V target vocabulary, C tokens both can draft, N tree nodes, S
+slots of the cache.
 """
 
-import copy
-from collections.abc import Sequence
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from heads.encoder_decoder import auto_class
-from heads.errors import UserError, first_line
-from heads.target import FrozenTarget, load_target, load_tokenizer
-
-DECIDED = frozenset(
-    {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
-)
-"""Names of a model's config that `fresh` may not set."""
-
-
-def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
-    """The causal LM at `path`, in float32. UserError if it cannot be masked as a draft is, or has another tokenizer."""
-    check_tokenizers(path, target.name)
-    loaded = load_target(path, dtype=torch.float32)
-    if loaded.start_token not in (None, target.start_token):
-        raise UserError(
-            f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "
-            + ("are the text going on" if target.start_token is None else f"with {target.start_token}")
-            + "; a draft model must read the same sequences"
-        )
-    model = loaded.model
-    model.requires_grad_(True)
-    return model
+from heads.backends.draft_reader import Parts, Reader, positions_of
+from heads.backends.slot_mapping import Drafted, Observed, round_up
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
+from heads.draft_lm import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
+from heads.errors import UserError
+from heads.growth import grow
+from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
+from heads.losses import LOSSES, Divergence, draft_loss, jsd
+from heads.target.encoder_decoder import find_base
+from heads.target.families import OutputHead
+from heads.target.frozen import FrozenTarget, decode, load_tokenizer, packed_visible
+from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 
-def check_tokenizers(path: str, target: str) -> None:
-    """Refuse a draft whose token ids are not the target's, naming the first that differs."""
-    vocabularies = [load_tokenizer(name).get_vocab() for name in (target, path)]
-    ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
-    for number in sorted(ours.keys() | theirs.keys()):
-        if ours.get(number) != theirs.get(number):
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters to train in place of whole matrices (LoRA, arXiv 2106.09685); merged in what is saved."""
+
+    rank: int = 16
+    """Rank of the low-rank matrices."""
+    alpha: float = 32.0
+    """Scale of the update, which is alpha / rank times the product of the two matrices."""
+    modules: tuple[str, ...] | None = None
+    """Layers that get an adapter, by the last part of their names, such as `q_proj`. Null: every linear layer but the
+    output head."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0 or self.modules == ():
             raise UserError(
-                f"{path}: its tokenizer is not that of {target}: token {number} is {theirs.get(number)!r} here and "
-                f"{ours.get(number)!r} there; a draft model must share the target's tokenizer"
+                f"head.lora: expected a rank of at least 1, alpha above 0 and some modules, got rank {self.rank}, "
+                f"alpha {self.alpha}, modules {None if self.modules is None else list(self.modules)}"
             )
 
 
-def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
-    """A copy of the target with the decoder layers `layers` alone; embeddings, final norm and output head stay."""
-    n = target.num_layers
-    for k in layers:
-        if not 0 <= k < n:
-            raise UserError(f"head.layers: {k} is not a layer of a target with {n}; use 0 to {n - 1}")
-    if not layers or list(layers) != sorted(set(layers)) or len(layers) == n:
-        raise UserError(f"head.layers: expected some of the target's {n} layers, ascending, got {list(layers)}")
-    config = _own_config(target)
-    for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == n:
-            setattr(config, name, [value[k] for k in layers])  # what is said of each layer
-    if target.start_token is None:
-        config.num_hidden_layers = len(layers)
-    else:
-        config.num_decoder_layers = len(layers)  # the encoder stays whole
-    model = _build(config, target)
-    prefix = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
-    weights: dict[str, Tensor] = {}
-    for name, tensor in target.model.state_dict().items():
-        if name.startswith(prefix):
-            number, rest = name.removeprefix(prefix).split(".", 1)
-            if int(number) in layers:
-                weights[f"{prefix}{list(layers).index(int(number))}.{rest}"] = tensor
-        else:
-            weights[name] = tensor
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(
-            f"head.layers: layers {list(layers)} of {target.name} do not make a {target.config.model_type} of their "
-            f"own ({first_line(error)}); keep others, or name a smaller model with head.path"
-        ) from error
-    return model
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """All that the head's function and its training loss depend on; one of `path`, `layers` and `fresh` is given."""
+
+    path: str | None = None
+    """A smaller model with the target's tokenizer: a folder or a Hub id."""
+    layers: tuple[int, ...] | None = None
+    """Layers of the target, ascending: the draft is a copy of the target with these layers only."""
+    fresh: dict[str, Any] | None = None
+    """A random model of the target's family: the settings in which it differs from the target's config, such as
+    hidden_size."""
+    loss: str = "kl"
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`. Or `labels`: cross-entropy on the text."""
+    beta: float | None = None
+    """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
+    lora: LoraSettings | None = None
+    """Adapters to train. Null: all weights are trained."""
+    model: dict[str, Any]
+    """The draft's own config, by which it is made again."""
+    vocab_size: int
+    """The target's vocabulary, and the rows of the draft's embeddings."""
+    common_size: int
+    """Tokens that can be drafted, from the first: the draft's own vocabulary held no more."""
+
+    def __post_init__(self) -> None:
+        if self.loss not in (*LOSSES, LABELS):
+            raise UserError(f"head.loss: expected one of {', '.join([*LOSSES, LABELS])}, got {self.loss!r}")
+        if self.beta is not None and self.loss != "jsd":
+            raise UserError(f"head.beta: has no effect with loss {self.loss}; leave it out, or set head.loss=jsd")
+        if self.beta is not None and not 0 < self.beta < 1:
+            raise UserError(f"head.beta: expected a number between 0 and 1, got {self.beta}")
+
+    @property
+    def divergence(self) -> Divergence:
+        """What the rows' loss is."""
+        if self.beta is not None:
+            return partial(jsd, beta=self.beta)
+        return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
 
 
-def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedModel:
-    """A random model of the target's family: the target's config with `changes`."""
-    config = _own_config(target)
-    settings = config.to_dict()
-    known = sorted(settings.keys() | (config.attribute_map or {}).keys())
-    for name in changes:
-        if name in DECIDED:
-            raise UserError(f"head.fresh.{name}: decided by the target; leave it out")
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"head.fresh.{name}: a {config.model_type} has no such setting{hint}")
-    dropped = {"architectures", "transformers_version", "dtype"} | changes.keys()
-    if "num_hidden_layers" in changes:
-        dropped |= {
-            name for name, value in settings.items() if name.endswith("layer_types") and isinstance(value, list)
-        }
-    if settings.get("head_dim") == config.hidden_size // config.num_attention_heads:
-        dropped.add("head_dim")  # the target's own follows from its width
-    kept = {name: value for name, value in settings.items() if name not in dropped and name != "model_type"}
-    try:
-        return _build(AutoConfig.for_model(config.model_type, **kept, **changes), target)
-    except UserError:
-        raise
-    except Exception as error:  # each family's config refuses in its own way
-        raise UserError(f"head.fresh: no {config.model_type} can be made of it ({first_line(error)})") from error
+def typed_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as YAML and JSON give them, in the types of `DraftConfig`."""
+    typed = dict(settings)
+    if typed.get("layers") is not None:
+        typed["layers"] = tuple(typed["layers"])
+    if typed.get("lora") is not None:
+        given = {name: value for name, value in typed["lora"].items() if value is not None}
+        if "modules" in given:
+            given["modules"] = tuple(given["modules"])
+        typed["lora"] = LoraSettings(**given)
+    return typed
 
 
-def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
-    """Bring a model to `vocab_size` rows of input and output embeddings; -> the first so many tokens it may draft.
+SOURCES = ("path", "layers", "fresh")
+ROWS = 1024
+"""Rows whose logits `foresees` forms at once."""
 
-    Families pad their vocabularies to different sizes. What only the target has is never drafted; its rows are the
-    mean of the others, because engines do read them.
+
+@dataclass
+class DraftState:
+    """What one batch of sequences drafts with.
+
+    Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
     """
-    untyped: Any = model
-    ends: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
-    if getattr(ends[1], "bias", None) is not None:
-        raise UserError(
-            f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have; "
-            "use another"
+
+    shape: TreeShape
+    reader: Reader
+    slot: Tensor  # (S,) int64, 0 .. S - 1
+    root: Tensor  # (B,) int64
+    previous: Tensor  # (B,) int64, the token before the root
+    length: Tensor  # (B,) int64, the root's position
+    expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
+
+
+class Draft(nn.Module):
+    """The head. What it saves is a Hugging Face causal LM."""
+
+    Config: ClassVar[type[DraftConfig]] = DraftConfig
+    FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
+    weights_file: ClassVar[str] = "model.safetensors"
+    aux_layer_ids: tuple[int, ...] = ()
+    depth_weights: tuple[float, ...] = (1.0,)
+
+    def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
+        super().__init__()
+        untyped: Any = model
+        self.config = config
+        self.model = untyped.eval()  # without dropout: what is trained is what drafts
+
+    @classmethod
+    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Draft":
+        given = [name for name in SOURCES if name in settings]
+        if len(given) != 1:
+            raise UserError(
+                f"head: a draft needs one of path (a smaller model), layers (of the target, to keep) and fresh "
+                f"(a config), got {' and '.join(given) or 'none'}"
+            )
+        typed = typed_settings(settings)
+        # Settings are checked before a large model is loaded.
+        DraftConfig(**typed, model={}, vocab_size=target.vocab_size, common_size=target.vocab_size)
+        make: dict[str, Callable[[], PreTrainedModel]] = {
+            "path": lambda: load_smaller(typed["path"], target),
+            "layers": lambda: keep_layers(target, typed["layers"]),
+            "fresh": lambda: fresh_model(target, typed["fresh"]),
+        }
+        model = make[given[0]]()
+        common = fit_vocabulary(model, target.vocab_size)
+        config = DraftConfig(**typed, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
+        return cls(config, model)
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
+        made = DraftConfig(**typed_settings(config))
+        model: Any = empty_model(made.model)
+        if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
+            raise UserError(
+                f"draftsmith.config: vocab_size {made.vocab_size} and common_size {made.common_size} do not fit a "
+                f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
+            )
+        return cls(made, model)
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        """Hugging Face's names; a tied weight once."""
+        seen: set[int] = set()
+        weights = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                weights[name] = tensor.detach()
+            seen.add(id(tensor))
+        return weights
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
+
+    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+        return {**self.config.model, "dtype": dtype, "torch_dtype": dtype}
+
+    def write_beside(self, folder: Path, target: dict[str, Any]) -> None:
+        """The tokenizer's files, so that the folder is a whole model."""
+        load_tokenizer(target["name"]).save_pretrained(folder)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
+        """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
+        away would turn by angles that are off by whole radians."""
+        kept = {}
+        for name, module in self.model.named_modules():
+            for key in module._non_persistent_buffers_set:
+                kept[name, key] = module._buffers[key]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for (name, key), buffer in kept.items():
+            if buffer is not None and buffer.is_floating_point():
+                module = self.model.get_submodule(name)
+                moved = module._buffers[key]
+                assert moved is not None
+                module._buffers[key] = buffer.to(moved.device)
+        return self
+
+    @property
+    def base(self) -> nn.Module:
+        """The decoder without its output head."""
+        return find_base(self.model, "head.path")
+
+    @property
+    def output(self) -> OutputHead:
+        """States after the final norm -> logits."""
+        untyped: Any = self.model
+        return OutputHead(untyped.get_output_embeddings(), self.text_config)
+
+    @property
+    def context_length(self) -> int:
+        """Positions that it reads."""
+        return positions_of(self.text_config)
+
+    @property
+    def text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) -> (..., C) float32."""
+        return self.output(hidden)[..., : self.config.common_size]
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+    ) -> Tensor:
+        """One forward pass without a cache: arguments as in `FrozenTarget.features`, -> states after the final norm
+        (B, N, D)."""
+        return decode(
+            self.base,
+            self.text_config,
+            self.output.head.weight.dtype,
+            tokens,
+            positions=positions,
+            visible=visible,
+            key_positions=key_positions,
         )
-    rows: int = ends[1].weight.shape[0]
-    if rows != vocab_size:
-        untyped.resize_token_embeddings(vocab_size, mean_resizing=False)
-        with torch.no_grad():
-            for end in (untyped.get_input_embeddings(), untyped.get_output_embeddings()):
-                end.weight[rows:] = end.weight[:rows].mean(0)
-    return min(rows, vocab_size)
 
+    def states(self, batch: Batch) -> Tensor:
+        """(B, T, D): what slot t makes of x_0 .. x_t of its document."""
+        if (length := batch.tokens.shape[1]) > self.context_length:
+            raise UserError(
+                f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
+            )
+        return self.read(batch.tokens, batch.positions, packed_visible(batch.documents), batch.positions)
 
-def empty_model(record: dict[str, Any]) -> PreTrainedModel:
-    """The model that `model_record` described, with weights yet to come."""
-    kept = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
-    return _from_config(AutoConfig.for_model(record["model_type"], **kept))
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        return counts_by_depth(loss_mask, documents, 1, 1)
 
-
-def model_record(model: PreTrainedModel) -> dict[str, Any]:
-    """A model's config as plain values."""
-    record: dict[str, Any] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    for name in ("dtype", "_name_or_path"):
-        record.pop(name, None)
-    return record
-
-
-def _own_config(target: FrozenTarget) -> Any:
-    if target.model.config is not target.config:
-        raise UserError(
-            f"{target.name}: a {type(target.model).__name__} holds more than a language model, so no draft can be made "
-            "from it; name one with head.path"
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)  # (R,) each
+        output, V = self.output, self.config.vocab_size
+        states = self.states(batch)[row, label - 1][None]  # (1, R, D)
+        if output.scale != 1.0:
+            states = states * output.scale
+        if torch.is_autocast_enabled(states.device.type):  # some families' last norm widens
+            states = states.to(torch.get_autocast_dtype(states.device.type))
+        hidden, target_logits = batch.hidden[row, label - 1], batch.shared.lm_head
+        if self.config.loss == LABELS:
+            hidden, target_logits = batch.tokens[row, label], certain_of_labels(V)
+        loss, sums, correct, overlap = draft_loss(
+            states,
+            output.head.weight[: self.config.common_size],
+            torch.ones_like(label, dtype=torch.bool)[None],
+            hidden,
+            target_logits,
+            torch.arange(self.config.common_size, device=label.device),
+            scale,
+            loss=self.config.divergence,
+            soft_cap=output.soft_cap,
         )
-    return copy.deepcopy(target.config)
+        hits = correct.sum(1).float()
+        chains = torch.full_like(hits, correct.shape[1])
+        return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
 
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        states = self.states(batch)
+        best = torch.cat([self.logits(part).argmax(-1) for part in states.flatten(0, 1).split(ROWS)])
+        right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
+        return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
-def _build(config: Any, target: FrozenTarget) -> PreTrainedModel:
-    model = _from_config(config)
-    if type(model) is not type(target.model):
-        raise UserError(
-            f"{target.name}: a {type(target.model).__name__} is not what transformers makes of its config; name a "
-            "draft with head.path"
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        device = self.output.head.weight.device
+        check_width(shape, self.config.common_size)
+        if capacity > round_up(self.context_length):
+            raise UserError(
+                f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
+                "shorter ones"
+            )
+        output = self.output
+        reader = Reader(
+            Parts(self.base, output.head, output, self.text_config),
+            batch_size=batch_size,
+            capacity=round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1),
+            shape=shape,
+            common_size=self.config.common_size,
         )
-    return model
+        ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
+        expanded = torch.full((batch_size, shape.nodes), -1, device=device)
+        return DraftState(shape, reader, reader.slot, ids[0], ids[1], ids[2], expanded)
 
+    def reset_rows(self, state: DraftState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
 
-def _from_config(config: Any) -> PreTrainedModel:
-    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
-    return model
+    @torch.no_grad()
+    def extend(self, state: DraftState, observation: Observation) -> None:
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        nodes, M = observation.nodes, tokens.shape[1] - 1
+        if observation.missed:  # the token before them may have been drafted last, and so was never read
+            read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
+            places = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
+            state.reader.read(read, places)
+        elif nodes is None:
+            state.reader.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
+        elif state.shape.top_k > 1:
+            # Only the last accepted node may not have been expanded; the next round reads it with its root.
+            state.reader.keep(state.expanded.gather(1, nodes), start, count)
+        state.reader.advance(observation, state.previous, state.root, state.length)
+
+    @torch.no_grad()
+    def propose(self, state: DraftState, pick: Pick) -> Proposal:
+        reader, length, depth = state.reader, state.length, state.shape.depth
+        if is_chain(state.shape) and isinstance(pick, CompiledPick) and reader.kernels is not None:
+            return reader.draft_chain(pick, state.previous, state.root, length, depth)
+        observed = length + 1  # with the root, which is read first
+
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            places = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
+            return reader.logits(reader.read(tokens, places))
+
+        tokens = torch.stack([state.previous, state.root], dim=1)
+        pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt stands at 0
+        hidden = reader.read(tokens, pair)
+        proposal = grow(state.shape, state.root, length, reader.logits(hidden[:, 1:]), pick, expand, None)
+        if proposal.expanded is not None:
+            state.expanded.copy_(proposal.expanded)
+        return proposal

@@ -1,14 +1,15 @@
 """EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that drafts from fused features of the target's layers.
 
-    g_t = fc [l_t ; m_t ; u_t]                                 fused taps of slot t: low, middle, upper
+    g_t = fc [l_t ; m_t ; u_t]                                 fused auxiliary states of slot t: low, middle, upper
     a_t = layer([norm(e(x_{t+1})) ; norm(g_t)], residual g_t)  predicts x_{t+2} through norm and the draft's own lm_head
     step i: the layer sees e(x_{t+1+i}) and its own last output a_t in the place of g_t, and predicts x_{t+2+i}
 
 Training-time test: all K steps run in training, gradients through all of them. At step i slot t attends to the step-0
 keys of the slots up to t and to its own keys of steps 1..i, which is what it sees when it drafts; its rotary position
-is t + i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's law over the draft vocabulary.
+is t + i. Loss = sum over i of depth_decay^i * KL(p || q_i) / rows, p the target's distribution over the draft
+vocabulary.
 
-Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L taps, K depth, d head dimension.
+Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.base import TargetEnds
+from heads.backends.recurrent_parts import HeadParts, ModuleParts
+from heads.base import SharedLayers
 from heads.errors import UserError
-from heads.families import block_settings, final_norm_scale
 from heads.formats.eagle3 import eagle3_engine_config
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
-from heads.recurrent import Recurrent, Turn
-from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.taps import check_taps, default_taps, tap_scales
-from heads.target import FrozenTarget, check_one_width
+from heads.recurrent import CosSin, Recurrent
+from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
+from heads.target.families import block_settings, final_norm_scale
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 
@@ -38,7 +39,7 @@ class Eagle3Config(BlockConfig):
     """The target's vocabulary: the width of its logits."""
     num_target_layers: int
     """Decoder layers of the target."""
-    taps: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. By default
     layers 2, n/2 and n - 3 of a target of n layers."""
     draft_vocab_size: int
@@ -61,8 +62,8 @@ class Eagle3Config(BlockConfig):
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
-        if not all(isinstance(tap, int) for tap in self.taps):
-            raise UserError(f"head.taps: expected numbers of layers, got {self.taps}")
+        if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
+            raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
         self.check_block()
 
 
@@ -96,10 +97,12 @@ class Eagle3(Recurrent):
     def __init__(self, config: Eagle3Config, d2t: Tensor, t2d: Tensor) -> None:
         super().__init__()
         check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
-        D, L = config.hidden_size, len(config.taps)
+        D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config = config
         self.fc = nn.Linear(L * D, D, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.taps) if config.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
+        )
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
@@ -110,8 +113,10 @@ class Eagle3(Recurrent):
     @classmethod
     def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
         check_one_width(target, "eagle3")
-        taps = (
-            check_taps(settings["taps"], target.num_layers) if "taps" in settings else default_taps(target.num_layers)
+        aux_layer_ids = (
+            check_aux_layer_ids(settings["aux_layer_ids"], target.num_layers)
+            if "aux_layer_ids" in settings
+            else default_aux_layer_ids(target.num_layers)
         )
         defaults = {
             "hidden_size": target.hidden_size,
@@ -121,77 +126,77 @@ class Eagle3(Recurrent):
             "draft_vocab_size": min(32_000, target.vocab_size),
             **block_settings(target.config, settings.get("num_attention_heads")),
         }
-        config = Eagle3Config(**{**defaults, **settings, "taps": taps})
+        config = Eagle3Config(**{**defaults, **settings, "aux_layer_ids": aux_layer_ids})
         head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
         norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-        head.initialise(target.lm_head_weight, norm, tap_scales(target, taps, token_counts))
+        head.initialise(target.lm_head_weight, norm, aux_scales(target, aux_layer_ids, token_counts))
         head.lm_head.weight.data.mul_(target.logit_scale)
         return head
 
     @classmethod
-    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        made = Eagle3Config(**{**config, "taps": tuple(config["taps"])})
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
+        made = Eagle3Config(**{**config, "aux_layer_ids": tuple(config["aux_layer_ids"])})
         return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
 
-    def saved(self) -> dict[str, Tensor]:
+    def to_checkpoint(self) -> dict[str, Tensor]:
         weights = {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
         return weights | tables_to_save(self.d2t, self.t2d)
 
-    def restore(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         self.load_state_dict({"d2t": self.d2t, "t2d": self.t2d} | weights)
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
         return eagle3_engine_config(self.config, target, dtype)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.taps
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return self.config.aux_layer_ids
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
         return tuple(self.config.depth_decay**k for k in range(self.config.depth))
 
     @torch.no_grad()
-    def initialise(self, lm_head: Tensor, norm: Tensor, tap_scales: Tensor) -> None:
+    def initialise(self, lm_head: Tensor, norm: Tensor, aux_scales: Tensor) -> None:
         """Start where the target is, at unit size.
 
-        Fuse to the target's highest tap over its scale; read out with the target's own final norm (D,) and output head
-        (V, D). tap_scales (L,): the root mean square of each tapped stream.
+        Fuse to the target's highest auxiliary layer over its scale; read out with the target's own final norm (D,) and
+        output head (V, D). tap_scales (L,): the root mean square of each auxiliary hidden states.
         """
         D = self.config.hidden_size
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         if self.fc_norm is None:
-            self.fc.weight /= tap_scales.to(self.fc.weight).repeat_interleave(D)
+            self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
         else:
-            tap_scales = torch.ones_like(tap_scales)
-        self.fc.weight[:, -D:] += torch.eye(D) / tap_scales[-1]
+            aux_scales = torch.ones_like(aux_scales)
+        self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
         self.norm.weight.copy_(norm)
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
-    def fuse(self, taps: Tensor) -> Tensor:
-        """(..., L * D) tapped streams -> (..., D)."""
-        taps = taps.to(self.fc.weight.dtype)
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """(..., L * D) auxiliary hidden states -> (..., D)."""
+        aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
-            parts = taps.chunk(len(self.fc_norm), dim=-1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(taps)  # type: ignore[no-any-return]
+            parts = aux_hidden_states.chunk(len(self.fc_norm), dim=-1)
+            aux_hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux_hidden_states)  # type: ignore[no-any-return]
 
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
-        return self.fuse(taps)
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        return self.fuse(aux_hidden_states)
 
-    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        state = self.midlayer(embedding.to(state.dtype), state, turn, attend)
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        state = self.midlayer(embedding.to(state.dtype), state, cos_sin, attend)
         return self.norm(state) if self.config.norm_output else state
 
     def normed(self, recycled: Tensor) -> Tensor:
         return recycled if self.config.norm_output else self.norm(recycled)
 
-    def readout(self, ends: TargetEnds) -> Tensor:
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
         return self.lm_head.weight
 
-    def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
+    def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
     def parts(self) -> HeadParts:
@@ -205,7 +210,7 @@ class Eagle3(Recurrent):
             leave_norm=self.norm if again else None,
             read_norm=None if again else self.norm,
         )
-        return HeadParts(modules=[module], fuse=self.fc, tap_norms=[*self.fc_norm] if self.fc_norm is not None else [])
+        return HeadParts(modules=[module], fuse=self.fc, aux_norms=[*self.fc_norm] if self.fc_norm is not None else [])
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)

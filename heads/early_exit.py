@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads.base import Observation, Pick, TargetEnds
-from heads.draft import Draft, DraftState
-from heads.draft_config import DraftConfig
+from heads.base import Observation, Pick, SharedLayers
+from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 
@@ -57,7 +56,7 @@ class FirstLayers(nn.Module):
 class EarlyExit:
     """Drafts as a draft model does, by layers that are the target's."""
 
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, config: EarlyExitConfig, draft: Draft) -> None:
         self.config, self.draft = config, draft
@@ -74,14 +73,14 @@ class EarlyExit:
         model: Any = FirstLayers(target, number)
         return cls(EarlyExitConfig(number), Draft(config, model))
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
-        return self.draft.new_state(ends, batch_size=batch_size, capacity=capacity, shape=shape)
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
 
     def reset_rows(self, state: DraftState, rows: Tensor) -> None:
         self.draft.reset_rows(state, rows)
 
-    def observe(self, state: DraftState, observation: Observation) -> None:
-        self.draft.observe(state, observation)
+    def extend(self, state: DraftState, observation: Observation) -> None:
+        self.draft.extend(state, observation)
 
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         return self.draft.propose(state, pick)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.kernels import select
+from heads.backends.triton import select
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
@@ -31,17 +31,6 @@ holds the places of a node's ancestors, the root's child first, and its own last
 from 0, level by level, and the W that are being expanded come last."""
 
 
-def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """(B, N, N) bool: [b, i, j] is True where node j is node i or stands above it; trees of at most `depth` levels."""
-    B, N = parents.shape
-    above = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
-    node = torch.arange(N, device=parents.device).expand(B, N)
-    for _ in range(depth):
-        node = parents.gather(1, node)
-        above.scatter_(2, node[..., None], True)
-    return above
-
-
 def grow(
     shape: TreeShape,
     root: Tensor,
@@ -51,8 +40,8 @@ def grow(
     expand: Expand,
     token_ids: Tensor | None,
 ) -> Proposal:
-    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's law of the
-    root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
+    """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's
+    distribution of the root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """

@@ -13,7 +13,7 @@ from torch.nn.functional import pad as padded
 from heads.base import Batch
 
 LABELS = "labels"
-"""The loss that sees the tokens of the data and no law of the target: their cross-entropy."""
+"""The loss that sees the tokens of the data and no distribution of the target: their cross-entropy."""
 
 
 def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:

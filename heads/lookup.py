@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.base import Observation, Pick, TargetEnds
+from heads.base import Observation, Pick, SharedLayers
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1
@@ -38,7 +38,7 @@ class LookupConfig:
 
 @dataclass
 class LookupState:
-    """The text of each row; slot t holds x_t, the last slot takes junk."""
+    """The text of each row; slot t holds x_t, the last slot takes padding."""
 
     shape: TreeShape
     tokens: Tensor  # (B, S + 1) int64
@@ -48,7 +48,7 @@ class LookupState:
 class Lookup:
     """Drafts chains by n-gram matches in the text so far."""
 
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, config: LookupConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, device
@@ -58,7 +58,7 @@ class Lookup:
         """`number`: the longest match, in tokens. Any target will do."""
         return cls(LookupConfig(number), target.device)
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
         if not is_chain(shape):
             raise UserError(
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
@@ -69,7 +69,7 @@ class Lookup:
     def reset_rows(self, state: LookupState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
 
-    def observe(self, state: LookupState, observation: Observation) -> None:
+    def extend(self, state: LookupState, observation: Observation) -> None:
         tokens, count = observation.tokens, observation.count
         offset = torch.arange(tokens.shape[1], device=tokens.device)
         junk = state.tokens.shape[1] - 1

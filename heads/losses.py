@@ -1,4 +1,4 @@
-"""What a draft law q is trained by, against the target's law p; computed in chunks of rows.
+"""What a draft distribution q is trained by, against the target's distribution p; computed in chunks of rows.
 
 No float32 tensor of (all rows) x (vocabulary) ever exists: for one chunk the target's logits are formed once, the
 draft's logits of each depth one after the other, and the gradient is taken while they are at hand (the
@@ -29,8 +29,9 @@ SPAN = 128
 """Neighbouring logits among which `likeliest` looks for the place of the maximum."""
 
 
-class Law:
-    """The laws of C rows over the draft vocabulary, softmax of their logits; what only some losses ask is made once."""
+class Distribution:
+    """The distributions of C rows over the draft vocabulary, softmax of their logits; what only some losses ask is made
+    once."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits  # (C, Vd), at least float32
@@ -68,7 +69,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return best
 
 
-Divergence = Callable[[Law, Law], tuple[Tensor, Tensor]]
+Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
 """(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
 of its own.
 
@@ -76,40 +77,40 @@ Written out, because a step spends much of its time here: through q = softmax(z)
 q * (g - sum q g). Each pass over (C, Vd) counts, exp and log above all."""
 
 
-def kl(q: Law, p: Law) -> tuple[Tensor, Tensor]:
+def kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which no gradient sees."""
     return p.negative_entropy - vecdot(p.probs, q.logits) + q.lse, q.probs - p.probs
 
 
-def cross_entropy(q: Law, p: Law) -> tuple[Tensor, Tensor]:
+def cross_entropy(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """-log q of the target's likeliest token."""
     best = p.best[:, None]
     value = q.lse - q.logits.gather(-1, best)[:, 0]
     return value, q.probs.scatter_add(-1, best, torch.full_like(q.probs[:, :1], -1.0))
 
 
-def reverse_kl(q: Law, p: Law) -> tuple[Tensor, Tensor]:
+def reverse_kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """KL(q || p); p is kept from zero, where the divergence would be infinite."""
     ratio = q.logs - p.logs.clamp_min(-23.0)
     value = vecdot(q.probs, ratio)
     return value, ratio.sub_(value[:, None]).mul_(q.probs)
 
 
-def total_variation(q: Law, p: Law) -> tuple[Tensor, Tensor]:
+def total_variation(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
     below = (q.probs < p.probs).to(q.probs.dtype)
     held = below.mul_(q.probs)
     return 1 - torch.minimum(q.probs, p.probs).sum(-1), (q.probs * held.sum(-1, keepdim=True)).sub_(held)
 
 
-def negative_log_acceptance(q: Law, p: Law) -> tuple[Tensor, Tensor]:
+def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """-log sum min(p, q): the same optimum as total variation, without its vanishing gradient (arXiv 2602.23881)."""
     distance, grad = total_variation(q, p)
     acceptance = (1 - distance).clamp_min(1e-5)
     return -acceptance.log(), grad.div_(acceptance[:, None])
 
 
-def jsd(q: Law, p: Law, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+def jsd(q: Distribution, p: Distribution, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
     2306.13649, section 2): divided by beta, close to KL(p || q) for a small one; by 1 - beta, to KL(q || p) for a
     large."""
@@ -120,9 +121,9 @@ def jsd(q: Law, p: Law, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     return value, ratio.sub_(reverse[:, None]).mul_(q.probs).mul_(1 - beta)
 
 
-def kl_tv(q: Law, p: Law) -> tuple[Tensor, Tensor]:
-    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-3 acceptance) held fixed: KL leads while the laws share little, and
-    total variation once they share much (arXiv 2602.23881)."""
+def kl_tv(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-3 acceptance) held fixed: KL leads while the distributions share
+    little, and total variation once they share much (arXiv 2602.23881)."""
     distance, pull = total_variation(q, p)
     divergence, grad = kl(q, p)
     w = (-3 * (1 - distance)).exp()
@@ -213,12 +214,13 @@ class _DraftLoss(torch.autograd.Function):
             for start in range(0, R, C):
                 part = slice(start, start + C)
                 logits = target_logits(hidden[part]).to(wide)  # (C, V)
-                whole = Law(logits)
+                whole = Distribution(logits)
                 place = places[whole.best]  # (C,) where the draft vocabulary holds the likeliest token, -1 if nowhere
                 p, acceptable = whole, whole.probs
                 if len(kept) < width:
-                    p = Law(logits.index_select(1, kept))
-                    # What the draft vocabulary leaves out cannot be accepted: the target's law over the whole one.
+                    p = Distribution(logits.index_select(1, kept))
+                    # What the draft vocabulary leaves out cannot be accepted: the target's distribution over the whole
+                    # one.
                     acceptable = p.probs * (p.lse - whole.lse).exp_()[:, None]  # (C, Vd)
                 for k in range(K):
                     state, live = states[k, part], valid[k, part]
@@ -226,7 +228,7 @@ class _DraftLoss(torch.autograd.Function):
                     if soft_cap is not None:
                         bend = torch.tanh(z / soft_cap)
                         z = bend * soft_cap
-                    q = Law(z)
+                    q = Distribution(z)
                     value, grad = divergence(q, p)
                     if soft_cap is not None:
                         grad = grad * (1 - bend * bend)

@@ -4,7 +4,8 @@
 
 h_t is the hidden state after the final norm and head k predicts x_{t+1+k}. W1 and b1 begin at zero and W2_k as the
 target's own output head. Loss = sum over k of depth_decay^k * cross-entropy of x_{t+1+k} (section 2.2.1), or a
-divergence from the target's law of that token: in text that the target sampled the same on average, and less noisy.
+divergence from the target's distribution of that token: in text that the target sampled the same on average, and less
+noisy.
 
 A tree's level k holds head k's likeliest tokens, the same below every node. The runtime's newest observed state is h_t
 where the root is x_{t+1}, so head k stands k tokens below the root in drafting as in training.
@@ -12,7 +13,8 @@ where the root is x_{t+1}, so head k stands k tokens below the root in drafting 
 Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K depth, W nodes of one level, R labels.
 """
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,17 +22,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.backends.torch.linear import Product
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.formats.medusa import field_name, medusa_engine_config
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
-from heads.medusa_tree import MOST_RANKS, Path, grow_tree, rank_accuracies
-from heads.native.linear import Product
-from heads.target import FrozenTarget, check_one_width
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 from heads.vocab import build_vocab, check_kept, kept_ids
+
+MOST_RANKS = 32
+"""Candidates of one head that a tree may use."""
+
+Path = tuple[int, ...]
+
+
+def rank_accuracies(ranks: Tensor, valid: Tensor, most: int) -> Tensor:
+    """(K, most) float64: the share of `valid` (K, ...) slots where the true token had each rank in `ranks` (K, ...)."""
+    hits = torch.stack([(valid & (ranks == rank)).flatten(1).sum(1) for rank in range(most)], dim=1)
+    return hits.double() / valid.flatten(1).sum(1).clamp_min(1)[:, None]
+
+
+def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
+    """The paths of the likeliest nodes, `nodes` of them with the root, which has no path of its own.
+
+    accuracies (K, R). Fewer where no other node can be right; the first path at least. Ties go to the shorter path,
+    then to the better ranks.
+    """
+    found: list[Path] = []
+    heap: list[tuple[float, int, Path]] = [(-accuracy, 1, (rank,)) for rank, accuracy in enumerate(accuracies[0])]
+    heapq.heapify(heap)
+    while heap and len(found) < nodes - 1:
+        negative, depth, path = heapq.heappop(heap)
+        if negative == 0 and found:
+            break
+        found.append(path)
+        if depth < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[depth]):
+                heapq.heappush(heap, (negative * accuracy, depth + 1, (*path, rank)))
+    return tuple(sorted(found, key=lambda path: (len(path), path)))
+
 
 MOST_LAYERS = 64
 AHEAD = 2
@@ -116,7 +149,7 @@ class Medusa(nn.Module):
     Config: ClassVar[type[MedusaConfig]] = MedusaConfig
     weights_file: ClassVar[str] = "medusa_lm_head.safetensors"
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "tree"})
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     token_map: Tensor | None
     kept: Tensor
 
@@ -148,17 +181,17 @@ class Medusa(nn.Module):
         return head
 
     @classmethod
-    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
         tree = config["tree"] and tuple(tuple(int(rank) for rank in path) for path in config["tree"])
         made = MedusaConfig(**{**config, "tree": tree})
         if made.draft_vocab_size < made.vocab_size and "token_map" not in weights:
             raise UserError("lacks token_map; the draft vocabulary belongs inside the head")
         return cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
 
-    def saved(self) -> dict[str, Tensor]:
+    def to_checkpoint(self) -> dict[str, Tensor]:
         return {field_name(name, self.config.num_layers): value for name, value in self.state_dict().items()}
 
-    def restore(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         names = self.state_dict().keys()
         self.load_state_dict({name: weights[field_name(name, self.config.num_layers)] for name in names})
 
@@ -201,16 +234,16 @@ class Medusa(nn.Module):
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         K, V = self.config.depth, self.config.vocab_size
         row, label, slots, valid = label_slots(batch, AHEAD, K)
-        teacher, law, loss = batch.hidden[row, label - 1], batch.ends.logits, self.config.loss
+        teacher, distribution, loss = batch.hidden[row, label - 1], batch.shared.lm_head, self.config.loss
         if loss == LABELS:
-            teacher, law, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
+            teacher, distribution, loss = batch.tokens[row, label], certain_of_labels(V), "cross_entropy"
         parts = [
             draft_loss(
                 self.step(batch.hidden[row, slots[k]], k)[None],
                 self.lm_heads[k].weight,  # type: ignore[arg-type]
                 valid[k : k + 1],
                 teacher,
-                law,
+                distribution,
                 self.kept,
                 scale[k : k + 1],
                 loss=loss,
@@ -221,7 +254,7 @@ class Medusa(nn.Module):
         metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
         return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
         config, weight = self.config, self.lm_heads[0].weight
         if shape.depth > config.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
@@ -236,7 +269,7 @@ class Medusa(nn.Module):
         state.length.masked_fill_(rows, 0)
 
     @torch.no_grad()
-    def observe(self, state: MedusaState, observation: Observation) -> None:
+    def extend(self, state: MedusaState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
         live, last = count > 0, (count - 1).clamp_min(0)
         D = observation.hidden.shape[2]
@@ -263,7 +296,7 @@ class Medusa(nn.Module):
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
         """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd where
-        the head cannot draft it. Junk where a document ends."""
+        the head cannot draft it. Padding where a document ends."""
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
         column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
         found = []

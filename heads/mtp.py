@@ -5,10 +5,10 @@
 
 The engines' classes for DeepSeek and MiMo read the token at position 0 as zeros, and so does ours in their layouts.
 Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
-2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see,
-as `heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored.
-Loss = sum over k of beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP's weights, with the target's law p in the
-place of its token), over a draft vocabulary if there is one.
+2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see, as
+`heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored. Loss = sum over k of
+beta^{k-1} / (sum of them) * KL(p || q_k) / rows (FastMTP's weights, with the target's distribution p in the place of
+its token), over a draft vocabulary if there is one.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
 """
@@ -20,16 +20,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.base import TargetEnds
+from heads.backends.recurrent_parts import HeadParts, ModuleParts
+from heads.base import SharedLayers
 from heads.errors import UserError, first_line
-from heads.families import block_settings, final_norm_scale
 from heads.formats.mtp import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
 from heads.losses import check_loss_settings
-from heads.recurrent import Recurrent, Turn
-from heads.recurrent_parts import HeadParts, ModuleParts
-from heads.target import FrozenTarget, check_one_width
-from heads.target_block import BlockMaker, block_record
+from heads.recurrent import CosSin, Recurrent
+from heads.target.block import BlockMaker, block_record
+from heads.target.families import block_settings, final_norm_scale
+from heads.target.frozen import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
 OF_THE_CHECKPOINT = {field.name for field in fields(BlockConfig)} - {"hidden_size"} | {"num_modules", "layout"}
@@ -52,7 +52,7 @@ class MtpConfig(BlockConfig):
     native: bool = False
     """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     decoder: dict[str, Any] | None = None
-    """Native: what the modules' blocks are made from, `heads.target_block.block_record`."""
+    """Native: what the modules' blocks are made from, `heads.target.block.block_record`."""
     layout: str = "mimo"
     """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`."""
     num_modules: int = 1
@@ -91,8 +91,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn, attend)
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -107,10 +107,10 @@ class MtpModule(nn.Module):
         self.block = block
         self.final_layernorm = norm()
 
-    def forward(self, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
         x = self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # (B, T, D)
-        return self.final_layernorm(self.block(x, turn, attend))  # type: ignore[no-any-return]
+        return self.final_layernorm(self.block(x, cos_sin, attend))  # type: ignore[no-any-return]
 
 
 class Mtp(Recurrent):
@@ -119,7 +119,7 @@ class Mtp(Recurrent):
     Config: ClassVar[type[MtpConfig]] = MtpConfig
     FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings", "decoder"})
     config: MtpConfig
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     d2t: Tensor
     t2d: Tensor
 
@@ -156,9 +156,9 @@ class Mtp(Recurrent):
             **block_settings(target.config, None if settings.get("native") else settings.get("num_attention_heads")),
         }
         if settings.get("native"):
-            embed: Any = target.ends.embed
-            ends = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
-            native = read_native(target.name, target.config, ends)
+            embed: Any = target.shared.embed_tokens
+            shared = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
+            native = read_native(target.name, target.config, shared)
             defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
             defaults["decoder"] = block_record(target.config, native.count)
             for name in sorted(OF_THE_CHECKPOINT & settings.keys()):
@@ -186,7 +186,7 @@ class Mtp(Recurrent):
         return head
 
     @classmethod
-    def from_record(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
         made = MtpConfig(**config)
         return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
 
@@ -207,18 +207,18 @@ class Mtp(Recurrent):
         """The modules' tensors under our own names."""
         return {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
 
-    def saved(self) -> dict[str, Tensor]:
+    def to_checkpoint(self) -> dict[str, Tensor]:
         modules = to_field(self.own(), self.layout, self.config.num_target_layers)
         return modules | tables_to_save(self.d2t, self.t2d)
 
-    def restore(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
         own = from_field(weights, self.own(), self.layout, self.config.num_target_layers)
         self.load_state_dict(own | {"d2t": self.d2t, "t2d": self.t2d})
 
     def restore_modules(self, weights: dict[str, Tensor], name: str) -> None:
         """Take up a checkpoint's own modules; UserError where a tensor is missing, unknown or of another shape."""
         tables = {"d2t", "t2d"}
-        expected = {key: tuple(value.shape) for key, value in self.saved().items() if key not in tables}
+        expected = {key: tuple(value.shape) for key, value in self.to_checkpoint().items() if key not in tables}
         found = {key: tuple(value.shape) for key, value in weights.items()}
         for key in sorted(expected.keys() | found.keys()):
             if expected.get(key) != found.get(key):
@@ -226,7 +226,7 @@ class Mtp(Recurrent):
                     f"{name}: {key}: by config.json expected {expected.get(key, 'no such tensor')}, "
                     f"found {found.get(key, 'none')}; the modules of its checkpoint cannot be used"
                 )
-        self.restore(weights)
+        self.load_weights(weights)
 
     def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
         return mtp_engine_config(target)
@@ -244,19 +244,21 @@ class Mtp(Recurrent):
             module.input_proj.weight[:, half] += torch.eye(D)
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
 
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """h^0, in the type that the projection computes in."""
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             return hidden.to(torch.get_autocast_dtype(device))
         return hidden.to(self.mtp_layers[0].input_proj.weight.dtype)  # type: ignore[union-attr, arg-type]
 
-    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
-        return self.mtp_layers[module](embedding.to(state.dtype), state, turn, attend)  # type: ignore[no-any-return]
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        return self.mtp_layers[module](embedding.to(state.dtype), state, cos_sin, attend)  # type: ignore[no-any-return]
 
-    def readout(self, ends: TargetEnds) -> Tensor:
-        assert ends.weight is not None
-        return ends.weight if len(self.kept) == len(ends.weight) else ends.weight[self.kept]
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
+        assert shared.lm_head_weight is not None
+        return (
+            shared.lm_head_weight if len(self.kept) == len(shared.lm_head_weight) else shared.lm_head_weight[self.kept]
+        )
 
     def parts(self) -> HeadParts | None:
         modules = []
@@ -281,7 +283,7 @@ class Mtp(Recurrent):
             )
         return HeadParts(modules=modules)
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         if not self.rotary:
             return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
         like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)

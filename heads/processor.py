@@ -4,9 +4,9 @@ Training may run its products in bfloat16: on a GPU and on processors with bfloa
 faster than float32, on all other processors several times slower. No flag tells which: a library may be limited to
 fewer instructions than the processor has, and it may emulate what the processor lacks. So the two are timed.
 
-Two dtypes are not chosen here. A target decodes in its own, float32 on a CPU. The C kernels of `heads.native` compute
-in float32 everywhere and hold a draft's weights in bfloat16: each is widened by a shift, on any processor, and a draft
-of one row costs the time to read its weights.
+Two dtypes are not chosen here. A target decodes in its own, float32 on a CPU. The C kernels of `heads.backends.cpu`
+compute in float32 everywhere and hold a draft's weights in bfloat16: each is widened by a shift, on any processor, and
+a draft of one row costs the time to read its weights.
 """
 
 import time

@@ -23,23 +23,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.attention import causal_attention
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
-from heads.cache import round_up
+from heads.backends.cpu.recurrent import CpuRecurrent
+from heads.backends.recurrent_memory import Memory, TorchRecurrent, open_memory
+from heads.backends.recurrent_parts import HeadParts
+from heads.backends.slot_mapping import Drafted, Observed, round_up
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
-from heads.native.drafting import KernelMemory
-from heads.places import Drafted, Observed
-from heads.recurrent_memory import Memory, TorchMemory, open_memory
-from heads.recurrent_parts import HeadParts
 from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.ttt_attention import causal_attention
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
 
-Turn = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
 
 
@@ -76,11 +75,11 @@ class Recurrent(nn.Module):
     """(Vd,) int64, the target id of each draft id."""
     num_modules: int = 1
 
-    def start(self, taps: Tensor, hidden: Tensor) -> Tensor:
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """The target's features, (..., L * D) and (..., D) -> the state that the first step recycles (..., D)."""
         raise NotImplementedError
 
-    def step(self, module: int, embedding: Tensor, state: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def step(self, module: int, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         """One step, the same in training and in drafting: (B, T, D) embeddings and states -> the state to recycle."""
         raise NotImplementedError
 
@@ -97,15 +96,15 @@ class Recurrent(nn.Module):
         """What the output head reads of a recycled state."""
         return recycled
 
-    def readout(self, ends: TargetEnds) -> Tensor:
+    def lm_head_weight(self, shared: SharedLayers) -> Tensor:
         """(Vd, D) the output head."""
         raise NotImplementedError
 
-    def logits(self, normed: Tensor, readout: Tensor) -> Tensor:
+    def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
         """(..., D) -> (..., Vd)."""
-        return nn.functional.linear(normed, readout)
+        return nn.functional.linear(normed, lm_head_weight)
 
-    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Cosines and sines of rotary positions (B, T)."""
         raise NotImplementedError
 
@@ -114,15 +113,15 @@ class Recurrent(nn.Module):
 
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """The normed states (B, T, D) of the first `depth` steps."""
-        state = self.start(batch.taps, batch.hidden)
+        state = self.start(batch.aux_hidden_states, batch.hidden)
         normed = []
         for i in range(depth):
             if i < self.num_modules:
                 attend = _attend_by_steps(batch.documents)
             embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
             embedding = self.masked(embedding, batch.positions + i)
-            turn = self.turn(batch.positions + i, state.dtype)
-            state = self.step(min(i, self.num_modules - 1), embedding, state, turn, attend)
+            cos_sin = self.cos_sin(batch.positions + i, state.dtype)
+            state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
             normed.append(self.normed(state))
         return normed
 
@@ -132,10 +131,10 @@ class Recurrent(nn.Module):
         states = torch.stack([state[row, slot] for state, slot in unrolled])  # (K, R, D)
         loss, sums, correct, overlap = draft_loss(
             states,
-            self.readout(batch.ends),
+            self.lm_head_weight(batch.shared),
             valid,
             batch.hidden[row, label - 1],
-            batch.ends.logits,
+            batch.shared.lm_head,
             self.kept,
             scale,
             loss=self.config.loss,
@@ -147,14 +146,14 @@ class Recurrent(nn.Module):
         return None
 
     @torch.no_grad()
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
         check_width(shape, config.draft_vocab_size)
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(
             shape=shape,
-            memory=open_memory(self, ends, batch_size=batch_size, slots=slots, shape=shape),
+            memory=open_memory(self, shared, batch_size=batch_size, slots=slots, shape=shape),
             slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],
@@ -165,16 +164,16 @@ class Recurrent(nn.Module):
         state.length.masked_fill_(rows, 0)
 
     @torch.no_grad()
-    def observe(self, state: RecurrentState, observation: Observation) -> None:
+    def extend(self, state: RecurrentState, observation: Observation) -> None:
         tokens, start, count, memory = observation.tokens, observation.start, observation.count, state.memory
         M = observation.hidden.shape[1]
         extent = state.extent(M)
-        if not isinstance(memory, TorchMemory) and memory.single:
-            memory.observe(observation, extent, state.recycled[0], state.root, state.length)
+        if not isinstance(memory, TorchRecurrent) and memory.single:
+            memory.extend(observation, extent, state.recycled[0], state.root, state.length)
             return
         places = Observed(start, count, state.slot, M)
         live, last = count > 0, (count - 1).clamp_min(0)
-        above = memory.start(observation.taps, observation.hidden)
+        above = memory.start(observation.aux_hidden_states, observation.hidden)
         for module in range(self.num_modules):
             made, _ = memory.step(module, tokens[:, 1:], above, None, places, extent)
             newest = state.recycled[module]
@@ -192,7 +191,7 @@ class Recurrent(nn.Module):
         if (
             is_chain(state.shape)
             and isinstance(pick, CompiledPick)
-            and isinstance(memory, KernelMemory)
+            and isinstance(memory, CpuRecurrent)
             and memory.single
         ):
             newest, depth = state.recycled[0], state.shape.depth
@@ -215,8 +214,8 @@ class Recurrent(nn.Module):
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
-        readout = self.readout(batch.ends)
-        guesses = [self.kept[self.logits(normed, readout).argmax(-1)] for normed in self.unroll(batch, depth)]
+        lm_head_weight = self.lm_head_weight(batch.shared)
+        guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.draft import Draft
+from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.early_exit import EarlyExit
 from heads.errors import UserError
 from heads.lookup import Lookup
 from heads.medusa import Medusa
 from heads.mtp import Mtp
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}
 """kind -> a class that fulfils `heads.base.DraftHead`."""

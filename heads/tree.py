@@ -62,6 +62,15 @@ class Proposal:
     root. None for a chain, where node j is the j-th but for the last."""
 
 
+@dataclass(frozen=True)
+class Acceptance:
+    """What a round decided, row by row; entries past a row's own are padding of the right shape."""
+
+    accepted: Tensor  # (B,) int64, n: drafted tokens accepted, 0 <= n <= K
+    path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are true
+    emitted: Tensor  # (B, K + 1) int64, the accepted tokens, then the bonus; entries 0 .. n are true
+
+
 def parse_shape(text: str) -> TreeShape:
     """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of a node, level by level)."""
     if text == "none":
@@ -122,7 +131,8 @@ def is_chain(shape: TreeShape) -> bool:
 
 
 class Pick(Protocol):
-    """How children are drawn from the draft's law: by the runtime, whose acceptance rule must know how they were."""
+    """How children are drawn from the draft's distribution: by the runtime, whose acceptance rule must know how they
+    were."""
 
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None

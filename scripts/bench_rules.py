@@ -11,8 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from eval.benchmark.settings import add_prompt_options
 from eval.command import Parser, add_head_options, count, exit_status, trees
-from eval.prompt_options import add_prompt_options
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,9 +4,9 @@
     python scripts/bench_training_memory.py --device cuda
 
 Both run the same head on the same random features, forward, backward and AdamW, each in a process of its own. The plain
-one does what the formula says: the target's logits for every token, its law over the draft vocabulary, and the draft's
-logits of every step kept for the backward pass. Their losses must agree; what is compared is the peak above the memory
-that stands before the step (weights, features, optimizer state), and that of the whole process.
+one does what the formula says: the target's logits for every token, its distribution over the draft vocabulary, and the
+draft's logits of every step kept for the backward pass. Their losses must agree; what is compared is the peak above the
+memory that stands before the step (weights, features, optimizer state), and that of the whole process.
 """
 
 import argparse

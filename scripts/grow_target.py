@@ -3,8 +3,8 @@
     python scripts/grow_target.py recipes/quickstart/target runs/grown --shape 0.4b --heads runs/quickstart
     python eval/bench.py runs/grown/quickstart
 
-New width, attention heads and layers are zeros (`eval/grown.py`). The grown model's logits are checked against the
-small one's before anything is kept; every report calls such a target grown.
+New width, attention heads and layers are zeros (`eval/benchmark/grown.py`). The grown model's logits are checked
+against the small one's before anything is kept; every report calls such a target grown.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.command import Parser, count, exit_status
-from eval.shapes import SHAPES, ModelShape
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -3,10 +3,10 @@
     python scripts/publish.py runs/quickstart OWNER/NAME [--private] [--revision BRANCH] [--license apache-2.0]
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
-What is published is the head's folder and the card, without the paths of this machine (`eval.published`); every command
-that takes a head takes OWNER/NAME from then on. The card names the engines that serve the head, with their commands; a
-head that none serves, or that one would misread, is refused without --unserved. The token is the one of `hf auth login`
-or HF_TOKEN.
+What is published is the head's folder and the card, without the paths of this machine (`eval.reporting.published`);
+every command that takes a head takes OWNER/NAME from then on. The card names the engines that serve the head, with
+their commands; a head that none serves, or that one would misread, is refused without --unserved. The token is the one
+of `hf auth login` or HF_TOKEN.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import Parser, exit_status
-from eval.wording import is_hub_id
+from eval.reporting.format import is_hub_id
 
 
 def hub_id(text: str) -> str:
@@ -52,7 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.upload import publish
+    from eval.reporting.upload import publish
 
     return publish(options)
 

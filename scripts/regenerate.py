@@ -16,7 +16,7 @@ USAGE = "usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]"
 def main() -> int:
     if asks_usage(USAGE, sys.argv[1:], keys=recipe_keys):
         return 0
-    from train.regenerating import regenerate
+    from train.data.regenerating import regenerate
 
     return regenerate(sys.argv[1:])
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself and the ones before it
 LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # all that heads/ and eval/runtime/ may need
-OPTIONAL = {"heads/quantization.py": {"torchao"}}
+OPTIONAL = {"heads/target/quantization.py": {"torchao"}}
 DEPENDENCIES = LEAN | {
     *("accelerate", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib", "mypy", "peft"),
     *("pydantic", "pytest", "requests", "rich", "ruff", "setuptools", "tokenizers", "tqdm", "wandb", "yaml"),

@@ -15,10 +15,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from eval import bench, report
+from eval import bench
+from eval.benchmark.measurements import folders_of, newest_results
 from eval.command import exit_status
-from eval.measurements import folders_of, newest_results
-from eval.results import read_results
+from eval.reporting.report import report_command
+from eval.reporting.results import read_results
 from heads.checkpoint import read_config
 from train import checkpointing
 from train.entry import attempt
@@ -130,7 +131,7 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
         (["output_dir=''"], "output_dir: String should have at least 1 character"),
         (["eval.tree=chian:5"], "tree 'chian:5'"),
         (["head.depth=0"], "head.depth: expected 1 to 1024"),
-        (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
+        (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
         (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
     ],
@@ -139,9 +140,9 @@ def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
     assert fault in refused(lambda: train(*changes))
 
 
-def test_a_bad_head_is_told_before_any_data_is_read(here: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_head_is_given_before_any_data_is_read(here: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.loop.load_data", lambda *_: 1 / 0)
-    assert "head.taps" in refused(lambda: train("head.taps=[]"))
+    assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
         ("no tokenizer", "no tokenizer that can be loaded"),
         ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
-        ("shallow", "too shallow for the default taps"),
+        ("shallow", "too shallow for the default auxiliary layers"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
     ],
 )
@@ -244,7 +245,7 @@ def test_a_head_for_another_target(
     assert fault in refused(lambda: measure("run", "--target", "other"))
 
 
-def test_a_target_in_half_precision_is_told_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
+def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
     """bfloat16 keeps the small weights that float16 cuts off."""
     shutil.copytree(tiny_target_dir, here / "faint")
     model = LlamaForCausalLM.from_pretrained(tiny_target_dir)
@@ -331,13 +332,13 @@ def test_the_readme_of_something_else_is_not_replaced(here: Path, refused: Any) 
     assert "--out .: holds a README.md of something else" in refused(lambda: measure("run", "--out", "."))
     assert "output_dir .: holds a README.md of something else" in refused(lambda: train("output_dir=."))
     shutil.copy(here / "run/results.json", here)
-    assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report.report_command(here)))
+    assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report_command(here)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 1}'])
 def test_a_results_file_that_is_none(text: str, here: Path, refused: Any) -> None:
     (here / "results.json").write_text(text)
-    assert "results.json: " in refused(lambda: exit_status(lambda: report.report_command(here)))
+    assert "results.json: " in refused(lambda: exit_status(lambda: report_command(here)))
 
 
 def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
@@ -380,7 +381,7 @@ def test_no_space_for_a_checkpoint(
     assert "resumed from" in capsys.readouterr().err
 
 
-def test_nothing_to_draft_is_told_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tau that is no number would stay the best one."""
     assert train("eval.max_new_tokens=1", "train.eval_every=1") == 2
     assert "prompts.jsonl: every output ended with its first token" in capsys.readouterr().err.splitlines()[-1]

@@ -20,15 +20,15 @@ import pytest
 import torch
 import yaml
 
-from eval.messages import read_messages
-from eval.records import read_records
-from eval.settings import to_settings
-from eval.sweep_file import KEYS
+from eval.benchmark.messages import read_messages
+from eval.benchmark.records import read_records
+from eval.benchmark.settings import to_settings
+from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
 from heads.formats import loaders
 from heads.registry import build_head
-from heads.target import load_target, load_tokenizer
-from train.chats import encode_chat
+from heads.target.frozen import load_target, load_tokenizer
+from train.data.chats import encode_chat
 from train.entry import LAUNCH, attempt
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
@@ -289,8 +289,7 @@ def test_the_tree_of_files_is_true() -> None:
             folder = match[1]
             assert (ROOT / folder).is_dir()
         for name in re.findall(r"\b(\w+\.py)\b", line):
-            places = [ROOT / folder / name, ROOT / folder / "runtime" / name]
-            assert any(place.is_file() for place in places), f"{folder}{name} is in the tree of files and nowhere else"
+            assert any((ROOT / folder).rglob(name)), f"{folder}{name} is in the tree of files and nowhere else"
 
 
 def test_every_recipe_is_listed() -> None:

@@ -13,17 +13,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from eval.benchmark.messages import apply_template
+from eval.benchmark.prompts import HUB_SUITES, held_out_prompts, suite_records
+from eval.benchmark.records import read_records
 from eval.command import exit_status
 from eval.files import check_file, is_full_disk
-from eval.messages import apply_template
-from eval.prompts import HUB_SUITES, held_out_prompts, suite_records
-from eval.records import read_records
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.lookup import LookupConfig
-from heads.target import load_target
-from train.answers import write_answers
+from heads.target.frozen import load_target
+from train.data.answers import write_answers
 from train.recipe import load_recipe
 
 RECIPE = """\

@@ -2,8 +2,9 @@
 
     loss = heads_weight * loss of the head on the adapted target's states + KL(p_0 || p) on every label
 
-p is the adapted target's law and p_0 the target's own, with the adapter off: the text may become easier to foresee but
-must stay the target's. First the head is trained alone, then both, the head at a multiple of the adapter's rate.
+p is the adapted target's distribution and p_0 the target's own, with the adapter off: the text may become easier to
+foresee but must stay the target's. First the head is trained alone, then both, the head at a multiple of the adapter's
+rate.
 
 Letters: B batch, T tokens, D hidden, V vocabulary, K depth, R labels.
 """
@@ -18,14 +19,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from heads.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.base import Batch, DraftHead, HeadLoss
 from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.families import OutputHead
 from heads.labels import supervised
 from heads.losses import draft_loss
-from heads.target import FrozenTarget, decode, packed_visible
+from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from heads.target.families import OutputHead
+from heads.target.frozen import FrozenTarget, decode, packed_visible
 from train.lora import linear_layers
 from train.recipe import Adapter
 
@@ -98,8 +99,8 @@ class Joint(nn.Module):
         return cast(DraftHead, self.head)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafts.taps
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return self.drafts.aux_layer_ids
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
@@ -126,17 +127,17 @@ class Joint(nn.Module):
         """KL(p_0 || p) over all labels; adapted (B, T, D) with gradient."""
         row, label = supervised(batch.loss_mask, batch.documents, 1, pad=True).nonzero(as_tuple=True)
         target = self.adapter.target
-        law = target.ends.logits
-        assert isinstance(law, OutputHead)
+        distribution = target.shared.lm_head
+        assert isinstance(distribution, OutputHead)
         loss, sums, correct, overlap = draft_loss(
-            law.scale * adapted[row, label - 1][None],
+            distribution.scale * adapted[row, label - 1][None],
             target.lm_head_weight.to(adapted.dtype),
             torch.ones(1, len(row), dtype=torch.bool, device=row.device),
             batch.hidden[row, label - 1],
-            batch.ends.logits,
+            batch.shared.lm_head,
             torch.arange(target.vocab_size, device=row.device),
             scale,
-            soft_cap=law.soft_cap,
+            soft_cap=distribution.soft_cap,
         )
         agreed = correct.sum(1).float()
         names = {"correct": agreed, "accepted": agreed, "overlap": overlap.float()}
@@ -157,9 +158,10 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
 
 def check_adapter(target: FrozenTarget, settings: Adapter, head: DraftHead) -> None:
     """Refuse an adapter that the target or the head cannot bear, before time is spent on data."""
-    if head.taps:
+    if head.aux_layer_ids:
         raise UserError(
-            "target.adapter: the head reads taps of the target, only heads on its last hidden state are trained with "
+            "target.adapter: the head reads auxiliary hidden states of the target, only heads on its last hidden "
+            "state are trained with "
             "an adapter; use head.kind medusa"
         )
     if target.quantize:

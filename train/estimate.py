@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.target import FrozenTarget
-from train.features import make_batch
-from train.packing import Rows, empty_rows
+from heads.target.frozen import FrozenTarget
+from train.data.features import make_batch
+from train.data.packing import Rows, empty_rows
 
 
 @torch.no_grad()
@@ -47,7 +47,9 @@ def foreseen(
     target: FrozenTarget, head: DraftHead, texts: Sequence[Sequence[int]], depth: int, dtype: torch.dtype
 ) -> Tensor:
     """(B, T) int64: for a root at each position, how many guesses of a chain below it are the text's own tokens."""
-    hits = head.foresees(make_batch(target, text_rows(texts), head.taps, dtype), depth)  # (depth, B, T), by slot
+    hits = head.foresees(
+        make_batch(target, text_rows(texts), head.aux_layer_ids, dtype), depth
+    )  # (depth, B, T), by slot
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
 
 

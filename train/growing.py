@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.grown import Growth, grow_llama, shape_of
+from eval.benchmark.grown_heads import HeadSize, grow_head
+from eval.benchmark.opening import load_pair
+from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.files import check_folder
-from eval.grown import Growth, grow_llama, shape_of
-from eval.grown_heads import HeadSize, grow_head
-from eval.opening import load_pair
-from eval.shapes import SHAPES, ModelShape
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from train.run_folder import whole_folder
 
 CHECKED_TOKENS = 64
@@ -84,7 +84,7 @@ def difference(small: FrozenTarget, large: FrozenTarget) -> tuple[float, float]:
     both = []
     for target in (small, large):
         hidden = target.packed_features(tokens, positions, torch.zeros_like(positions), ()).hidden
-        both.append(target.ends.logits(hidden))
+        both.append(target.shared.lm_head(hidden))
     agreement = (both[0].argmax(-1) == both[1].argmax(-1)).double().mean()  # over the grown vocabulary
     ours = both[1][..., : small.vocab_size]
     return float((ours - both[0]).norm() / both[0].norm()), float(agreement)

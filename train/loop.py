@@ -11,14 +11,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eval.benchmark.contention import contention
+from eval.benchmark.environment import setup_line
 from eval.command import tell
-from eval.crowding import crowding
-from eval.environment import setup_line
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.draft import Draft
+from heads.draft_model import Draft
 from heads.errors import UserError
 from train.adapter import Joint, check_adapter, make_adapter
 from train.checkpointing import (
@@ -36,7 +36,9 @@ from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
 from train.lora import add_adapters, merged_weights
 from train.measuring import Measured, load_requests, measure, nodes_needed
 from train.optim import lr_factor
-from train.preparing import (
+from train.recipe import Recipe
+from train.run_folder import RunFolder
+from train.setup import (
     LoadedTarget,
     check_head,
     check_supervision,
@@ -44,11 +46,9 @@ from train.preparing import (
     load_recipe_target,
     load_samples,
     make_head,
+    make_provenance,
     with_head_defaults,
 )
-from train.provenance import make_provenance
-from train.recipe import Recipe
-from train.run_folder import RunFolder
 from train.step import Stepper
 from train.tracker import Tracker
 
@@ -86,7 +86,7 @@ def fit(recipe: Recipe) -> Outcome:
             found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
             outcome = Outcome(recipe, folder, loaded, accelerator, tracker)
             if accelerator.num_processes == 1:  # each other's threads are no others'
-                tell(crowding(accelerator.device))
+                tell(contention(accelerator.device))
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from heads.draft import Draft
-from heads.draft_config import LoraSettings
+from heads.draft_model import Draft, LoraSettings
 from heads.errors import UserError
 
 

@@ -7,20 +7,19 @@ from typing import cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.auto import LARGEST_TREE
+from eval.benchmark.auto import LARGEST_TREE
+from eval.benchmark.measure import check_decoded, trace
+from eval.benchmark.metrics import acceptance_by_depth, tau
+from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
-from eval.measure import check_decoded, trace
-from eval.metrics import acceptance_by_depth, tau
-from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
-from heads.base import Batch, DraftHead, TreeHead
+from heads.base import Batch, DraftHead, TreeHead, most_nodes, shape_for
 from heads.errors import UserError
-from heads.own_tree import most_nodes, shape_for
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain
+from train.data.features import make_batch
 from train.estimate import estimate_tau, text_rows
-from train.features import make_batch
 from train.recipe import Eval
 
 
@@ -126,6 +125,6 @@ def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Reque
             rows = text_rows(texts)
             for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 rows.loss_mask[n, len(prompt) + 1 : len(text)] = True  # the first answer token is never drafted
-            yield make_batch(target, rows, cast(DraftHead, head).taps, dtype)
+            yield make_batch(target, rows, cast(DraftHead, head).aux_layer_ids, dtype)
 
     head.grow_tree(batches())

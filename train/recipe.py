@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field
 
+from eval.benchmark.prompts import HELD_OUT_SUITE
 from eval.command import AUTO
 from eval.files import is_file
-from eval.prompts import HELD_OUT_SUITE
 from eval.runtime.rules import check_rule
 from eval.runtime.sampling import Sampling
+from heads.base import HEAD_TREE
 from heads.errors import UserError
-from heads.own_tree import HEAD_TREE
 from heads.tree import parse_shape
 from train.head_settings import head_errors
 from train.strict_yaml import Key, Settings, check, read_settings

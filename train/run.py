@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 
 from eval.benchmark.run import run_bench
-from eval.report import write_report
-from eval.results import read_results
-from eval.settings import BenchSettings
+from eval.benchmark.settings import BenchSettings
+from eval.reporting.report import write_report
+from eval.reporting.results import read_results
 from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import on_main, tell_first
 from train.loop import Outcome, fit
-from train.preparing import load_recipe_target
 from train.recipe import Eval, Recipe, load_recipe
 from train.run_folder import RunFolder
+from train.setup import load_recipe_target
 
 
 def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.files import check_folder, sync_folder, write_text
-from eval.report import check_card
+from eval.reporting.report import check_card
 from heads.errors import UserError, shown
 from train.recipe import Recipe, dump_recipe, plain_settings
 from train.strict_yaml import read_settings

@@ -13,14 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from heads.base import Batch, DraftHead
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from train.adapter import Joint
-from train.features import make_batch
+from train.data.features import make_batch
+from train.data.packing import Mixture
 from train.interrupts import Interrupted
 from train.interval import Interval
 from train.launch import SHARDED
 from train.optim import make_optimizer, set_lr
-from train.packing import Mixture
 from train.recipe import Train
 
 SEED_STRIDE = 1_000_003
@@ -88,7 +88,7 @@ class Stepper:
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
             with accelerator.autocast(), self.as_it_was():
-                batch = make_batch(self.target, rows, self.head.taps, self.dtype)
+                batch = make_batch(self.target, rows, self.head.aux_layer_ids, self.dtype)
             with accelerator.accumulate(self.model):
                 loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
                 accelerator.backward(loss)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from heads.errors import UserError
+from train.data.target_text import DataSettings, TokenizerSettings
 from train.recipe import Count, Seed
 from train.strict_yaml import Settings, check, read_settings
-from train.target_text import DataSettings, TokenizerSettings
 
 Rate = Annotated[float, Field(gt=0)]
 

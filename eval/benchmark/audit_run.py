@@ -11,18 +11,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.audit import find_divergences
+from eval.benchmark.audit import find_divergences
+from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.measure import Comparison, Variant, trace
+from eval.benchmark.metrics import loop_share, tau
+from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
+from eval.benchmark.prompts import Prompt
 from eval.command import draft_shapes
-from eval.figures import environment, target_facts
 from eval.files import check_file
-from eval.measure import Contender, Race, trace
-from eval.metrics import loop_share, tau
-from eval.opening import Opened, chosen_prompts, open_head, prompt_facts
-from eval.prompts import Prompt
-from eval.results import write_results
+from eval.reporting.format import divergence_text, number, percent, sampling_text
+from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
-from eval.wording import divergence_text, number, percent, sampling_text
 from heads.tree import ROOT_ONLY, TreeShape
 
 Row = dict[str, Any]
@@ -69,19 +69,19 @@ def audit_temperature(
         for i, prompt in enumerate(prompts)
     ]
     everything = list(range(len(prompts)))
-    reference = Contender(make_engine(opened, prompts, ROOT_ONLY, 1, options))
+    reference = Variant(make_engine(opened, prompts, ROOT_ONLY, 1, options))
     reference.run(0, everything, requests, 0)
-    race = Race(prompts, requests, [everything], reference, [])
+    comparison = Comparison(prompts, requests, [everything], reference, [])
     rows = []
     for shape in [ROOT_ONLY, *shapes]:
         for batch in options.batch_sizes:
             if shape is ROOT_ONLY and batch == 1:
                 continue  # the reference itself
             started = time.perf_counter()
-            contender = Contender(make_engine(opened, prompts, shape, batch, options))
-            contender.run(0, everything, requests, 0)
-            divergences = find_divergences(race, contender, opened.target, opened.tokenizer)
-            outputs = list(contender.outputs[0].values())
+            variant = Variant(make_engine(opened, prompts, shape, batch, options))
+            variant.run(0, everything, requests, 0)
+            divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
+            outputs = list(variant.outputs[0].values())
             rows.append(
                 {
                     "tree": "plain" if shape is ROOT_ONLY else str(shape),

@@ -1,4 +1,4 @@
-"""The benchmark of several heads in one race: its table, page and plots, compare.json and compare.md."""
+"""The benchmark of several heads in one comparison: its table, page and plots, comparison.json and comparison.md."""
 
 import argparse
 import sys
@@ -9,35 +9,34 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.auto import Search
-from eval.command import tell
-from eval.compare_report import show, write_comparison
-from eval.contest import (
+from eval.benchmark.auto import Search
+from eval.benchmark.comparison import (
     Judged,
     check_target,
     choose_prompts,
     judge,
     look_for_drafts,
-    make_entry,
+    make_variant_spec,
     most_nodes,
     progress_bar,
-    run_race,
+    run_comparison,
     withhold_speed,
 )
-from eval.crowding import crowding
-from eval.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.benchmark.contention import contention
+from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.benchmark.measurements import own_folder
+from eval.benchmark.opening import fitting_head, open_target_of
+from eval.benchmark.settings import BenchSettings, to_settings
+from eval.benchmark.tune import can_draft
+from eval.command import tell
 from eval.files import check_folder
-from eval.measurements import own_folder
-from eval.opening import fitting_head, open_target_of
-from eval.pilot import can_draft
-from eval.results import SCHEMA_VERSION, Results, write_results
-from eval.settings import BenchSettings, to_settings
-from eval.wording import is_exact, short_name
-from heads.base import Drafter, TreeHead
+from eval.reporting.compare_report import show, write_comparison
+from eval.reporting.format import is_exact, short_name
+from eval.reporting.results import SCHEMA_VERSION, Results, write_results
+from heads.base import HEAD_TREE, Drafter, TreeHead
 from heads.errors import UserError
-from heads.own_tree import HEAD_TREE
 from heads.registry import untrained_kind
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
 FOLDER = Path("runs/compare")
@@ -61,7 +60,7 @@ def compare(
     out: Path | None = None,
     console: Console | None = None,
 ) -> Results:
-    """Measure the heads in one race a temperature, print the table, and return what compare.json holds."""
+    """Measure the heads in one comparison a temperature, print the table, and return what comparison.json holds."""
     check_target(settings, target)
     named = [named_shapes(contestant, target, settings) for contestant in contestants]
     most = most_nodes(settings, [shape for shapes in named for shape in shapes])
@@ -79,8 +78,8 @@ def compare(
                 ]
             trees = [search.next_shapes() for search in searches] or named
             pairs = [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]
-            entries = [make_entry(settings, contestants[n].head, shape) for n, shape in pairs]
-            fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
+            entries = [make_variant_spec(settings, contestants[n].head, shape) for n, shape in pairs]
+            fresh = judge(run_comparison(target, entries, prompts, temperature, settings, bar), target, tokenizer)
             judged.add(fresh)
             owners += [n for n, _ in pairs]
             for n, search in enumerate(searches):
@@ -119,7 +118,7 @@ def named_shapes(contestant: Contestant, target: FrozenTarget, settings: BenchSe
 
 
 def compare_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and compare: the exit status."""
+    """Load what the command line names, and comparison: the exit status."""
     settings = to_settings(options)
     check_folder(options.out or FOLDER, "--out")
     trained = [path for path in options.heads if not untrained_kind(path)]
@@ -128,7 +127,7 @@ def compare_command(options: argparse.Namespace) -> int:
     contestants = [
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
-    tell(crowding(target.device))
+    tell(contention(target.device))
     with own_folder(FOLDER, settings, options) as out:
         results = compare(target, contestants, tokenizer, settings, out=out)
     print(f"written to {out}", file=sys.stderr)

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from eval.figures import environment, target_facts
+from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.metrics import speedup, speedup_interval
+from eval.benchmark.opening import chosen_prompts, open_target, prompt_facts
+from eval.benchmark.prompts import Prompt
 from eval.files import check_file
-from eval.metrics import speedup, speedup_interval
-from eval.opening import chosen_prompts, open_target, prompt_facts
-from eval.prompts import Prompt
-from eval.results import write_results
+from eval.reporting.format import with_interval
+from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
-from eval.wording import with_interval
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 WARM_UP_TOKENS = 16
 

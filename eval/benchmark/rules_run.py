@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from eval.command import draft_shapes
-from eval.figures import environment, target_facts
-from eval.files import check_file
-from eval.measure import check_decoded, trace
-from eval.metrics import (
+from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.measure import check_decoded, trace
+from eval.benchmark.metrics import (
     Trace,
     acceptance_by_depth,
     rate_ratio,
@@ -24,17 +22,18 @@ from eval.metrics import (
     tau,
     tau_interval,
 )
-from eval.opening import chosen_prompts, open_head, prompt_facts
-from eval.results import write_results
-from eval.runtime.accept import Acceptance
+from eval.benchmark.opening import chosen_prompts, open_head, prompt_facts
+from eval.command import draft_shapes
+from eval.files import check_file
+from eval.reporting.format import number, with_interval
+from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import block, expected_tokens, ratio
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
-from eval.wording import number, with_interval
 from heads.errors import UserError
-from heads.tree import Proposal, TreeShape, is_chain
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 Record = dict[str, Any]
 
@@ -76,7 +75,7 @@ class OnOneDraft(Rejection):
     expected: list[tuple[Tensor, Tensor]]
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        q = self.draws.law(consulted.shape[2])
+        q = self.draws.distribution(consulted.shape[2])
         single = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds
         whole = block(consulted, q, proposal.tokens).odds
         self.expected.append((expected_tokens(single, whole=False), expected_tokens(whole, whole=True)))
@@ -84,7 +83,7 @@ class OnOneDraft(Rejection):
 
 
 def bench_rules(options: argparse.Namespace) -> int:
-    """Decode, compare, print and write."""
+    """Decode, comparison, print and write."""
     shapes = draft_shapes(options.trees)
     if options.out:
         check_file(options.out, "--out")

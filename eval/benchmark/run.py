@@ -1,4 +1,4 @@
-"""The benchmark of one head: its race against plain decoding, and the report."""
+"""The benchmark of one head: its comparison against plain decoding, and the report."""
 
 import argparse
 import os
@@ -10,35 +10,35 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.command import draft_shapes, tell
-from eval.contest import (
+from eval.benchmark.comparison import (
     Judged,
     check_target,
     choose_prompts,
     judge,
     look_for_drafts,
-    make_entry,
+    make_variant_spec,
     most_nodes,
     progress_bar,
-    run_race,
+    run_comparison,
     withhold_speed,
 )
-from eval.crowding import crowding
-from eval.figures import environment, head_facts, headline, pooled_exactness, target_facts
+from eval.benchmark.contention import contention
+from eval.benchmark.figures import environment, head_facts, headline, pooled_exactness, target_facts
+from eval.benchmark.measurements import BENCH, own_folder, plain_name
+from eval.benchmark.opening import open_head
+from eval.benchmark.prompts import Prompt
+from eval.benchmark.roofline import lines, run_roofline
+from eval.benchmark.settings import BenchSettings, to_settings
+from eval.command import draft_shapes, tell
 from eval.files import check_folder
-from eval.measurements import BENCH, own_folder, plain_name
-from eval.opening import open_head
-from eval.prompts import Prompt
-from eval.report import check_card, print_report, write_report
-from eval.results import SCHEMA_VERSION, Results, write_results
-from eval.roofline import lines, run_roofline
+from eval.reporting.format import short_name
+from eval.reporting.report import check_card, print_report, write_report
+from eval.reporting.results import SCHEMA_VERSION, Results, write_results
 from eval.runtime.engine import Engine
-from eval.settings import BenchSettings, to_settings
-from eval.wording import short_name
 from heads.base import Drafter
 from heads.checkpoint import find_head
 from heads.registry import untrained_kind
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
 
@@ -54,7 +54,7 @@ def run_bench(
     with_roofline: bool = False,
 ) -> Results:
     """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
-    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.roofline`)."""
+    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.benchmark.roofline`)."""
     check_target(settings, target)
     named = settings.shapes(head)
     prompts = choose_prompts(target, tokenizer, settings, most_nodes(settings, named))
@@ -107,8 +107,8 @@ def measure_settings(
                 search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
                 shapes = search.next_shapes()
             while shapes:
-                entries = [make_entry(settings, head, shape) for shape in shapes]
-                fresh = judge(run_race(target, entries, prompts, temperature, settings, bar), target, tokenizer)
+                entries = [make_variant_spec(settings, head, shape) for shape in shapes]
+                fresh = judge(run_comparison(target, entries, prompts, temperature, settings, bar), target, tokenizer)
                 judged.add(fresh)
                 shapes = []
                 if search is not None:
@@ -140,7 +140,7 @@ def bench_command(options: argparse.Namespace) -> int:
     if options.out:
         check_card(options.out, "--out")
     opened = open_head(options)
-    tell(crowding(opened.target.device))
+    tell(contention(opened.target.device))
     with own_folder(parent, settings, options) as out:
         results = run_bench(
             opened.target,

@@ -1,4 +1,4 @@
-"""The races of every batch size and context length: their table, scaling.json and the plot."""
+"""The comparisons of every batch size and context length: their table, scaling.json and the plot."""
 
 import argparse
 import sys
@@ -17,24 +17,24 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from eval.benchmark.comparison import Judged, judge, progress_bar, show_task, withhold_speed
+from eval.benchmark.corpus import read_split
+from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
+from eval.benchmark.measure import VariantSpec, compare
+from eval.benchmark.measurements import own_folder, plain_name
+from eval.benchmark.opening import open_head, prompt_room
+from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
+from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
-from eval.contest import Judged, judge, progress_bar, show_task, withhold_speed
-from eval.corpus import read_split
-from eval.drawing import COLOURS, save, style, title
-from eval.figures import environment, head_facts, pooled_exactness, target_facts
 from eval.files import check_folder
-from eval.measure import Entry, race
-from eval.measurements import own_folder, plain_name
-from eval.opening import open_head, prompt_room
-from eval.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.report import print_audit
-from eval.results import Results, write_results
+from eval.reporting.drawing import COLOURS, save, style, title
+from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
+from eval.reporting.report import print_audit
+from eval.reporting.results import Results, write_results
 from eval.runtime.sampling import Sampling
-from eval.settings import ScalingSettings
-from eval.wording import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
 from heads.base import Drafter
 from heads.errors import UserError, first_line
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
 SCHEMA_VERSION = 1
@@ -129,9 +129,9 @@ def measure_point(
     what = f"batch {batch_size}, context {len(prompts[0].ids)}"
     task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
     try:
-        result = race(
+        result = compare(
             target,
-            [Entry(head, shape, adaptive=settings.adaptive) for shape in shapes],
+            [VariantSpec(head, shape, adaptive=settings.adaptive) for shape in shapes],
             prompts,
             Sampling(settings.temperature, seed=settings.seed),
             max_new_tokens=settings.max_new_tokens,

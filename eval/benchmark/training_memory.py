@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from eval.files import check_file
-from eval.results import write_results
-from heads.base import Batch, TargetEnds
+from eval.reporting.results import write_results
+from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
 from heads.vocab import build_vocab, kept_ids
 
-NUM_TAPS = 3
+NUM_AUX_LAYERS = 3
 
 
 def compare(options: argparse.Namespace, variants: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def make_head(options: argparse.Namespace) -> Eagle3:
         draft_vocab_size=options.draft_vocab,
         num_target_layers=32,
         max_position_embeddings=options.tokens,
-        taps=(2, 16, 29),
+        aux_layer_ids=(2, 16, 29),
         depth=options.steps,
     )
     counts = torch.arange(options.vocab, 0, -1)
@@ -110,9 +110,9 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
         positions=torch.arange(T, device=device)[None],
         documents=torch.zeros(1, T, dtype=torch.int64, device=device),
         embeddings=table[tokens],
-        taps=torch.randn(1, T, NUM_TAPS * D, device=device),
+        aux_hidden_states=torch.randn(1, T, NUM_AUX_LAYERS * D, device=device),
         hidden=torch.randn(1, T, D, device=device),
-        ends=TargetEnds(embed=lambda ids: table[ids], logits=lambda hidden: (hidden @ matrix.T).float()),
+        shared=SharedLayers(embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: (hidden @ matrix.T).float()),
     )
 
 
@@ -120,17 +120,18 @@ def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
     """The same KL with whole logits: for one document, every token a label."""
     kept = kept_ids(head.d2t)
     with torch.no_grad():
-        logits = batch.ends.logits(batch.hidden)  # (1, T, V): slot t predicts x_{t+1}
+        logits = batch.shared.lm_head(batch.hidden)  # (1, T, V): slot t predicts x_{t+1}
         best = logits.argmax(-1)
         p = logits[..., kept].softmax(-1)  # (1, T, Vd)
         inside = (kept[p.argmax(-1)] == best).float()
     total = torch.zeros((), device=scale.device)
     for k, state in enumerate(head.unroll(batch, head.config.depth)):
-        # Step k at slot t predicts x_{t+2+k}, whose law the target gives at slot t+1+k; the last label is x_{T-1}.
+        # Step k at slot t predicts x_{t+2+k}, whose distribution the target gives at slot t+1+k; the last label is
+        # x_{T-1}.
         T = batch.tokens.shape[1]
-        law, right = p[:, 1 + k : T - 1], inside[:, 1 + k : T - 1]
-        logq = head.lm_head(state[:, : law.shape[1]]).float().log_softmax(-1)
-        divergence = (torch.xlogy(law, law) - law * logq).sum(-1)
+        distribution, right = p[:, 1 + k : T - 1], inside[:, 1 + k : T - 1]
+        logq = head.lm_head(state[:, : distribution.shape[1]]).float().log_softmax(-1)
+        divergence = (torch.xlogy(distribution, distribution) - distribution * logq).sum(-1)
         total = total + scale[k] * (divergence * right).sum()
     return total
 

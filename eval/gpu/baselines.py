@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eval.runtime.request import Request
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 WAYS: dict[str, dict[str, Any]] = {
     "generate, eager": {},

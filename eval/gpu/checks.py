@@ -15,15 +15,16 @@ from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
 from eval.gpu.rows import a_chain_is_bit_identical_in_attention, rows_of_the_kernels_are_independent
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.gpu.trees import picks_are_those_of_tensor_operations, trees_grow_as_on_a_cpu
+from eval.runtime.acceptance import match_tensors
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.runtime.kernels import accept, choose
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
+from heads.backends.slot_mapping import ancestors
+from heads.backends.triton import accept, attention, choose, experts, gemm, layers, per_head
 from heads.base import Drafter
-from heads.kernels import attention, experts, gemm, layers, per_head
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 
 SHAPE: dict[str, Any] = dict(
@@ -65,7 +66,9 @@ def make_head(target: FrozenTarget) -> Drafter:
     """An untrained EAGLE-3 head, which reads the target's own output head and is right now and then."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        head = build_head("eagle3", {"taps": [1, 2, 3]}, target, torch.ones(target.vocab_size, dtype=torch.int64))
+        head = build_head(
+            "eagle3", {"aux_layer_ids": [1, 2, 3]}, target, torch.ones(target.vocab_size, dtype=torch.int64)
+        )
     drafter: Drafter = head.to(target.device, target.dtype)
     return drafter
 
@@ -106,7 +109,10 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
             close(attention.tree_attention(q, keys, values, words, length, depths, paths=own), expected)
         proposal = Proposal(torch.randint(2, (2, N), generator=draw).to(device), parents, depths, depths)
         choice = torch.randint(2, (2, N), generator=draw).to(device)
-        ours, theirs = accept.accept(proposal, choice, N), accept.accept_twin(proposal, choice, N)
+        ours, theirs = (
+            accept.accept(proposal, choice, N),
+            match_tensors(proposal, choice, ancestors(proposal.parents, N), N),
+        )
         assert torch.equal(ours.accepted, theirs.accepted)
         for b, n in enumerate(ours.accepted.tolist()):
             assert torch.equal(ours.path[b, : n + 1], theirs.path[b, : n + 1])

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from eval.gpu.drafts import agree, likeliest
 from heads.base import Observation
-from heads.draft import Draft, DraftState
+from heads.draft_model import Draft, DraftState
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 
 LAYERS = [0, 2]
@@ -29,24 +29,24 @@ def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt:
     """By kernels and without, of a target in float32."""
     head = draft_of(target)
     ours = rounds(head, target, shape, prompt, kernels=True)
-    with patch("heads.draft_reader.DTYPES", ()):
+    with patch("heads.backends.draft_reader.DTYPES", ()):
         agree(ours, rounds(head, target, shape, prompt, kernels=False))
 
 
 def rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, *, kernels: bool) -> list[Proposal]:
     """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
-    state = head.new_state(target.ends, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
+    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
     assert (state.reader.passes is not None) == kernels
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
-    told = Observation(ids, *nothing(prompt), start, count, None)
+    accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)
     proposals = []
     for number in range(4):
-        head.observe(state, told)
+        head.extend(state, accepted_tokens)
         proposals.append(head.propose(state, likeliest))
-        told = accepted(state, proposals[-1], number)
+        accepted_tokens = accepted(state, proposals[-1], number)
     missed = Observation(ids[:, :4], *nothing(3), state.length.clone(), torch.full_like(start, 3), None, missed=True)
-    head.observe(state, missed)
+    head.extend(state, missed)
     return [*proposals, head.propose(state, likeliest)]
 
 

@@ -11,17 +11,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from eval.roofline import Part
-from eval.runtime.kernels.pick import best_columns, best_columns_twin, serves
-from eval.shapes import ModelShape
-from heads.base import Observation, TargetEnds
+from eval.benchmark.roofline import Part
+from eval.benchmark.shapes import ModelShape
+from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.slot_mapping import Drafted
+from heads.backends.triton.pick import best_columns, best_columns_twin, serves
+from heads.backends.triton.recurrent import TritonRecurrent
+from heads.backends.triton.timing import device_seconds
+from heads.base import Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
-from heads.kernels.drafting import TritonMemory
-from heads.kernels.timing import device_seconds
 from heads.mtp import Mtp, MtpConfig
-from heads.places import Drafted
 from heads.recurrent import Recurrent, RecurrentState
-from heads.recurrent_memory import TorchMemory
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 
@@ -39,10 +39,10 @@ SMALL: dict[str, Any] = dict(
     rope_theta=100.0,
     max_position_embeddings=256,
 )
-TAPS = {"taps": (2, 4, 5)}
+AUX_LAYER_IDS = {"aux_layer_ids": (2, 4, 5)}
 HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
-    "eagle3": (Eagle3, Eagle3Config, TAPS),
-    "eagle3.1": (Eagle3, Eagle3Config, TAPS | {"fc_norm": True, "norm_output": True}),
+    "eagle3": (Eagle3, Eagle3Config, AUX_LAYER_IDS),
+    "eagle3.1": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"fc_norm": True, "norm_output": True}),
     "mtp": (Mtp, MtpConfig, {}),
     "mtp, token first": (Mtp, MtpConfig, {"layout": "deepseek"}),
     "mtp of three": (Mtp, MtpConfig, {"num_modules": 3}),
@@ -84,16 +84,18 @@ def rounds(
     draw = torch.Generator().manual_seed(2)
     rows, out = torch.randn(2, V, D, generator=draw).to(device)
     embed = torch.nn.Embedding.from_pretrained(rows) if table else lambda ids: rows[ids]
-    ends = TargetEnds(embed=embed, logits=lambda hidden: hidden @ out.T, weight=out)
-    state = head.new_state(ends, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape))
+    shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
+    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape))
     assert type(state.memory) is memory, f"drafts by {type(state.memory).__name__}"
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
         tokens = torch.randint(V, (2, M + 1), generator=draw)
-        taps, hidden = torch.randn(2, M, 3 * D, generator=draw), torch.randn(2, M, D, generator=draw)
-        tokens, taps, hidden, known, news = (x.to(device) for x in (tokens, taps, hidden, start, count))
-        head.observe(state, Observation(tokens, taps, hidden, known, news, None))
+        aux_hidden_states, hidden = torch.randn(2, M, 3 * D, generator=draw), torch.randn(2, M, D, generator=draw)
+        tokens, aux_hidden_states, hidden, known, news = (
+            x.to(device) for x in (tokens, aux_hidden_states, hidden, start, count)
+        )
+        head.extend(state, Observation(tokens, aux_hidden_states, hidden, known, news, None))
         proposals.append(head.propose(state, likeliest))
         start = start + count
     assert state.length.tolist() == [prompt + 7, 10]
@@ -105,9 +107,9 @@ def drafts_are_those_of_torch(
 ) -> None:
     """In float32: tokens, parents, and scores within rounding."""
     head = some_head(name, device)
-    ours = rounds(head, shape, TritonMemory, device, prompt=prompt, table=table)
+    ours = rounds(head, shape, TritonRecurrent, device, prompt=prompt, table=table)
     with patch.object(type(head), "parts", lambda self: None):
-        agree(ours, rounds(head, shape, TorchMemory, device, prompt=prompt))
+        agree(ours, rounds(head, shape, TorchRecurrent, device, prompt=prompt))
 
 
 def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
@@ -132,29 +134,31 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device) -> list[Pa
     cache = 4 * length * shape.num_key_value_heads * shape.head_dim
     parts = []
     for name in ("eagle3", "mtp"):
-        head, ends = large_head(name, shape, device)
-        readout = head.readout(ends)
+        head, shared = large_head(name, shape, device)
+        lm_head_weight = head.lm_head_weight(shared)
         fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
-        own = sum(p.numel() for p in head.parameters() if p.data_ptr() != readout.data_ptr())
+        own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
         for form in ("kernels", "torch"):
             with patch.object(type(head), "parts", type(head).parts if form == "kernels" else lambda self: None):
-                state = head.new_state(ends, batch_size=1, capacity=length + 64, shape=parse_shape("tree:6x8x32"))
+                state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=parse_shape("tree:6x8x32"))
             state.length.fill_(length)
             for width in (1, 8):
-                size, work = 2 * (own - fuse + readout.numel()) + cache, one_step(head, state, width)
+                size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
                 parts.append(Part(f"{name} draft step by {form}, {width} rows", size, device_seconds(work, device)))
-            size, work = 2 * own + cache, partial(head.observe, state, some_news(state, 6))
+            size, work = 2 * own + cache, partial(head.extend, state, some_news(state, 6))
             parts.append(Part(f"{name} told by {form}, 6 rows", size, device_seconds(work, device)))
     return parts
 
 
-def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, TargetEnds]:
-    """A random head of a target's shape, in bfloat16, and the target's ends."""
+def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, SharedLayers]:
+    """A random head of a target's shape, in bfloat16, and the target's embeddings and output head."""
     widths = {name: getattr(shape, name) for name in SMALL if hasattr(shape, name)} | {"rope_theta": 5e5}
     drafted = min(32_000, shape.vocab_size) if name == "eagle3" else shape.vocab_size
     table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16)
-    ends = TargetEnds(embed=table, logits=lambda hidden: hidden @ table.weight.T, weight=table.weight)
-    return some_head(name, device, torch.bfloat16, **widths, draft_vocab_size=drafted), ends
+    shared = SharedLayers(
+        embed_tokens=table, lm_head=lambda hidden: hidden @ table.weight.T, lm_head_weight=table.weight
+    )
+    return some_head(name, device, torch.bfloat16, **widths, draft_vocab_size=drafted), shared
 
 
 def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[], Any]:
@@ -173,6 +177,6 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
 
 def some_news(state: RecurrentState, number: int) -> Observation:
     """So many tokens, none of them true, so that they may be told again and again."""
-    taps = state.recycled[0].new_zeros(1, number, 3 * state.recycled[0].shape[1])
-    hidden, count = taps[..., : state.recycled[0].shape[1]].clone(), torch.zeros_like(state.length)
-    return Observation(state.slot[: number + 1][None], taps, hidden, state.length.clone(), count, None)
+    aux_hidden_states = state.recycled[0].new_zeros(1, number, 3 * state.recycled[0].shape[1])
+    hidden, count = aux_hidden_states[..., : state.recycled[0].shape[1]].clone(), torch.zeros_like(state.length)
+    return Observation(state.slot[: number + 1][None], aux_hidden_states, hidden, state.length.clone(), count, None)

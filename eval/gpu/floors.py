@@ -4,10 +4,10 @@ import argparse
 
 import torch
 
+from eval.benchmark.roofline import Part, copy_bandwidth
+from eval.benchmark.shapes import SHAPES
 from eval.gpu.drafts import draft_parts
 from eval.gpu.kernels import ROWS, kernel_parts
-from eval.roofline import Part, copy_bandwidth
-from eval.shapes import SHAPES
 from heads.errors import UserError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eval.roofline import rewound
+from eval.benchmark.roofline import rewound
 from eval.runtime.engine import Engine
-from heads.cache import round_up
+from heads.backends.slot_mapping import round_up
 
 COUNT = 16
 """Rounds looked at."""

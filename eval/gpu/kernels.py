@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.benchmark.roofline import Part
+from eval.benchmark.shapes import ModelShape
 from eval.gpu.trees import works
-from eval.roofline import Part
-from eval.runtime.kernels import accept, choose
-from eval.runtime.state import RoundState, Settlement
-from eval.shapes import ModelShape
-from heads.kernels import attention, compaction, layers
-from heads.kernels.products import COLD, MAKERS
-from heads.kernels.timing import device_seconds
+from eval.runtime.state import Commit
+from heads.backends.round_state import RoundState
+from heads.backends.triton import accept, attention, choose, compaction, layers
+from heads.backends.triton.products import COLD, MAKERS
+from heads.backends.triton.timing import device_seconds
 from heads.tree import Proposal
 
 ROWS = (1, 8, 16, 32, 64)
@@ -88,15 +88,17 @@ def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacit
     D, K = shape.hidden_size, ACCEPTED
     wide = 2 * shape.num_key_value_heads * shape.head_dim
     cache = torch.zeros(shape.num_hidden_layers, 1, capacity, wide, dtype=torch.bfloat16, device=device)
-    taps, hidden = (torch.zeros(1, rows, width, dtype=torch.bfloat16, device=device) for width in (3 * D, D))
+    aux_hidden_states, hidden = (
+        torch.zeros(1, rows, width, dtype=torch.bfloat16, device=device) for width in (3 * D, D)
+    )
     path = torch.arange(K + 1, device=device)[None] + rows - K - 1
     accepted, length = torch.full((1,), K, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     moved = 4 * len(cache) * K * wide
     add(f"compact {K}", moved, partial(compaction.compact, cache, length, path, accepted))
-    add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, taps, hidden, path))
+    add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, aux_hidden_states, hidden, path))
     state = RoundState.new(batch_size=1, capacity=capacity, depth=K, device=device)
-    settlement = Settlement(state, torch.tensor([2], device=device), K)
-    add("settle", state.report.numel() * 8, partial(settlement, accepted, path, path))
+    commit = Commit(state, torch.tensor([2], device=device), K)
+    add("settle", state.report.numel() * 8, partial(commit, accepted, path, path))
 
 
 def each(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:

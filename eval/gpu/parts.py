@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
+from eval.benchmark.shapes import SHAPES
 from eval.gpu.baselines import WAYS, tokens_per_second
 from eval.gpu.checks import CHECKS
 from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
-from eval.roofline import copy_bandwidth, roofline, round_seconds, seat
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.shapes import SHAPES
 from heads.tree import parse_shape
 
 Found = dict[str, Any]
@@ -45,7 +45,7 @@ class Bench:
 
     device: torch.device
     shape: str
-    """Of `eval.shapes.SHAPES`."""
+    """Of `eval.benchmark.shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""
@@ -165,7 +165,7 @@ def plain(bench: Bench, found: Found) -> None:
     bench.note()
     for nodes in VERIFIED:
         pinned = bench.engine(bench.grown, "none", max_length=2 * CONTEXT, pinned=nodes)
-        seat(pinned, CONTEXT)
+        fill_batch(pinned, CONTEXT)
         found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, CONTEXT) / record["plain_us"]
 
 
@@ -173,7 +173,7 @@ def idle(bench: Bench, found: Found) -> None:
     """How long the device stands idle inside rounds and between them."""
     for tree in ("none", *TREES):
         engine = bench.engine(bench.grown, tree)
-        seat(engine, PROMPT)
+        fill_batch(engine, PROMPT)
         found[tree] = measure_idle(engine, PROMPT)
         bench.note()
 
@@ -211,11 +211,11 @@ def useless_head(bench: Bench, found: Found) -> None:
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
     requests = code_requests(bench.timed_prompts, PROMPT, NEW)
     useless = Models(bench.grown.target, head, bench.grown.facts)
-    contenders = bench.engine(bench.grown, "none"), bench.engine(useless, TREES[0], adaptive=True)
-    for contender in contenders:
-        contender.generate(requests[:2])
-    seconds = decode_seconds(contenders, requests)[0]
-    found |= {"over_plain": seconds[0] / seconds[1], "rungs": dict(contenders[1].timings.rungs)}
+    variants = bench.engine(bench.grown, "none"), bench.engine(useless, TREES[0], adaptive=True)
+    for variant in variants:
+        variant.generate(requests[:2])
+    seconds = decode_seconds(variants, requests)[0]
+    found |= {"over_plain": seconds[0] / seconds[1], "rungs": dict(variants[1].timings.candidates)}
 
 
 def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
@@ -263,7 +263,7 @@ def scaling(bench: Bench, found: Found) -> None:
         us = {}
         for tree in ("none", TREES[0]):
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
-            seat(engine, 16)
+            fill_batch(engine, 16)
             with torch.inference_mode():
                 engine.decoder.state.length.fill_(length)  # an empty cache takes as long to read
             us[tree] = 1e6 * round_seconds(engine, length)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from heads.kernels import attention, experts, gemm, per_head
-from heads.kernels.products import MAKERS, rows_are_independent
+from heads.backends.triton import attention, experts, gemm, per_head
+from heads.backends.triton.products import MAKERS, rows_are_independent
 
 CUDA = torch.device("cuda")
 

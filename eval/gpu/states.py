@@ -5,9 +5,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from eval.runtime.kernels import accept
-from eval.runtime.state import RoundState, Settlement
-from heads.kernels import compaction
+from eval.runtime.state import Commit
+from heads.backends.round_state import RoundState
+from heads.backends.triton import accept, compaction
 
 CUDA = torch.device("cuda")
 
@@ -28,8 +28,8 @@ def states_equal_their_twins(device: torch.device = CUDA) -> None:
         ours.done.copy_(random(0, 4, B) == 0)
         ours.heeds_eos.copy_(random(0, 2, B) == 0)
         theirs = RoundState(**{field.name: getattr(ours, field.name).clone() for field in fields(ours)})
-        ends = torch.tensor(eos, dtype=torch.int64, device=device)
-        by_kernel, in_tensors = Settlement(ours, ends, depth), Settlement(theirs, ends, depth).in_tensors
+        shared = torch.tensor(eos, dtype=torch.int64, device=device)
+        by_kernel, in_tensors = Commit(ours, shared, depth), Commit(theirs, shared, depth).in_tensors
         for _ in range(5):
             outcome = random(0, depth + 1, B), random(0, 9, B, depth + 1), random(0, depth + 1, B, 9)
             for one, two in ((by_kernel(*outcome), in_tensors(*outcome)), (ours, theirs)):
@@ -47,9 +47,11 @@ def paths_equal_their_twins(device: torch.device = CUDA) -> None:
     B = 64
     for K, N, X in ((3, 8, 100), (7, 40, 2048)):
         path = random(0, N, B, K + 1)
-        taps, hidden = (torch.randn(B, N, width, generator=draw).to(device) for width in (3 * X, X))
+        aux_hidden_states, hidden = (torch.randn(B, N, width, generator=draw).to(device) for width in (3 * X, X))
         for own, twin in zip(
-            accept.take_path(taps, hidden, path), accept.take_path_twin(taps, hidden, path), strict=True
+            accept.take_path(aux_hidden_states, hidden, path),
+            accept.take_path_twin(aux_hidden_states, hidden, path),
+            strict=True,
         ):
             assert torch.equal(own, twin)
         nodes = torch.rand(B, N - 1, generator=draw).argsort(1)[:, :K].sort(1).values + 1

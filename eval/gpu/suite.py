@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eval.environment import device_facts, versions
+from eval.benchmark.environment import device_facts, versions
 from eval.files import write_json
 from eval.gpu.parts import GROUPS, Bench
 from heads.errors import UserError

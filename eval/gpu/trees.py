@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
-from eval.runtime.kernels.pick import Noise, best_columns
 from eval.runtime.sampling import Sampling
+from heads.backends.triton.pick import Noise, best_columns
 from heads.growth import grow
 from heads.tree import Proposal, TreeShape, parse_shape
 
@@ -19,21 +19,21 @@ COLUMNS = 32000
 
 
 def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
-    """Bit for bit, of several sizes, also over laws that tie and such as are no numbers."""
+    """Bit for bit, of several sizes, also over distributions that tie and such as are no numbers."""
     draw = torch.Generator().manual_seed(0)
     for text in ("tree:6x8x32", "tree:8x10x60", "tree:3x13x300", "tree:1x5x4", "static:3.2.1", "static:9.9.9"):
         shape = parse_shape(text)
         for kind in ("random", "flat", "broken"):
-            laws = torch.randn(shape.depth, 3, shape.nodes, 16, generator=draw).log_softmax(-1)
-            laws = laws.sort(dim=-1, descending=True).values
+            distributions = torch.randn(shape.depth, 3, shape.nodes, 16, generator=draw).log_softmax(-1)
+            distributions = distributions.sort(dim=-1, descending=True).values
             if kind == "flat":
-                laws.zero_()
+                distributions.zero_()
             if kind == "broken":
-                laws[:, 0, 1] = torch.nan
-            ours, theirs = (vars(grown(shape, x)) for x in (laws.to(device), laws))
+                distributions[:, 0, 1] = torch.nan
+            ours, theirs = (vars(grown(shape, x)) for x in (distributions.to(device), distributions))
             for name, found in ours.items():
                 same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())
-                assert same, f"{name} of {text} of {kind} laws"
+                assert same, f"{name} of {text} of {kind} distributions"
 
 
 def picks_are_those_of_tensor_operations(device: torch.device = CUDA) -> None:
@@ -50,39 +50,39 @@ def picks_are_those_of_tensor_operations(device: torch.device = CUDA) -> None:
         for positions in (at, at[:, :1].expand(-1, W)):
             for names in (None, ids):
                 tokens, logp = rows.pick_by_kernels(logits, positions, count, names)
-                expected, law = rows.pick_in_tensors(logits, positions, count, names)
+                expected, distribution = rows.pick_in_tensors(logits, positions, count, names)
                 assert torch.equal(tokens, expected), (W, V, count)
-                torch.testing.assert_close(logp, law, atol=2e-5, rtol=2e-5)
+                torch.testing.assert_close(logp, distribution, atol=2e-5, rtol=2e-5)
 
 
 def works(text: str, device: torch.device) -> list[tuple[str, int, Callable[[], Any]]]:
     """What a tree takes beside its head's passes, to be timed: names, the bytes it must read and write, work."""
     shape = parse_shape(text)
     K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
-    laws = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
+    distributions = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
     logits = torch.randn(1, K, COLUMNS, device=device).bfloat16()
     ids, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
     noise = Noise(ids[:, None].expand(-1, K), one, ids)
     picks = f"{K} of {COLUMNS} picked for each of {K}"
     return [
-        (f"nodes of {text} chosen", 36 * (drawn + shape.nodes), partial(grown, shape, laws)),
+        (f"nodes of {text} chosen", 36 * (drawn + shape.nodes), partial(grown, shape, distributions)),
         (picks, 2 * logits.numel(), partial(best_columns, logits, K)),
         (f"{picks} with noise", 2 * logits.numel(), partial(best_columns, logits, K, None, noise)),
     ]
 
 
-def grown(shape: TreeShape, laws: Tensor) -> Proposal:
-    """A tree whose draws are columns 0, 1, ... with the log-probabilities laws (K, B, N, R) of its levels."""
-    columns, level = torch.arange(laws.shape[3], device=laws.device), 0
+def grown(shape: TreeShape, distributions: Tensor) -> Proposal:
+    """A tree whose draws are columns 0, 1, ... with the log-probabilities distributions (K, B, N, R) of its levels."""
+    columns, level = torch.arange(distributions.shape[3], device=distributions.device), 0
 
     def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         nonlocal level
         level += 1
-        logp = laws[level - 1, :, : logits.shape[1], :count]
+        logp = distributions[level - 1, :, : logits.shape[1], :count]
         return columns[:count].expand(logp.shape), logp
 
     def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-        return laws[0, :, :1].expand(-1, tokens.shape[1], -1)
+        return distributions[0, :, :1].expand(-1, tokens.shape[1], -1)
 
-    root = torch.arange(laws.shape[1], device=laws.device)
+    root = torch.arange(distributions.shape[1], device=distributions.device)
     return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None)

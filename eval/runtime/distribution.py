@@ -1,4 +1,4 @@
-"""How a token is chosen: one processed law, and noise that depends on nothing but (seed, position, token id).
+"""How a token is chosen: one processed distribution, and noise that depends on nothing but (seed, position, token id).
 
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
@@ -14,14 +14,11 @@ Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of
 import torch
 from torch import Tensor
 
-from eval.runtime import draws
-from eval.runtime.kernels.pick import Noise, best_columns, best_columns_twin, serves
 from eval.runtime.sampling import Sampling
+from heads.backends.cpu import draws
+from heads.backends.torch import noise
+from heads.backends.triton.pick import Noise, best_columns, best_columns_twin, serves
 from heads.tree import Pick
-
-GAMMA = -7046029254386353131  # 2^64 / golden ratio, as a signed integer: splitmix64's stride
-MIX_1, MIX_2 = -4658895280553007687, -7723592293110705685  # splitmix64's two multipliers
-LOW_34, LOW_37, LOW_33, LOW_52 = (1 << 34) - 1, (1 << 37) - 1, (1 << 33) - 1, (1 << 52) - 1
 
 
 class RowSampling:
@@ -63,9 +60,9 @@ class RowSampling:
         alone.set_row(0, self._rows[row])
         return alone
 
-    def log_law(self, logits: Tensor) -> Tensor:
+    def log_distribution(self, logits: Tensor) -> Tensor:
         """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
-        return log_law(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
+        return log_distribution(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
         """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
@@ -75,16 +72,18 @@ class RowSampling:
             chosen = draws.choose(logits, self.temperature, self.seed, positions)
             if chosen is not None:
                 return chosen
-        noise = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        perturbation = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
         scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
-        return noise.add_(scores).argmax(dim=-1)
+        return perturbation.add_(scores).argmax(dim=-1)
 
     def pick_by_kernels(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`pick` on a GPU; by tensor operations where there are no kernels."""
         W = logits.shape[1]
-        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # a level with one law, as independent heads have
+        if (
+            W > 1 and logits.stride(1) == positions.stride(1) == 0
+        ):  # a level with one distribution, as independent heads have
             ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         if not serves(logits, count):
@@ -113,15 +112,15 @@ class RowSampling:
         hot = (self.temperature > 0)[:, None, None]
         warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
         together = positions.shape[1] > 1 and positions.stride(1) == 0  # a level of a tree stands at one position
-        noise = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
-        return torch.where(hot, logits / warmth + noise, logits)
+        perturbation = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
+        return torch.where(hot, logits / warmth + perturbation, logits)
 
 
-def log_law(
+def log_distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """The processed law, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the one
-    before left.
+    """The processed distribution, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the
+    one before left.
 
     logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
     """
@@ -131,7 +130,7 @@ def log_law(
 def scaled(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """`log_law` but for a constant of each position: 0 at the likeliest token."""
+    """`log_distribution` but for a constant of each position: 0 at the likeliest token."""
     hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
     top = logits.argmax(dim=-1, keepdim=True)
     greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
@@ -160,41 +159,6 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Gumbel noise as a pure function: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32.
-
-    Since G = -log(-log(1 - w)) for a uniform w, large noise comes from small w, where w is finest: values up to 36 are
-    drawn by their true law. float64 makes libraries' last-bit differences vanish in the cast (but for one value in some
-    hundred millions).
-    """
-    noise = draws.gumbel(seeds, positions, token_ids)
-    if noise is not None:
-        return noise
-    return uniform(seeds, positions, token_ids).neg_().log1p_().neg_().log_().neg_().float()
-
-
-def uniform(seeds: Tensor, counters: Tensor, ids: Tensor) -> Tensor:
-    """Uniform noise as a pure function: seeds (B,), counters (B, W), ids (X,) -> (B, W, X) float64.
-
-    splitmix64 over the three integers gives 52 bits k, and (k + 1/2) / 2^52 lies strictly inside (0, 1), exactly.
-    """
-    keys = _mix(_mix(seeds)[:, None] + counters * GAMMA)  # (B, W)
-    bits = _mix_(keys[..., None] + ids * GAMMA)
-    return bits.bitwise_right_shift_(12).bitwise_and_(LOW_52).double().add_(0.5).mul_(2.0**-52)
-
-
-def stream(seeds: Tensor, purpose: int) -> Tensor:
-    """Seeds (B,) of another noise, independent of the one that `seeds` themselves give; `purpose`: any 64-bit
-    number."""
-    return _mix_(seeds ^ purpose)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 tensors; a bijection. Shifts are arithmetic, so the sign's copies are masked
-    off."""
-    return _mix_(x.clone())
-
-
-def _mix_(x: Tensor) -> Tensor:
-    x.bitwise_xor_((x >> 30).bitwise_and_(LOW_34)).mul_(MIX_1)
-    x.bitwise_xor_((x >> 27).bitwise_and_(LOW_37)).mul_(MIX_2)
-    return x.bitwise_xor_((x >> 31).bitwise_and_(LOW_33))
+    """`heads.backends.torch.noise.gumbel`, in C on a CPU with a compiler."""
+    made = draws.gumbel(seeds, positions, token_ids)
+    return noise.gumbel(seeds, positions, token_ids) if made is None else made

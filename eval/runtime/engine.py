@@ -5,7 +5,8 @@
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
 request gives depends on the request alone, not on its row, its neighbours or how often the host looks, and under the
-rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same law.
+rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same
+distribution.
 """
 
 import time
@@ -16,29 +17,30 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.backlog import BACKLOG, room_of
+from eval.runtime.candidates import Ladder
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
-from eval.runtime.hf import open_step
 from eval.runtime.judges import make_rule
-from eval.runtime.ladder import Ladder
 from eval.runtime.memory import check_memory, need_of
+from eval.runtime.pending import PENDING, room_of
 from eval.runtime.prefill import read_prompts
-from eval.runtime.reports import Reports
+from eval.runtime.readback import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.request import check_request
+from eval.runtime.request_state import RequestState
 from eval.runtime.round import Decoder
 from eval.runtime.rules import check_adaptive, check_rule
 from eval.runtime.sampling import Sampling as Sampling
-from eval.runtime.seat import Seat
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Commit
 from eval.runtime.stops import StopWatch
+from eval.runtime.target_step import open_step
+from heads.backends.round_state import RoundState
+from heads.backends.slot_mapping import round_up
+from heads.backends.torch.architectures import native_decoder
 from heads.base import Drafter
-from heads.cache import round_up
 from heads.errors import UserError
-from heads.native.architectures import native_decoder
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
@@ -58,7 +60,7 @@ class Timings:
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase; measured only under `Engine.profile`, which waits for the device after each. The head's
     reading of accepted features is part of committing."""
-    rungs: Counter[str] = field(default_factory=Counter)
+    candidates: Counter[str] = field(default_factory=Counter)
     """Rounds of the whole batch by their draft, where it is adaptive."""
 
     @property
@@ -92,7 +94,7 @@ class Engine:
         on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
         `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
         where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
-        (`eval.runtime.controller`); what was found holds for later calls too.
+        (`eval.runtime.adaptive`); what was found holds for later calls too.
 
         `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
         as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU
@@ -126,20 +128,20 @@ class Engine:
         self.timings = Timings()
         with torch.inference_mode():
             self.decoder = self._build(adaptive)
-            self.ladder = Ladder(self.decoder) if adaptive else None
+            self.candidates = Ladder(self.decoder) if adaptive else None
         self.capture = open_capture(target.device) if graphs else None
         self.rounds: dict[str, Rounds] = {}
         """By the name of the draft."""
         self.ahead = 0 if on_cpu or adaptive else 1
         """Looks that are put off while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
-        self.launched: deque[tuple[int, list[Seat | None]]] = deque()
+        self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
         """Not yet looked at: how many rounds, and who sat where."""
         self.looked = 0.0
 
     def _build(self, adaptive: bool) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
-        taps = head.taps if head is not None else ()
+        aux_layer_ids = head.aux_layer_ids if head is not None else ()
         decoder = native_decoder(target) if self.native else None
         need = need_of(
             target,
@@ -148,15 +150,15 @@ class Engine:
             capacity=self.max_length,
             nodes=self.nodes,
             drafts=head is not None,
-            backlog=room_of(device) if adaptive else 0,
-            taps=len(taps),
+            pending=room_of(device) if adaptive else 0,
+            num_aux_layers=len(aux_layer_ids),
         )
         check_memory(need, device, target.name)
         step = open_step(
             target,
             batch_size=self.batch_size,
             capacity=self.max_length,
-            taps=taps,
+            aux_layer_ids=aux_layer_ids,
             native=self.native,
             nodes=self.nodes,
             strict=self.strict,
@@ -164,7 +166,7 @@ class Engine:
         head_state = None
         if head is not None:
             head_state = head.new_state(
-                target.ends, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
+                target.shared, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
             )
         sampling = RowSampling(self.batch_size, device)
         state = RoundState.new(
@@ -183,7 +185,7 @@ class Engine:
             sampling=sampling,
             rule=make_rule(self.rule, self.shape, sampling, device),
             state=state,
-            settlement=Settlement(state, eos, self.shape.depth),
+            update=Commit(state, eos, self.shape.depth),
             zeros=torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device),
             pinned=self.nodes if head is None else 1,
         )
@@ -206,53 +208,59 @@ class Engine:
 
     def _generate(self, requests: Sequence[Request], on_tokens: OnTokens | None) -> list[Output]:
         waiting = deque(enumerate(requests))
-        seats: list[Seat | None] = [None] * self.batch_size
+        request_states: list[RequestState | None] = [None] * self.batch_size
         outputs: list[Output | None] = [None] * len(requests)
         self.decoder.state.done.fill_(True)
         while True:
-            free = [row for row in range(self.batch_size) if seats[row] is None]
-            seated = waiting and free and not self.launched
-            if seated:
+            free = [row for row in range(self.batch_size) if request_states[row] is None]
+            running = waiting and free and not self.launched
+            if running:
                 newcomers = {row: waiting.popleft() for row in free[: len(waiting)]}
                 for row, newcomer in self._prefill(newcomers).items():
-                    seats[row] = newcomer
+                    request_states[row] = newcomer
             elif len(free) == self.batch_size and not self.launched:
                 break
             elif not (waiting and free):
-                self._decode(seats)
-            while self.launched and (seated or len(self.launched) > self.ahead or not self._goes_on(seats, waiting)):
-                for row, (index, output) in self._look(seats, on_tokens).items():
-                    outputs[index], seats[row] = output, None
+                self._decode(request_states)
+            while self.launched and (
+                running or len(self.launched) > self.ahead or not self._goes_on(request_states, waiting)
+            ):
+                for row, (index, output) in self._look(request_states, on_tokens).items():
+                    outputs[index], request_states[row] = output, None
         return [output for output in outputs if output is not None]
 
-    def _goes_on(self, seats: list[Seat | None], waiting: deque[tuple[int, Request]]) -> bool:
+    def _goes_on(self, request_states: list[RequestState | None], waiting: deque[tuple[int, Request]]) -> bool:
         """Whether rounds are to be launched before the host looks again."""
-        free = any(seat is None for seat in seats)
-        return any(seat is not None and seat.left > 0 for seat in seats) and not (free and waiting)
+        free = any(request_state is None for request_state in request_states)
+        return any(request_state is not None and request_state.left > 0 for request_state in request_states) and not (
+            free and waiting
+        )
 
-    def _decode(self, seats: list[Seat | None]) -> None:
+    def _decode(self, request_states: list[RequestState | None]) -> None:
         """Launch rounds until the host looks again; none that every row must have ended before, as each gives a
         token."""
-        sitting = [seat for seat in seats if seat is not None]
-        rounds = min(self.poll_interval, max((seat.left for seat in sitting), default=0), BACKLOG)
+        sitting = [request_state for request_state in request_states if request_state is not None]
+        rounds = min(self.poll_interval, max((request_state.left for request_state in sitting), default=0), PENDING)
         if rounds <= 0:
             return
-        if self.ladder is not None and self.capture is not None and not self.profile:
-            for rung in self.ladder.rungs:  # at once, so that no trial is measured by its capture
-                self.rounds_of(rung).prepare()
-        decoder = self.ladder.begin(rounds) if self.ladder is not None else self.decoder
+        if self.candidates is not None and self.capture is not None and not self.profile:
+            for candidate in self.candidates.candidates:  # at once, so that no trial is measured by its capture
+                self.rounds_of(candidate).prepare()
+        decoder = self.candidates.begin(rounds) if self.candidates is not None else self.decoder
         M, N = decoder.shape.depth + 1, max(decoder.shape.nodes, decoder.pinned)
         if not self.launched:
             self.looked = self._moment()
         for _ in range(rounds):
-            extent = min(round_up(max(seat.most_tokens for seat in sitting) + N), decoder.step.capacity)
-            for seat in sitting:
-                seat.launch(M)
+            extent = min(
+                round_up(max(request_state.most_tokens for request_state in sitting) + N), decoder.step.capacity
+            )
+            for request_state in sitting:
+                request_state.launch(M)
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:
                 self.rounds_of(decoder)(extent)
-        self._launch(rounds, seats)
+        self._launch(rounds, request_states)
 
     def rounds_of(self, decoder: Decoder) -> Rounds:
         """The rounds of the engine's decoder, or of one of its shorter drafts."""
@@ -261,9 +269,9 @@ class Engine:
             self.rounds[name] = Rounds(decoder, self.capture)
         return self.rounds[name]
 
-    def _launch(self, rounds: int, seats: list[Seat | None]) -> None:
+    def _launch(self, rounds: int, request_states: list[RequestState | None]) -> None:
         self.reports.send()
-        self.launched.append((rounds, list(seats)))
+        self.launched.append((rounds, list(request_states)))
 
     def _profiled_round(self, decoder: Decoder, extent: int) -> None:
         last = self.clock()
@@ -286,21 +294,23 @@ class Engine:
         """Seconds, as the host finds them: where rounds run ahead of it, it must not wait for the last of them."""
         return time.perf_counter() if self.ahead else self.clock()
 
-    def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, Seat]:
+    def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
         """Seat new requests: their prompts read, their first tokens chosen."""
         started = self.clock()
-        decoder = self.ladder.idle if self.ladder is not None else self.decoder
+        decoder = self.candidates.idle if self.candidates is not None else self.decoder
         read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
         self.timings.prefill_seconds += self.clock() - started
-        seats = {}
+        request_states = {}
         for row, (index, request) in newcomers.items():
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
-            seats[row] = Seat(index, request, self.timings.rounds, watch)
-        self.decoder.settlement.publish()
-        self._launch(0, [seats.get(row) for row in range(self.batch_size)])
-        return seats
+            request_states[row] = RequestState(index, request, self.timings.rounds, watch)
+        self.decoder.update.publish()
+        self._launch(0, [request_states.get(row) for row in range(self.batch_size)])
+        return request_states
 
-    def _look(self, seats: list[Seat | None], on_tokens: OnTokens | None) -> dict[int, tuple[int, Output]]:
+    def _look(
+        self, request_states: list[RequestState | None], on_tokens: OnTokens | None
+    ) -> dict[int, tuple[int, Output]]:
         """Read the oldest report that was not read; -> the outputs of the rows that ended."""
         rounds, sitters = self.launched.popleft()
         reports = self.reports.receive()
@@ -308,30 +318,30 @@ class Engine:
             now = self._moment()
             self.timings.round_seconds += [(now - self.looked) / rounds] * rounds
             self.timings.decode_seconds += now - self.looked
-            if self.ladder is not None:
-                self.timings.rungs[self.ladder.end(rounds, now - self.looked)] += rounds
+            if self.candidates is not None:
+                self.timings.candidates[self.candidates.end(rounds, now - self.looked)] += rounds
             self.looked = now
         under_way = sum(count for count, _ in self.launched)
         state, M = self.decoder.state, self.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
-        for row, (seat, report) in enumerate(zip(sitters, reports, strict=True)):
-            if seat is None or seats[row] is not seat:  # another has taken the row since
+        for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):
+            if request_state is None or request_states[row] is not request_state:  # another has taken the row since
                 continue
-            fresh = seat.learn(report, under_way, M)
-            if on_tokens is not None and fresh and on_tokens(seat.index, fresh):
-                seat.stopped = True
-            if seat.stopped:
+            fresh = request_state.learn(report, under_way, M)
+            if on_tokens is not None and fresh and on_tokens(request_state.index, fresh):
+                request_state.stopped = True
+            if request_state.stopped:
                 state.done[row] = True
-            if report.done or seat.stopped:
-                ended[row] = seat.index, self._output(row, seat)
+            if report.done or request_state.stopped:
+                ended[row] = request_state.index, self._output(row, request_state)
                 # An empty row still takes part in rounds; at slot 0 it never asks for more slots than the others show.
                 state.length[row] = 0
         return ended
 
-    def _output(self, row: int, seat: Seat) -> Output:
+    def _output(self, row: int, request_state: RequestState) -> Output:
         state = self.decoder.state
         rounds = int(state.rounds[row])
         if self.shape.depth == 0:
-            return seat.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
+            return request_state.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
         accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
-        return seat.output(accepted, reached, self.target.eos_token_ids)
+        return request_state.output(accepted, reached, self.target.eos_token_ids)

@@ -18,7 +18,7 @@ from eval.runtime.distribution import gumbel
 from eval.runtime.engine import Engine
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 NEAR = 2.0
 """Units in the last place of the target's numbers, at the size of the larger logit."""
@@ -94,7 +94,7 @@ def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor
     if not sampling.random:
         return own, own
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    law = sampling.log_law(logits[:, :1])[0, 0]
+    distribution = sampling.log_distribution(logits[:, :1])[0, 0]
     noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
-    return torch.where(temperature > 0, (law + noise) * temperature, own), own
+    return torch.where(temperature > 0, (distribution + noise) * temperature, own), own

@@ -1,9 +1,10 @@
 """The acceptance rules at work: how a round's drafts are drawn and which of them are kept.
 
-`match` is `eval.runtime.accept`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above it
-the last three need q, the very law that a draft token was drawn from: the draft's logits under the same temperature,
-top-k, top-p and min-p as the target's, over the full vocabulary. So they refuse drafts that draw from no law, and trees
-in which it depends on the draws who stays: the law of what survives a reranking is not q.
+`match` is `eval.runtime.acceptance`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above
+it the last three need q, the very distribution that a draft token was drawn from: the draft's logits under the same
+temperature, top-k, top-p and min-p as the target's, over the full vocabulary. So they refuse drafts that draw from no
+distribution, and trees in which it depends on the draws who stays: the distribution of what survives a reranking is not
+q.
 
 Their noise is counter-based as `match`'s is, in four streams that know nothing of each other: the drafts', the tests',
 the last token's, and `match`'s own, which chooses a request's first token. None may be shared, and none is keyed by
@@ -19,14 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance, match, match_chain
-from eval.runtime.distribution import RowSampling, gumbel, stream, uniform
-from eval.runtime.kernels.accept import accept
+from eval.runtime.acceptance import match, match_by_kernel, match_chain
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.rejection import Verdict, block, family_of, first_accepted, last_accepted, leading, ratio
 from eval.runtime.rules import check_rule
+from heads.backends.torch.noise import stream, uniform
+from heads.backends.triton.runtime import runs_kernels
 from heads.errors import UserError
-from heads.kernels.backend import runs_kernels
-from heads.tree import MOST_NODES, Pick, Proposal, TreeShape
+from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 """The streams' purposes, any three numbers."""
@@ -35,8 +36,9 @@ DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
 class Rule(Protocol):
     """What a round asks of an acceptance rule."""
 
-    needs_law: bool
-    """Whether it must see the target's whole law; else the target's choice is all that `consult` would take of it."""
+    needs_distribution: bool
+    """Whether it must see the target's whole distribution; else the target's choice is all that `consult` would take of
+    it."""
 
     def begin(self) -> Pick:
         """How this round's drafts are drawn."""
@@ -45,7 +47,7 @@ class Rule(Protocol):
         """What the target makes of each node: logits (B, N, V); positions (B, N) of the tokens that follow."""
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
-        """Judge the drafts; above (B, N, N) is `heads.growth.ancestors`, None for a chain."""
+        """Judge the drafts; above (B, N, N) is `heads.backends.slot_mapping.ancestors`, None for a chain."""
 
 
 def make_rule(name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> Rule:
@@ -57,7 +59,7 @@ def make_rule(name: str, shape: TreeShape, sampling: RowSampling, device: torch.
 class Match:
     """The target's own choices decide."""
 
-    needs_law = False
+    needs_distribution = False
 
     def __init__(self, shape: TreeShape, sampling: RowSampling) -> None:
         self.shape, self.sampling = shape, sampling
@@ -72,14 +74,14 @@ class Match:
         if self.shape.nodes == 1:  # a root alone emits the target's choice
             return Acceptance(proposal.depths[:, 0], proposal.depths, consulted)  # zeros
         if runs_kernels(consulted):
-            return accept(proposal, consulted, self.shape.depth)
+            return match_by_kernel(proposal, consulted, self.shape.depth)
         if above is None:
             return match_chain(proposal.tokens, consulted)
         return match(proposal, consulted, above, self.shape.depth)
 
 
 class Draws:
-    """One round's picks: children drawn from the draft's law, which is kept for the verdict.
+    """One round's picks: children drawn from the draft's distribution, which is kept for the verdict.
 
     Siblings stand in the order drawn: without replacement, that is falling log q + Gumbel noise; with replacement, each
     has noise of its own. A greedy row drafts its likeliest tokens.
@@ -87,7 +89,7 @@ class Draws:
 
     def __init__(self, sampling: RowSampling, *, replace: bool) -> None:
         self.sampling, self.replace = sampling, replace
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
         """By level: (B, W, Vx) float32, log q of the nodes drawn for."""
         self.token_ids: Tensor | None = None
 
@@ -96,26 +98,26 @@ class Draws:
     ) -> tuple[Tensor, Tensor]:
         sampling, (W, Vx) = self.sampling, logits.shape[1:]
         self.token_ids = token_ids
-        law = sampling.log_law(logits)
-        self.laws.append(law)
+        distribution = sampling.log_distribution(logits)
+        self.distributions.append(distribution)
         if not sampling.random:
             columns = best(logits, count)
         else:
             copies = count if self.replace else 1
-            counters = draw_counters(positions, len(self.laws), copies)
+            counters = draw_counters(positions, len(self.distributions), copies)
             ids = torch.arange(Vx, device=logits.device) if token_ids is None else token_ids
             noise = gumbel(stream(sampling.seed, DRAFTS), counters.flatten(1), ids).unflatten(1, (W, copies))
-            scores = noise + law[:, :, None]  # (B, W, copies, Vx)
+            scores = noise + distribution[:, :, None]  # (B, W, copies, Vx)
             hot = (sampling.temperature > 0)[:, None, None]
             if self.replace:
                 columns = torch.where(hot, scores.argmax(dim=-1), best(logits, count))
             else:
                 columns = best(torch.where(hot, scores[:, :, 0], logits.float()), count)
-        return columns if token_ids is None else token_ids[columns], law.gather(-1, columns)
+        return columns if token_ids is None else token_ids[columns], distribution.gather(-1, columns)
 
-    def law(self, vocab: int) -> Tensor:
+    def distribution(self, vocab: int) -> Tensor:
         """(B, I, V) q over the target's vocabulary, in the order of the nodes."""
-        q = torch.cat(self.laws, dim=1).exp()
+        q = torch.cat(self.distributions, dim=1).exp()
         if self.token_ids is not None:
             return q.new_zeros(*q.shape[:2], vocab).index_copy_(2, self.token_ids, q)
         assert q.shape[2] <= vocab, f"a draft over {q.shape[2]} tokens, a target of {vocab}"
@@ -135,9 +137,9 @@ def draw_counters(positions: Tensor, level: int, copies: int) -> Tensor:
 
 
 class Rejection:
-    """The two laws decide: `ratio`, `ratio-wr` and `block`."""
+    """The two distributions decide: `ratio`, `ratio-wr` and `block`."""
 
-    needs_law = True
+    needs_distribution = True
 
     def __init__(self, name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> None:
         self.name, self.shape, self.sampling = name, shape, sampling
@@ -149,7 +151,7 @@ class Rejection:
         return self.draws
 
     def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
-        return self.sampling.log_law(logits).exp()  # (B, N, V)
+        return self.sampling.log_distribution(logits).exp()  # (B, N, V)
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         verdict = self.weigh(proposal, consulted)
@@ -157,33 +159,37 @@ class Rejection:
         root = positions[:, :1] - 1
         node = torch.arange(self.shape.nodes, device=device)
         passed = uniform(stream(seed, TESTS), root, node)[:, 0] < verdict.odds
-        accepted, path = self.settle(passed, proposal, above)
+        accepted, path = self.decide(passed, proposal, above)
         end = path.gather(1, accepted[:, None])  # (B, 1)
         rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, verdict.rest.shape[2]))  # (B, 1, V)
         noise = gumbel(stream(seed, LAST), root, torch.arange(rest.shape[2], device=device))
         last = (rest.log() + noise).argmax(dim=-1)  # (B, 1)
-        drafted = proposal.tokens.gather(1, path).roll(-1, dims=1)  # at the last place junk, which only `last` covers
+        drafted = proposal.tokens.gather(1, path).roll(
+            -1, dims=1
+        )  # at the last place padding, which only `last` covers
         return Acceptance(accepted, path, drafted.scatter(1, accepted[:, None], last))
 
     def weigh(self, proposal: Proposal, p: Tensor) -> Verdict:
         """The verdict on drafts that `begin`'s pick has drawn; p (B, N, V)."""
-        if not self.draws.laws:
+        if not self.draws.distributions:
             raise UserError(
-                f"rule {self.name} needs the law that the draft was drawn from, and this draft is not drawn from any; "
+                f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
+                "none; "
                 "use rule match"
             )
-        q, tokens = self.draws.law(p.shape[2]), proposal.tokens
+        q, tokens = self.draws.distribution(p.shape[2]), proposal.tokens
         assert q.shape[1] == len(self.family.parents), f"{q.shape[1]} draws, {len(self.family.parents)} nodes to expand"
         if self.name == "block":
             return block(p, q, tokens)
         verdict = ratio(p, q, tokens, self.family, replace=self.draws.replace)
-        # A greedy row drafts several tokens where its law has one: each is given, and so accepted if p is all on it.
+        # A greedy row drafts several tokens where its distribution has one: each is given, and so accepted if p is all
+        # on it.
         hot = (self.sampling.temperature > 0)[:, None]
         chosen = p.argmax(dim=-1).gather(1, proposal.parents) == tokens  # (B, N)
         odds = torch.where(hot, verdict.odds, chosen.to(verdict.odds.dtype))
         return Verdict(odds, torch.where(hot[..., None], verdict.rest, p))
 
-    def settle(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
+    def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
         """Which path the passed tests (B, N) accept."""
         if self.name == "block":
             return last_accepted(passed)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from heads.cache import round_up
+from heads.backends.slot_mapping import round_up
+from heads.backends.torch.attention import GroupedAttention
+from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.triton.attention import SPLIT
 from heads.errors import UserError
-from heads.kernels.attention import SPLIT
-from heads.native.attention import GroupedAttention
-from heads.native.decoder import NativeDecoder
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 RESERVE = 0.05
 """Of what is free: kept for the allocator and the library's own."""
@@ -53,11 +53,12 @@ def need_of(
     capacity: int,
     nodes: int,
     drafts: bool,
-    backlog: int = 0,
-    taps: int = 0,
+    pending: int = 0,
+    num_aux_layers: int = 0,
 ) -> Need:
-    """The caches and the widest tensors of a round; a draft's cache is taken for two layers of the target's. `backlog`:
-    tokens of a row of which a head that rests is not told yet, with their features and `taps` tapped streams."""
+    """The caches and the widest tensors of a round; a draft's cache is taken for two layers of the target's. `pending`:
+    tokens of a row of which a head that rests is not told yet, with their features and `num_aux_layers` auxiliary
+    hidden states."""
     config: Any = target.config
     size = target.dtype.itemsize
     layers = target.num_layers
@@ -72,7 +73,7 @@ def need_of(
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     per_node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
-    per_row = backlog * (taps + 1) * config.hidden_size * size
+    per_row = pending * (num_aux_layers + 1) * config.hidden_size * size
     return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look, per_row)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder
 from heads.base import Observation
-from heads.target import Features
+from heads.target.frozen import Features
 
 
 def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
@@ -26,7 +26,7 @@ def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
         for row in rows:
             features[row], spans[row] = read_chunk(decoder, row, newcomers[row], start)
         if decoder.head is not None:
-            observe(decoder, features, spans, start)
+            extend(decoder, features, spans, start)
         start += max(len(span) - 1 for span in spans.values())
 
 
@@ -60,24 +60,24 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing leave them as they are
     state.done[row] = request.max_new_tokens == 1
     if not request.ignore_eos:
-        state.done[row : row + 1].logical_or_((root == decoder.settlement.eos).any())
+        state.done[row : row + 1].logical_or_((root == decoder.update.eos).any())
     return root
 
 
-def observe(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
+def extend(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
     """Hand the head one chunk of every new row's prompt; the other rows have nothing to learn."""
     assert decoder.head is not None
     B, M = len(decoder.state.done), max(f.hidden.shape[1] for f in features.values())
     some = next(iter(features.values()))
     tokens = decoder.state.root.new_zeros(B, M + 1)
-    taps = some.taps.new_zeros(B, M, some.taps.shape[-1])
+    aux_hidden_states = some.aux_hidden_states.new_zeros(B, M, some.aux_hidden_states.shape[-1])
     hidden = some.hidden.new_zeros(B, M, some.hidden.shape[-1])
     count = decoder.state.root.new_zeros(B)
     for row, span in spans.items():
         C = features[row].hidden.shape[1]
         tokens[row, : len(span)] = span
-        taps[row, :C], hidden[row, :C] = features[row].taps[0], features[row].hidden[0]
+        aux_hidden_states[row, :C], hidden[row, :C] = features[row].aux_hidden_states[0], features[row].hidden[0]
         count[row] = len(span) - 1
-    decoder.head.observe(
-        decoder.head_state, Observation(tokens, taps, hidden, torch.full_like(count, start), count, None)
+    decoder.head.extend(
+        decoder.head_state, Observation(tokens, aux_hidden_states, hidden, torch.full_like(count, start), count, None)
     )

@@ -1,4 +1,5 @@
-"""The arithmetic of the rules that compare two laws: p, the target's, and q, the one that the draft was drawn from.
+"""The arithmetic of the rules that compare two distributions: p, the target's, and q, the one that the draft was drawn
+from.
 
 `ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2), on trees as
 recursive rejection: SpecInfer's (arXiv 2305.09781, algorithm 2) where siblings are drawn with replacement, Sequoia's
@@ -9,8 +10,8 @@ they were drawn:
     if refused: P <- norm(max(P - Q, 0)); without replacement also Q(x) <- 0, Q <- norm(Q)
     if all are refused, the round ends here with a token drawn from P; at a leaf, from p
 
-`block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i stand for the laws
-after x_1 .. x_i:
+`block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i stand for the
+distributions after x_1 .. x_i:
 
     w_0 = 1,  w_i = min(1, w_{i-1} p_{i-1}(x_i) / q_{i-1}(x_i))
     h_K = w_K,  h_i = S_i / (S_i + 1 - w_i)  with  S_i = sum_v max(w_i p_i(v) - q_i(v), 0)
@@ -18,7 +19,7 @@ after x_1 .. x_i:
     the last token is drawn from norm(max(w_i p_i - q_i, 0)), from p_K if all of the chain is accepted
 
 Randomness enters from outside, as tests that passed or did not: every test's probability depends on the tree alone, so
-the law of what comes out can be summed up exactly, and is, in the tests.
+the distribution of what comes out can be summed up exactly, and is, in the tests.
 
 Letters: B rows, N nodes, I nodes that have children, R children of a node, K depth, V vocabulary.
 """
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import deepest_path
+from eval.runtime.acceptance import deepest_path
 from heads.tree import Proposal, TreeShape, is_chain
 
 
@@ -71,7 +72,7 @@ class Verdict:
     """What a rule makes of a tree before chance has spoken."""
 
     odds: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
-    rest: Tensor  # (B, N, V), the law of the token that follows if the round ends at node j
+    rest: Tensor  # (B, N, V), the distribution of the token that follows if the round ends at node j
 
 
 def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family, *, replace: bool) -> Verdict:
@@ -105,7 +106,8 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
     w = torch.stack(weights, dim=1)  # (B, K + 1, 1)
     before = w[:, :-1]
     excess = (before * p[:, :-1] - q).clamp_min(0).sum(-1, keepdim=True)
-    # Where w = 1 and nothing exceeds q, the two laws are one: the test is a formality, and so is what would follow it.
+    # Where w = 1 and nothing exceeds q, the two distributions are one: the test is a formality, and so is what would
+    # follow it.
     whole = excess + (1 - before)
     odds = torch.where(whole > 0, excess / whole, 1.0)
     rest = residual(before * p[:, :-1], q, otherwise=p[:, :-1])
@@ -131,7 +133,7 @@ def quotient(p: Tensor, q: Tensor) -> Tensor:
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
     """norm(max(p - q, 0)) over the last dimension; where no mass is left, p itself (`otherwise`): then q covers p, a
-    refusal has probability 0, and any law will do."""
+    refusal has probability 0, and any distribution will do."""
     return normalised((p - q).clamp_min(0), p if otherwise is None else otherwise)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
-from eval.runtime.accept import Acceptance
 from eval.runtime.distribution import RowSampling
-from eval.runtime.hf import TargetStep
 from eval.runtime.judges import Rule
-from eval.runtime.kernels.accept import take_path
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Commit
+from eval.runtime.target_step import TargetStep
+from heads.backends.round_state import RoundState
+from heads.backends.slot_mapping import ancestors
+from heads.backends.triton.accept import take_path
 from heads.base import Drafter, Observation
-from heads.growth import ancestors
-from heads.target import Features
-from heads.tree import Proposal, TreeShape, is_chain
+from heads.target.frozen import Features
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""
@@ -42,7 +42,7 @@ class Decoder:
     sampling: RowSampling
     rule: Rule
     state: RoundState
-    settlement: Settlement
+    update: Commit
     zeros: Tensor  # (B, 1) int64
     pinned: int = 1
     """Nodes of a plain step, of which all but the root are padding."""
@@ -57,11 +57,11 @@ class Decoder:
         state, shape = self.state, self.shape
         proposal = self.propose()
         mark("draft")
-        masked = is_chain(shape) or (self.step.kernels is not None and not self.rule.needs_law)
+        masked = is_chain(shape) or (self.step.kernels is not None and not self.rule.needs_distribution)
         above = None if masked else ancestors(proposal.parents, shape.depth)
         features = self.step.verify(proposal, above, state.length, extent, self.depth)
         positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
-        if self.rule.needs_law:
+        if self.rule.needs_distribution:
             consulted = self.rule.consult(self.step.logits(features.hidden), positions)
         else:
             consulted = self.step.choose(features.hidden, positions, self.sampling)  # (B, N)
@@ -88,22 +88,23 @@ class Decoder:
         return Proposal(self.state.root[:, None], self.zeros, self.zeros, self.zeros)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
-        """Take the accepted tokens into the state, cut at EOS and at the limit, and tell the head what became known."""
+        """Take the accepted tokens into the state, cut at EOS and at the limit, and let the head read what became
+        known."""
         chain = is_chain(self.shape)
-        settled = self.settlement(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
+        result = self.update(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
         if not chain:
-            self.step.compact(settled.start, acceptance)
+            self.step.compact(result.start, acceptance)
         if self.head is None:
             return
-        taps, hidden = features.taps, features.hidden
+        aux_hidden_states, hidden = features.aux_hidden_states, features.hidden
         if not chain:  # a chain's path is its nodes in order
-            taps, hidden = take_path(taps, hidden, acceptance.path)
+            aux_hidden_states, hidden = take_path(aux_hidden_states, hidden, acceptance.path)
         observation = Observation(
-            tokens=settled.tokens,
-            taps=taps,
+            tokens=result.tokens,
+            aux_hidden_states=aux_hidden_states,
             hidden=hidden,
-            start=settled.start,
-            count=settled.count,
+            start=result.start,
+            count=result.count,
             nodes=acceptance.path,
         )
-        self.head.observe(self.head_state, observation)
+        self.head.extend(self.head_state, observation)

@@ -3,9 +3,10 @@
 | rule | drafts | what comes out | trees |
 |---|---|---|---|
 | match | the likeliest, by the target's own noise | plain decoding's tokens, one for one | all |
-| ratio | drawn from the draft's law, siblings without replacement | another draw of the target's law | chain, static |
+| ratio | drawn from the draft's distribution, siblings without replacement | another draw of the target's distribution
+| chain, static |
 | ratio-wr | likewise, siblings with replacement | likewise | chain, static |
-| block | drawn from the draft's law | likewise | chain |
+| block | drawn from the draft's distribution | likewise | chain |
 
 Which rule emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
 
@@ -30,14 +31,16 @@ def check_rule(rule: str, shape: TreeShape) -> None:
         )
     if shape.paths is None:
         raise UserError(
-            f"rule {rule}: the tree {shape} keeps the nodes that the draft is surest of, and the law of what survives "
-            "that is not the law they were drawn from; use rule match, or a chain or static tree"
+            f"rule {rule}: the tree {shape} keeps the nodes that the draft is surest of, and the distribution "
+            "of what survives "
+            "that is not the distribution they were drawn from; use rule match, or a chain or static tree"
         )
     for path in shape.paths:
         if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in shape.paths:
             raise UserError(
                 f"rule {rule}: the static tree {shape} has node {path} without its elder sibling, rank {path[-1] - 1}; "
-                "a draw that is left out changes the law of the next; use rule match, or number siblings from 0"
+                "a draw that is left out changes the distribution of the next; use rule match, or number siblings "
+                "from 0"
             )
 
 

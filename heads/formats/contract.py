@@ -32,7 +32,7 @@ from heads.formats.loaders import (
     medusa_tensors,
 )
 from heads.formats.mtp import LAYOUTS, PARTS, count_modules
-from heads.mimo import register_mimo
+from heads.target.families import register_mimo
 
 VOCABULARY = ("d2t", "t2d", "token_map")
 """Tensors of a draft vocabulary."""

@@ -14,7 +14,9 @@ from typing import Any
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """An `Eagle3Config` and the record of its target, under the names that engines use."""
-    outputs = [k - 1 for k in config.taps]  # SGLang numbers a stream by the layer it leaves; -1 = the embeddings
+    outputs = [
+        k - 1 for k in config.aux_layer_ids
+    ]  # SGLang numbers a stream by the layer it leaves; -1 = the embeddings
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -41,15 +43,15 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "norm_before_residual": False,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        "num_aux_hidden_states": len(config.taps),
-        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "num_aux_hidden_states": len(config.aux_layer_ids),
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
     }
 
 
-def convert_command(head: str, target: str, taps: Sequence[int]) -> str:
+def convert_command(head: str, target: str, aux_layer_ids: Sequence[int]) -> str:
     """What brings a saved head into speculators' form."""
-    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(taps)})
+    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(aux_layer_ids)})
     return (
         f"speculators convert {shlex.quote(head)} --algorithm eagle3 --verifier {shlex.quote(target)} "
         f"--algorithm-kwargs {shlex.quote(ids)}"

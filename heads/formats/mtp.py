@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.hub import repo_and_revision
+from heads.target.hub import repo_and_revision
 
 INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""What DeepSeek's modules store again although it is the target's own: its two ends."""
+"""What DeepSeek's modules store again although it is the target's own: its embeddings and output head."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,10 @@ def _check_shared(path: str, key: str, value: Tensor, ends: Mapping[str, Tensor]
     """Refuse a module with an embedding table or an output head of its own: heads use the target's."""
     ours = ends["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
     if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
-        raise UserError(f"{path}: {key} is not the target's own; only modules that share the target's ends are read")
+        raise UserError(
+            f"{path}: {key} is not the target's own; only modules that share the target's embeddings "
+            "and output head are read"
+        )
 
 
 def mtp_engine_config(target: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.prompts import Prompt
+from eval.benchmark.prompts import Prompt
 from eval.runtime.engine import Engine, Request
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.registry import HEADS
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import Proposal, TreeShape
 
 
@@ -35,7 +35,7 @@ class PairState:
 class PairHead(nn.Module):
     """Drafts the token that followed most often; it knows nothing of the target but the counts it is given."""
 
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     depth_weights = (1.0,)
 
     def __init__(self, config: PairConfig) -> None:
@@ -54,13 +54,13 @@ class PairHead(nn.Module):
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         raise AssertionError("never trained")
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> PairState:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> PairState:
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))
 
     def reset_rows(self, state: PairState, rows: Tensor) -> None:
         pass
 
-    def observe(self, state: PairState, observation: Observation) -> None:
+    def extend(self, state: PairState, observation: Observation) -> None:
         newest = observation.tokens.gather(1, observation.count[:, None])[:, 0]
         known = observation.count > 0
         state.root.copy_(torch.where(known, newest, state.root))
@@ -175,7 +175,7 @@ def results() -> dict[str, Any]:
             "path": "run/head",
             "sha256": "beef",
             "parameters": 16384,
-            "taps": [2, 4, 5],
+            "aux_layer_ids": [2, 4, 5],
             "config": {"depth": 1},
         },
         "device": {"type": "cpu", "name": "a processor", "threads": 2},

@@ -17,22 +17,22 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
+from eval.benchmark.measure import Variant
+from eval.benchmark.prompts import load_prompts
 from eval.benchmark.run import default_out, run_bench
-from eval.charts import head_charts, points
+from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.drawing import inline_svg
-from eval.measure import Contender
-from eval.page import render_page
-from eval.prompts import load_prompts
-from eval.report import model_card, print_report, read_log, write_report
-from eval.results import Results, read_results
+from eval.reporting.charts import head_charts, points
+from eval.reporting.drawing import inline_svg
+from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
+from eval.reporting.html import render_page
+from eval.reporting.report import model_card, print_report, read_log, write_report
+from eval.reporting.results import Results, read_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict
-from eval.settings import BenchSettings
-from eval.wording import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
@@ -105,7 +105,7 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
 
 
-def test_a_rule_that_is_exact_in_law_is_reported_as_such(
+def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(
     tiny_target: FrozenTarget,
     pair_head: Any,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -119,7 +119,7 @@ def test_a_rule_that_is_exact_in_law_is_reported_as_such(
     assert read["rule"] == "ratio" and {m["rule"] for m in read["measurements"]} == {"ratio"}
     for m in sampled:
         assert m["exact"] == {
-            "kind": "law",
+            "kind": "distribution",
             "prompts": 4,
             "identical": None,
             "greedy": {"prompts": 4, "identical": 4},
@@ -128,13 +128,13 @@ def test_a_rule_that_is_exact_in_law_is_reported_as_such(
         made, seconds = m["speculative"]["tokens_per_second"], m["baseline"]["tokens_per_second"]
         assert m["speedup"]["measured"] == pytest.approx(made / seconds)
     assert all(m["exact"] == {"prompts": 4, "identical": 4, "divergences": []} for m in greedy)
-    assert read["exact"]["kind"] == "law" and read["exact"]["identical"] is None
+    assert read["exact"]["kind"] == "distribution" and read["exact"]["identical"] is None
     assert read["exact"]["greedy"] == {"prompts": 16, "identical": 16}
     page, card = (tmp_path / "report.html").read_text(), (tmp_path / "README.md").read_text()
     for shown in (" ".join(text.split()), page.replace("&#39;", "'").lower(), card.lower()):
-        assert "exact in law under rule ratio" in shown and "own tokens: 16 of 16 prompts" in shown
+        assert "exact in distribution under rule ratio" in shown and "own tokens: 16 of 16 prompts" in shown
         assert "identical" not in shown
-    assert "in law" in text and results["speedup"] is not None
+    assert "in distribution" in text and results["speedup"] is not None
 
 
 def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
@@ -167,9 +167,9 @@ def test_auto_records_its_curve_and_its_choice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eval.auto.LONGEST_CHAIN", 3)
-    monkeypatch.setattr("eval.auto.WIDTHS", (2,))
-    monkeypatch.setattr("eval.auto.DEEPEST_TREE", 2)
+    monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
+    monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
+    monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
     results, text = run(
         tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,)
     )
@@ -209,7 +209,7 @@ def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
     assert f"{percent(alpha[1])} at depth 2" in lines[1][0]
 
 
-def test_a_machine_that_was_busy_is_told_of(measured: tuple[Results, str, Path]) -> None:
+def test_a_machine_that_was_busy_is_given_of(measured: tuple[Results, str, Path]) -> None:
     results = copy.deepcopy(measured[0])
     for m in results["measurements"]:
         m["baseline"] |= {"ms_per_token": 1.1, "token_ms": {"p50": 1.0, "p95": 2.0, "p99": 3.0}}
@@ -261,7 +261,7 @@ def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results
     assert '<span class="caution">plain decoding is faster</span>' in page
 
 
-def test_prompts_that_stand_there_twice_are_told_of(
+def test_prompts_that_stand_there_twice_are_given_of(
     tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     texts = ["def f(x):", "import os", "def f(x):", "x = 1", "def f(x):"]
@@ -270,7 +270,7 @@ def test_prompts_that_stand_there_twice_are_told_of(
     assert results["settings"]["distinct_prompts"] == 3 and "3 of 5 prompts are different" in text
 
 
-def test_few_prompts_and_outputs_without_a_round_are_told_of(measured: tuple[Results, str, Path]) -> None:
+def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Results, str, Path]) -> None:
     results = copy.deepcopy(measured[0])
     for m in results["measurements"]:
         m["exact"]["prompts"] = 20
@@ -376,15 +376,15 @@ def test_a_failed_audit_withholds_every_speed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = Contender.run
+    honest = Variant.run
 
-    def corrupt(self: Contender, unit: int, indices: Any, requests: Any, repeat: int) -> None:
+    def corrupt(self: Variant, unit: int, indices: Any, requests: Any, repeat: int) -> None:
         honest(self, unit, indices, requests, repeat)
         if self.shape.nodes > 1 and unit == 1:
             tokens = self.outputs[repeat][indices[0]].tokens
             tokens[1] = (tokens[1] + 1) % 128
 
-    monkeypatch.setattr(Contender, "run", corrupt)
+    monkeypatch.setattr(Variant, "run", corrupt)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path)
     assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
     assert results["speedup"] is None and all(m["speedup"] is None for m in results["suites"].values())
@@ -422,7 +422,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.contest.is_narrow", "eval.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.benchmark.comparison.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
@@ -431,7 +431,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
             super().__init__(*rest, **options)
             made.append((self.nodes, self.strict))
 
-    for place in ("eval.measure.Engine", "eval.runtime.identity.Engine"):
+    for place in ("eval.benchmark.measure.Engine", "eval.runtime.identity.Engine"):
         monkeypatch.setattr(place, Noted)
     results, _ = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("tree:2x2x4",), strict=True)
     assert results["exact"]["identical"] == results["exact"]["prompts"] and results["settings"]["strict"] is True
@@ -446,11 +446,11 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
         ({"max_new_tokens": 511}, "leave no room for a prompt in the 512 positions"),
         ({"max_new_tokens": 500, "trees": ("chain:2",)}, "where at most 9 fit"),
         ({"prompts": "nowhere.jsonl"}, "no such file"),
-        ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the law of what survives"),
+        ({"trees": ("tree:2x2x4",), "rule": "ratio", "temperatures": (1.0,)}, "the distribution of what survives"),
         ({"strict": True}, "--strict: has no effect but in bfloat16 or float16 on a GPU"),
     ],
 )
-def test_bad_settings_are_told_in_one_line_and_nothing_is_written(
+def test_bad_settings_are_given_in_one_line_and_nothing_is_written(
     tiny_target: FrozenTarget,
     pair_head: Any,
     tiny_tokenizer: PreTrainedTokenizerBase,

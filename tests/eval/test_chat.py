@@ -14,15 +14,15 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
+from eval.benchmark.conversation import Conversation, Screen, Stream, interruptible
+from eval.benchmark.opening import Opened
+from eval.benchmark.prompts import render
 from eval.command import exit_status
-from eval.conversation import Conversation, Screen, Stream, interruptible
-from eval.opening import Opened
-from eval.prompts import render
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target import FrozenTarget, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_tokenizer
 from heads.tree import parse_shape
 
 ROOT = Path(__file__).resolve().parents[2]

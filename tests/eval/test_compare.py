@@ -1,4 +1,4 @@
-"""Several heads in one race: the table, the record, and what is refused."""
+"""Several heads in one comparison: the table, the record, and what is refused."""
 
 import html
 import io
@@ -15,15 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import compare as module
 from eval.benchmark.compare_run import Contestant, compare, head_names, named_shapes
+from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import exit_status
-from eval.compare_report import show, write_comparison
-from eval.results import Results
-from eval.settings import BenchSettings, to_settings
-from eval.wording import NOT_RELIABLE
+from eval.reporting.compare_report import show, write_comparison
+from eval.reporting.format import NOT_RELIABLE
+from eval.reporting.results import Results
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 
 
 def settings(tmp_path: Path, **changes: Any) -> BenchSettings:
@@ -108,9 +108,9 @@ def test_auto_finds_each_heads_own_best(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("eval.auto.LONGEST_CHAIN", 3)
-    monkeypatch.setattr("eval.auto.WIDTHS", (2,))
-    monkeypatch.setattr("eval.auto.DEEPEST_TREE", 2)
+    monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
+    monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
+    monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
     heads = contestants(tiny_target, pair_head)[:2]
     results, text = run(tiny_target, heads, tiny_tokenizer, settings(tmp_path, trees=("auto",)))
     assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]
@@ -186,7 +186,7 @@ def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pa
     assert shapes["match", "lookup"] == ["chain:5", "chain:3"]
 
 
-def test_heads_are_told_apart_by_name() -> None:
+def test_heads_are_given_apart_by_name() -> None:
     assert head_names(["/runs/a", "/runs/b/head", "lookup:3"]) == ["a", "b/head", "lookup:3"]
     assert head_names(["x/run", "y/run"]) == ["x/run", "y/run"]
     with pytest.raises(UserError, match="runs/a: named twice"):

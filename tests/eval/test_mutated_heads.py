@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval.opening import fitting_head
-from eval.published import collect
+from eval.benchmark.opening import fitting_head
+from eval.reporting.published import collect
 from eval.runtime.engine import Engine, Request
 from heads.checkpoint import CONFIG, file_hash, save_head, seal, target_record
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 from tests.mutations import damage_bytes, mutate
 

@@ -10,16 +10,16 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval import measure
 from eval import scaling as module
+from eval.benchmark import measure
+from eval.benchmark.measure import Variant
 from eval.benchmark.scaling_run import measure_scaling, windows
+from eval.benchmark.settings import ScalingSettings
 from eval.command import exit_status
-from eval.measure import Contender
-from eval.results import Results
-from eval.settings import ScalingSettings
-from eval.wording import heading
+from eval.reporting.format import heading
+from eval.reporting.results import Results
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ def test_what_does_not_fit_is_left_out(
     def small_memory(target: Any, entries: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
         if len(prompts) * len(prompts[0].ids) > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return measure.race(target, entries, prompts, *rest, **settings)
+        return measure.compare(target, entries, prompts, *rest, **settings)
 
-    monkeypatch.setattr("eval.benchmark.scaling_run.race", small_memory)
+    monkeypatch.setattr("eval.benchmark.scaling_run.compare", small_memory)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
@@ -110,14 +110,14 @@ def test_no_speedup_where_an_output_is_not_the_targets_own(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = Contender.run
+    honest = Variant.run
 
-    def tampered(self: Contender, unit: int, indices: Any, requests: Any, repeat: int) -> None:
+    def tampered(self: Variant, unit: int, indices: Any, requests: Any, repeat: int) -> None:
         honest(self, unit, indices, requests, repeat)
         if self.shape.nodes > 1 and len(indices) == 3:
             self.outputs[repeat][indices[-1]].tokens[-1] ^= 1
 
-    monkeypatch.setattr(Contender, "run", tampered)
+    monkeypatch.setattr(Variant, "run", tampered)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path, contexts=(8,))
     assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
     assert all(point["speedup"] is None for point in results["points"])

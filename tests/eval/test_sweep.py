@@ -12,15 +12,16 @@ from typing import IO, Any
 import pytest
 import yaml
 
-from eval import environment, sweep
+from eval import sweep
 from eval.bench import parse_arguments as parse_bench
+from eval.benchmark import environment
 from eval.benchmark.run import bench_command
+from eval.benchmark.settings import to_settings
+from eval.benchmark.sweep_file import Sweep, ranked, read_sweep
 from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
-from eval.results import read_results
-from eval.settings import to_settings
-from eval.sweep_file import Sweep, ranked, read_sweep
-from eval.wording import NOT_RELIABLE
+from eval.reporting.format import NOT_RELIABLE
+from eval.reporting.results import read_results
 from tests.wandb_file import outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +121,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     assert len(calls) == 2, "other prompts are another measurement"
 
 
-def test_an_output_that_is_not_the_targets_own_is_told_by_the_status(
+def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
     tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str], failed_results: dict[str, Any]
 ) -> None:
     file, out = write(tmp_path), tmp_path / "out"

@@ -2,10 +2,12 @@
 
 import torch
 
-from heads.base import Batch, TargetEnds
+from heads.base import Batch, SharedLayers
 
 
-def random_batch(documents: list[list[int]], *, width: int, vocab: int, taps: int = 0, labels_from: int = 3) -> Batch:
+def random_batch(
+    documents: list[list[int]], *, width: int, vocab: int, num_aux_layers: int = 0, labels_from: int = 3
+) -> Batch:
     """Rows of documents of the given lengths, random features, float64; labels from each document's `labels_from`-th
     token on."""
     torch.manual_seed(2)
@@ -20,7 +22,9 @@ def random_batch(documents: list[list[int]], *, width: int, vocab: int, taps: in
         positions=positions,
         documents=ids,
         embeddings=table[tokens],
-        taps=torch.randn(B, T, taps * width, dtype=torch.float64),
+        aux_hidden_states=torch.randn(B, T, num_aux_layers * width, dtype=torch.float64),
         hidden=torch.randn(B, T, width, dtype=torch.float64),
-        ends=TargetEnds(embed=lambda ids: table[ids], logits=lambda hidden: hidden @ out.T, weight=out),
+        shared=SharedLayers(
+            embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out
+        ),
     )

@@ -41,7 +41,7 @@ CONFIG = Eagle3Config(
     rms_norm_eps=1e-5,
     vocab_size=40,
     num_target_layers=12,
-    taps=(2, 6, 9),
+    aux_layer_ids=(2, 6, 9),
     draft_vocab_size=24,
     rope_theta=5e5,
     max_position_embeddings=64,
@@ -379,7 +379,7 @@ def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: 
         {"hidden_size": None},
         {"num_attention_heads": True},
         {"depth": []},
-        {"taps": "123"},
+        {"aux_layer_ids": "123"},
     ],
 )
 def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> None:
@@ -423,7 +423,7 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
         ("config", {**dataclasses.asdict(CONFIG), "hidden_size": "wide"}),
         ("config", {**dataclasses.asdict(CONFIG), "hidden_size": -4}),
         ("config", {**dataclasses.asdict(CONFIG), "surplus": 1}),
-        ("config", {**dataclasses.asdict(CONFIG), "taps": 3}),
+        ("config", {**dataclasses.asdict(CONFIG), "aux_layer_ids": 3}),
         ("config", {**dataclasses.asdict(CONFIG), "num_key_value_heads": 0}),
         ("config", {**dataclasses.asdict(CONFIG), "depth": 0}),
         ("config", {**dataclasses.asdict(CONFIG), "intermediate_size": 32}),
@@ -442,7 +442,7 @@ def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -
     assert f"draftsmith.target.{name}" in refusal(load_head, folder)
 
 
-@pytest.mark.parametrize("change", [{"intermediate_size": 10**7}, {"taps": [2] * 10**6}])
+@pytest.mark.parametrize("change", [{"intermediate_size": 10**7}, {"aux_layer_ids": [2] * 10**6}])
 def test_a_config_larger_than_the_weights_takes_no_memory(change: dict[str, Any], folder: Path) -> None:
     set_config(folder, config={**dataclasses.asdict(CONFIG), "fc_norm": True, **change})
     text = refusal(load_head, folder)

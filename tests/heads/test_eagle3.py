@@ -24,7 +24,7 @@ CONFIG = Eagle3Config(
     rms_norm_eps=1e-5,
     vocab_size=40,
     num_target_layers=8,
-    taps=(2, 4, 5),
+    aux_layer_ids=(2, 4, 5),
     draft_vocab_size=24,
     rope_theta=100.0,
     max_position_embeddings=64,
@@ -44,7 +44,7 @@ def make_head(**changes: object) -> Eagle3:
 
 def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
     width, vocab = CONFIG.hidden_size, CONFIG.vocab_size
-    return random_batch(documents, width=width, vocab=vocab, taps=3, labels_from=labels_from)
+    return random_batch(documents, width=width, vocab=vocab, num_aux_layers=3, labels_from=labels_from)
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -56,9 +56,9 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
     config, T = head.config, batch.tokens.shape[1]
     layer, kept = head.midlayer, head.kept
     H, G, d = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim
-    teacher = batch.ends.logits(batch.hidden)  # (B, T, V); row t predicts x_{t+1}
+    teacher = batch.shared.lm_head(batch.hidden)  # (B, T, V); row t predicts x_{t+1}
     p = teacher[..., kept].softmax(-1)
-    state = head.fuse(batch.taps)
+    state = head.fuse(batch.aux_hidden_states)
     all_keys, all_values, sums = [], [], []
     same = batch.documents[:, :, None] == batch.documents[:, None, :]
     for i in range(config.depth):
@@ -66,10 +66,10 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
         angle = (batch.positions + i)[:, None, :, None] * config.rope_theta ** -(
             torch.arange(0, d, 2, dtype=torch.float64) / d
         )
-        turn = torch.polar(torch.ones_like(angle), angle)
+        cos_sin = torch.polar(torch.ones_like(angle), angle)
 
-        def rope(y: Tensor, turn: Tensor = turn) -> Tensor:
-            z = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn
+        def rope(y: Tensor, cos_sin: Tensor = cos_sin) -> Tensor:
+            z = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * cos_sin
             return torch.cat([z.real, z.imag], -1)
 
         q, k, v = (
@@ -134,8 +134,10 @@ def test_counts_are_the_rows_that_the_loss_sums() -> None:
 
 def test_documents_do_not_see_each_other() -> None:
     head, batch = make_head(), make_batch([[11, 3, 7], [2, 1, 18]])
-    alone = dataclasses.replace(batch, taps=batch.taps.clone(), embeddings=batch.embeddings.clone())
-    alone.taps[0, :11].normal_()
+    alone = dataclasses.replace(
+        batch, aux_hidden_states=batch.aux_hidden_states.clone(), embeddings=batch.embeddings.clone()
+    )
+    alone.aux_hidden_states[0, :11].normal_()
     alone.embeddings[0, :11].normal_()
     for i, (before, after) in enumerate(zip(head.unroll(batch, 4), head.unroll(alone, 4), strict=True)):
         torch.testing.assert_close(before[0, 14 : 20 - i], after[0, 14 : 20 - i])  # later slots have no token to see
@@ -147,17 +149,17 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
     return columns if token_ids is None else token_ids[columns], logp
 
 
-def observe(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
+def extend(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
     M = max(lengths)
     state = head.new_state(
-        batch.ends, batch_size=len(lengths), capacity=batch.tokens.shape[1] + 8, shape=parse_shape(shape)
+        batch.shared, batch_size=len(lengths), capacity=batch.tokens.shape[1] + 8, shape=parse_shape(shape)
     )
-    head.observe(
+    head.extend(
         state,
         Observation(
             tokens=batch.tokens[:, : M + 1],
-            taps=batch.taps[:, :M],
+            aux_hidden_states=batch.aux_hidden_states[:, :M],
             hidden=batch.hidden[:, :M],
             start=torch.zeros(len(lengths), dtype=torch.int64),
             count=torch.tensor(lengths),
@@ -173,7 +175,7 @@ def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
     trains."""
     head, batch = make_head(norm_output=norm_output), make_batch([[20], [20]])
     lengths = [9, 13]
-    state = observe(head, batch, "chain:4", lengths)
+    state = extend(head, batch, "chain:4", lengths)
     seen: list[Tensor] = []
     hook = head.lm_head.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     proposal = head.propose(state, greedy)
@@ -181,7 +183,7 @@ def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
     tokens = batch.tokens.clone()
     for b, n in enumerate(lengths):
         tokens[b, n + 1 : n + 5] = proposal.tokens[b, 1:]
-    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens)), 4)
+    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens)), 4)
     for i, drafted in enumerate(seen):
         for b, n in enumerate(lengths):
             torch.testing.assert_close(drafted[b, 0], trained[i][b, n - 1])
@@ -190,10 +192,10 @@ def test_a_drafting_step_is_a_training_step(norm_output: bool) -> None:
 def test_a_chain_equals_a_loop_that_recomputes_everything() -> None:
     head, batch = make_head(), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, "chain:4", [n]), greedy)
+    proposal = head.propose(extend(head, batch, "chain:4", [n]), greedy)
     tokens = batch.tokens.clone()
     for i in range(4):
-        cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
+        cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
         best = head.lm_head(head.unroll(cut, 4)[i][0, n - 1]).argmax()
         tokens[0, n + 1 + i] = head.kept[best]
     assert proposal.tokens[0].tolist() == tokens[0, n : n + 5].tolist()
@@ -201,16 +203,20 @@ def test_a_chain_equals_a_loop_that_recomputes_everything() -> None:
 
 
 def test_observing_in_pieces_equals_observing_at_once() -> None:
-    """Rounds observe a ragged handful of positions at a time, with junk behind; nothing of it may be seen later."""
+    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
     head, batch = make_head(), make_batch([[20], [20]])
-    whole = head.propose(observe(head, batch, "tree:3x3x9", [12, 12]), greedy)
-    state = head.new_state(batch.ends, batch_size=2, capacity=28, shape=parse_shape("tree:3x3x9"))
+    whole = head.propose(extend(head, batch, "tree:3x3x9", [12, 12]), greedy)
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:3x3x9"))
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)
         rows = start[:, None] + torch.arange(6)
-        taps, hidden = (x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.taps, batch.hidden))
-        head.observe(state, Observation(batch.tokens.gather(1, rows), taps, hidden, start.clone(), count, None))
+        aux_hidden_states, hidden = (
+            x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.aux_hidden_states, batch.hidden)
+        )
+        head.extend(
+            state, Observation(batch.tokens.gather(1, rows), aux_hidden_states, hidden, start.clone(), count, None)
+        )
         head.propose(state, greedy)
         start += count
     pieces = head.propose(state, greedy)
@@ -225,7 +231,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
     branches."""
     head, batch = make_head(), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, shape, [n]), greedy)
+    proposal = head.propose(extend(head, batch, shape, [n]), greedy)
     for node in range(1, proposal.tokens.shape[1]):
         path, at = [], node
         while at:
@@ -235,7 +241,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
         tokens = batch.tokens.clone()
         total = 0.0
         for i, step in enumerate(path):
-            cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
+            cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
             logq = head.lm_head(head.unroll(cut, 4)[i][0, n - 1]).log_softmax(-1)
             token = int(proposal.tokens[0, step])
             total += float(logq[(head.kept == token).nonzero()[0, 0]].detach())
@@ -246,7 +252,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str) -> None:
 
 def test_a_tree_wider_than_the_draft_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="tree tree:2x25x40: 25 children of a node, the head drafts 24"):
-        observe(make_head(), make_batch([[20]]), "tree:2x25x40", [9])
+        extend(make_head(), make_batch([[20]]), "tree:2x25x40", [9])
 
 
 def test_each_option_changes_the_function() -> None:
@@ -268,7 +274,7 @@ def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
                 parameter.fill_(1.0)
     head.initialise(lm_head, norm, scales)
     assert torch.equal(head.lm_head.weight, lm_head[head.kept]) and torch.equal(head.norm.weight, norm)
-    fused = head.fuse(batch.taps * scales.repeat_interleave(16))
+    fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
     assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
 
 

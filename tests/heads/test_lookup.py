@@ -54,8 +54,8 @@ def test_a_text_of_one_token_and_a_row_without_a_text_are_drafted_all_the_same()
 
 def test_known_rows_stay_as_they_are_while_others_draft() -> None:
     """A row that is done is told nothing, and a row used anew forgets."""
-    head, ends = Lookup(LookupConfig(2)), None
-    state = head.new_state(ends, batch_size=2, capacity=16, shape=parse_shape("chain:2"))  # type: ignore[arg-type]
+    head, shared = Lookup(LookupConfig(2)), None
+    state = head.new_state(shared, batch_size=2, capacity=16, shape=parse_shape("chain:2"))  # type: ignore[arg-type]
     tell = teller(head, state)
     tell([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4])
     assert head.propose(state, None).tokens.tolist() == [[2, 3, 1], [4, 5, 4]]  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_known_rows_stay_as_they_are_while_others_draft() -> None:
 def teller(head: Lookup, state: Any) -> Callable[[list[list[int]], list[int], list[int]], None]:
     def tell(tokens: list[list[int]], start: list[int], count: list[int]) -> None:
         none = torch.zeros(len(tokens), len(tokens[0]) - 1, 0)
-        head.observe(
+        head.extend(
             state, Observation(torch.tensor(tokens), none, none, torch.tensor(start), torch.tensor(count), None)
         )
 

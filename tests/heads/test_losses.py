@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.losses import LOSSES, SPAN, Law, draft_loss, jsd, likeliest
+from heads.losses import LOSSES, SPAN, Distribution, draft_loss, jsd, likeliest
 
 K, R, D, DT, V, VD = 3, 50, 6, 5, 40, 24
 
@@ -86,9 +86,9 @@ def test_every_loss_has_its_reference() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_losses_vanish_where_the_laws_agree(loss: str) -> None:
+def test_the_losses_vanish_where_the_distributions_agree(loss: str) -> None:
     p = torch.softmax(torch.randn(4, 9, dtype=torch.float64), -1)
-    value, grad = LOSSES[loss](Law(p.log()), Law(p.log()))
+    value, grad = LOSSES[loss](Distribution(p.log()), Distribution(p.log()))
     if loss == "cross_entropy":
         torch.testing.assert_close(value, -p.amax(-1).log())
     else:
@@ -115,7 +115,7 @@ def test_jsd_at_every_beta(beta: float) -> None:
 
 def test_jsd_nears_both_divergences() -> None:
     """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
-    q, p = (Law(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))
+    q, p = (Distribution(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))
     for beta, loss in ((1e-7, "kl"), (1 - 1e-7, "reverse_kl")):
         torch.testing.assert_close(jsd(q, p, beta=beta)[0] / 1e-7, LOSSES[loss](q, p)[0], rtol=1e-5, atol=1e-5)
 
@@ -138,14 +138,14 @@ def test_a_soft_cap_bends_the_drafts_logits(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "kl_tv"])  # its weight is held fixed
 def test_the_written_gradients_by_finite_differences(loss: str) -> None:
-    """As a function of the draft's logits, away from where laws cross."""
+    """As a function of the draft's logits, away from where distributions cross."""
     z = torch.randn(2, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     p = torch.softmax(1.5 * torch.randn(2, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64), -1)
 
     def value(z: Tensor) -> Tensor:
-        return LOSSES[loss](Law(z), Law(p.log()))[0].sum()
+        return LOSSES[loss](Distribution(z), Distribution(p.log()))[0].sum()
 
-    _, grad = LOSSES[loss](Law(z), Law(p.log()))
+    _, grad = LOSSES[loss](Distribution(z), Distribution(p.log()))
     for i, j in ((0, 0), (0, 3), (1, 5), (1, 6)):
         nudge = torch.zeros_like(z)
         nudge[i, j] = 1e-6
@@ -154,11 +154,11 @@ def test_the_written_gradients_by_finite_differences(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_laws_that_share_nothing_stay_finite(loss: str) -> None:
+def test_distributions_that_share_nothing_stay_finite(loss: str) -> None:
     """In float32, where probabilities underflow to zero on both sides."""
     z = torch.tensor([[200.0, -200.0, 0.0]])
     logp = torch.tensor([[-200.0, 200.0, 0.0]]).log_softmax(-1)
-    value, grad = LOSSES[loss](Law(z), Law(logp))
+    value, grad = LOSSES[loss](Distribution(z), Distribution(logp))
     assert value.isfinite().all() and grad.isfinite().all()
 
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import Batch, Observation, TargetEnds, TreeHead
+from heads.backends.cpu import kernels
+from heads.base import Batch, Observation, SharedLayers, TreeHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.formats.medusa import field_name
-from heads.medusa import Medusa, MedusaConfig, MedusaState
-from heads.medusa_tree import grow_tree, rank_accuracies
-from heads.native import kernels
-from heads.own_tree import most_nodes, shape_for
+from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree, rank_accuracies
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.heads.random_batch import random_batch
 
@@ -49,7 +47,7 @@ def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: 
 def test_a_head_is_the_released_definition() -> None:
     head, hidden = make_head(), torch.randn(4, 8, dtype=torch.float64)
     for k in range(3):
-        torch.testing.assert_close(head.logits(hidden, k), released(head.saved(), hidden, k, 2))
+        torch.testing.assert_close(head.logits(hidden, k), released(head.to_checkpoint(), hidden, k, 2))
 
 
 def test_blocks_have_weights_of_their_own() -> None:
@@ -65,7 +63,8 @@ def test_blocks_have_weights_of_their_own() -> None:
 @pytest.mark.parametrize("loss", ["labels", "kl"])
 @pytest.mark.parametrize("draft_vocab_size", [12, 20])
 def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: int) -> None:
-    """Head k = 1.. at slot t against x_{t+1+k}, or the law at slot t + k that it was drawn from; label by label."""
+    """Head k = 1.. at slot t against x_{t+1+k}, or the distribution at slot t + k that it was drawn from; label by
+    label."""
     head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
     kept = head.kept.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
@@ -83,9 +82,9 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
                     if token in kept:
                         sums[k - 1] = sums[k - 1] - logq[kept.index(token)]
                 else:
-                    law = batch.ends.logits(batch.hidden[b, t + k])
-                    if int(law.argmax()) in kept:
-                        p = law[kept].softmax(-1)
+                    distribution = batch.shared.lm_head(batch.hidden[b, t + k])
+                    if int(distribution.argmax()) in kept:
+                        p = distribution[kept].softmax(-1)
                         sums[k - 1] = sums[k - 1] + (p * (p.log() - logq)).sum()
     expected = torch.stack(sums)
     (expected * scale).sum().backward()
@@ -126,14 +125,14 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
 
 
 def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
-    """A draft state that has seen the first `lengths` positions of each row, in two pieces with junk behind."""
-    state = head.new_state(batch.ends, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
+    """A draft state that has seen the first `lengths` positions of each row, in two pieces with padding behind."""
+    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
     head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
     count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
     for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
         rows = (start[:, None] + torch.arange(9)).clamp_max(19)
         hidden = batch.hidden.gather(1, rows[:, :8, None].expand(-1, -1, 8))
-        head.observe(state, Observation(batch.tokens.gather(1, rows), hidden[..., :0], hidden, start, part, None))
+        head.extend(state, Observation(batch.tokens.gather(1, rows), hidden[..., :0], hidden, start, part, None))
         start = start + part
     return state
 
@@ -144,7 +143,7 @@ def test_the_root_is_one_token_behind_head_one() -> None:
     proposal = head.propose(observed(head, batch, "chain:3", lengths), greedy)
     assert proposal.parents.tolist() == [[0, 0, 1, 2]] * 2
     for b, n in enumerate(lengths):
-        drafted = [int(KEPT[released(head.saved(), batch.hidden[b, n - 1], k, 2).argmax()]) for k in range(3)]
+        drafted = [int(KEPT[released(head.to_checkpoint(), batch.hidden[b, n - 1], k, 2).argmax()]) for k in range(3)]
         assert proposal.tokens[b].tolist() == [int(batch.tokens[b, n]), *drafted]
 
 
@@ -175,8 +174,8 @@ def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(parameter.bfloat16())  # as the kernels hold them
-    ends = TargetEnds(embed=lambda ids: ids, logits=lambda hidden: hidden)
-    state = head.new_state(ends, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    shared = SharedLayers(embed_tokens=lambda ids: ids, lm_head=lambda hidden: hidden)
+    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
     assert all(level.out.packed is not None for level in state.levels) and len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):
@@ -184,16 +183,16 @@ def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
 
 
 @pytest.mark.parametrize("shape", ["static:3.2.2", "tree:3x3x10"])
-def test_a_trees_scores_are_sums_of_each_heads_log_law(shape: str) -> None:
+def test_a_trees_scores_are_sums_of_each_heads_log_distribution(shape: str) -> None:
     head, batch, n = make_head(), make_batch([[20]]), 9
     proposal = head.propose(observed(head, batch, shape, [n]), greedy)
-    laws = [released(head.saved(), batch.hidden[0, n - 1], k, 2).log_softmax(-1) for k in range(3)]
+    distributions = [released(head.to_checkpoint(), batch.hidden[0, n - 1], k, 2).log_softmax(-1) for k in range(3)]
     scores = node_scores(proposal)
     for path, score in scores.items():
-        expected = sum(float(laws[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
+        expected = sum(float(distributions[k][KEPT.tolist().index(token)]) for k, token in enumerate(path))
         assert score == pytest.approx(expected, abs=1e-9)
     if shape.startswith("tree"):  # the likeliest nodes of all that three candidates a head can make
-        best = [law.topk(3).values.tolist() for law in laws]
+        best = [distribution.topk(3).values.tolist() for distribution in distributions]
         levels = [product(*best[: k + 1]) for k in range(3)]
         every = sorted([0.0, *(sum(path) for level in levels for path in level)])
         assert sorted(scores.values()) == pytest.approx(every[-10:])

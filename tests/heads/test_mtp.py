@@ -132,20 +132,20 @@ def test_the_states_are_the_papers_formula(form: dict[str, object]) -> None:
 def test_loss_and_gradients_are_those_of_the_formula(form: dict[str, object]) -> None:
     head, batch = make_head(**form), make_batch([[11, 3, 7], [2, 1, 18]])
     scale = torch.tensor([0.5, 0.25, 0.2, 0.1], dtype=torch.float64)
-    teacher = batch.ends.logits(batch.hidden)
-    assert batch.ends.weight is not None
+    teacher = batch.shared.lm_head(batch.hidden)
+    assert batch.shared.lm_head_weight is not None
     p = teacher[..., head.kept].softmax(-1)
     sums = []
     for k, state in enumerate(head.unroll(batch, 4), start=1):
-        logq = (state @ batch.ends.weight[head.kept].T).log_softmax(-1)
+        logq = (state @ batch.shared.lm_head_weight[head.kept].T).log_softmax(-1)
         total = torch.zeros((), dtype=torch.float64)
         for b in range(2):
             for t in range(21 - k - 1):
                 label = t + k + 1
                 same = batch.documents[b, label] == batch.documents[b, t]
                 if batch.loss_mask[b, label] and same and teacher[b, label - 1].argmax() in head.kept:
-                    law = p[b, label - 1]
-                    total = total + (law * (law.log() - logq[b, t])).sum()
+                    distribution = p[b, label - 1]
+                    total = total + (distribution * (distribution.log() - logq[b, t])).sum()
         sums.append(total)
     expected = torch.stack(sums)
     (expected * scale).sum().backward()
@@ -175,15 +175,16 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
     return columns if token_ids is None else token_ids[columns], logp
 
 
-def observe(head: Mtp, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
+def extend(head: Mtp, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
     """The state after the first `lengths` positions of each row."""
     B = len(lengths)
-    state = head.new_state(batch.ends, batch_size=B, capacity=28, shape=parse_shape(shape))
+    state = head.new_state(batch.shared, batch_size=B, capacity=28, shape=parse_shape(shape))
     M = max(lengths)
     start = torch.zeros(B, dtype=torch.int64)
     count = torch.tensor(lengths)
-    head.observe(
-        state, Observation(batch.tokens[:, : M + 1], batch.taps[:, :M], batch.hidden[:, :M], start, count, None)
+    head.extend(
+        state,
+        Observation(batch.tokens[:, : M + 1], batch.aux_hidden_states[:, :M], batch.hidden[:, :M], start, count, None),
     )
     return state
 
@@ -194,13 +195,13 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch
     trains; also where the prompt is shorter than the modules are many, and past the steps trained."""
     head, batch = make_head(**form), make_batch([[20], [20], [20]])
     lengths = [9, 13, 1]
-    state = observe(head, batch, "chain:6", lengths)
+    state = extend(head, batch, "chain:6", lengths)
     seen: list[Tensor] = []
     logits = head.logits
 
-    def spy(read: Tensor, readout: Tensor) -> Tensor:
+    def spy(read: Tensor, lm_head_weight: Tensor) -> Tensor:
         seen.append(read)
-        return logits(read, readout)
+        return logits(read, lm_head_weight)
 
     monkeypatch.setattr(head, "logits", spy)
     proposal = head.propose(state, greedy)
@@ -208,7 +209,7 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch
     for b, n in enumerate(lengths):
         tokens[b, n + 1 : n + 7] = proposal.tokens[b, 1:]
     assert len(seen) == 6
-    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens)), 6)
+    trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens)), 6)
     for i, drafted in enumerate(seen[:6]):
         for b, n in enumerate(lengths):
             torch.testing.assert_close(drafted[b, 0], trained[i][b, n - 1])
@@ -218,27 +219,31 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch
 def test_a_chain_equals_a_loop_that_recomputes_everything(form: dict[str, object]) -> None:
     head, batch = make_head(**form), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, "chain:4", [n]), greedy)
+    proposal = head.propose(extend(head, batch, "chain:4", [n]), greedy)
     tokens = batch.tokens.clone()
     for i in range(4):
-        cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
-        best = (head.readout(batch.ends) @ plain_states(head, cut)[i][0, n - 1]).argmax()
+        cut = dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
+        best = (head.lm_head_weight(batch.shared) @ plain_states(head, cut)[i][0, n - 1]).argmax()
         tokens[0, n + 1 + i] = head.kept[best]
     assert proposal.tokens[0].tolist() == tokens[0, n : n + 5].tolist()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_observing_in_pieces_equals_observing_at_once(form: dict[str, object]) -> None:
-    """Rounds observe a ragged handful of positions at a time, with junk behind; nothing of it may be seen later."""
+    """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
     head, batch = make_head(**form), make_batch([[20], [20]])
-    whole = head.propose(observe(head, batch, "tree:4x3x15", [12, 12]), greedy)
-    state = head.new_state(batch.ends, batch_size=2, capacity=28, shape=parse_shape("tree:4x3x15"))
+    whole = head.propose(extend(head, batch, "tree:4x3x15", [12, 12]), greedy)
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:4x3x15"))
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)
         rows = start[:, None] + torch.arange(6)
-        taps, hidden = (x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.taps, batch.hidden))
-        head.observe(state, Observation(batch.tokens.gather(1, rows), taps, hidden, start.clone(), count, None))
+        aux_hidden_states, hidden = (
+            x.gather(1, rows[:, :5, None].expand(-1, -1, x.shape[2])) for x in (batch.aux_hidden_states, batch.hidden)
+        )
+        head.extend(
+            state, Observation(batch.tokens.gather(1, rows), aux_hidden_states, hidden, start.clone(), count, None)
+        )
         head.propose(state, greedy)
         start += count
     pieces = head.propose(state, greedy)
@@ -253,7 +258,7 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str, form: dict[str
     branches."""
     head, batch = make_head(**form), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, shape, [n]), greedy)
+    proposal = head.propose(extend(head, batch, shape, [n]), greedy)
     assert int(proposal.depths.max()) == 4
     for node in range(1, proposal.tokens.shape[1]):
         path, at = [], node
@@ -262,10 +267,10 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str, form: dict[str
             at = int(proposal.parents[0, at])
         tokens = batch.tokens.clone()
         tokens[0, n + 1 : n + 1 + len(path)] = torch.tensor(path[::-1])
-        states = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens)), 4)
+        states = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens)), 4)
         total = 0.0
         for i, token in enumerate(path[::-1]):
-            logq = (head.readout(batch.ends) @ states[i][0, n - 1]).log_softmax(-1)
+            logq = (head.lm_head_weight(batch.shared) @ states[i][0, n - 1]).log_softmax(-1)
             total += float(logq[(head.kept == token).nonzero()[0, 0]].detach())
         assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
 
@@ -273,18 +278,21 @@ def test_every_path_of_a_tree_scores_as_a_chain_would(shape: str, form: dict[str
 def test_what_it_foresees_is_what_a_chain_guesses() -> None:
     head, batch = make_head(num_modules=2), make_batch([[20]])
     n = 9
-    proposal = head.propose(observe(head, batch, "chain:4", [n]), greedy)
+    proposal = head.propose(extend(head, batch, "chain:4", [n]), greedy)
     tokens = batch.tokens.clone()
     tokens[0, n + 1 : n + 5] = proposal.tokens[0, 1:]
     tokens[0, n + 3] = (tokens[0, n + 3] + 1) % 40
-    known = dataclasses.replace(batch, tokens=tokens, embeddings=batch.ends.embed(tokens))
+    known = dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
     assert head.foresees(known, 3)[:, 0, n - 1].tolist() == [True, True, False]
 
 
 def test_the_whole_vocabulary_needs_no_table() -> None:
     head, batch = make_head(draft_vocab_size=40), make_batch([[20]])
-    assert head.readout(batch.ends) is batch.ends.weight and not {"d2t", "t2d"} & head.saved().keys()
-    assert {"d2t", "t2d"} <= make_head().saved().keys()
+    assert (
+        head.lm_head_weight(batch.shared) is batch.shared.lm_head_weight
+        and not {"d2t", "t2d"} & head.to_checkpoint().keys()
+    )
+    assert {"d2t", "t2d"} <= make_head().to_checkpoint().keys()
 
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek"])

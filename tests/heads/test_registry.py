@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.draft import Draft
+from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.families import final_norm_scale, rope_theta
 from heads.medusa import Medusa
 from heads.mtp import Mtp
 from heads.registry import HEADS, build_head, recipe_settings
-from heads.target import FrozenTarget, load_target
+from heads.target.families import final_norm_scale, rope_theta
+from heads.target.frozen import FrozenTarget, load_target
 from heads.vocab import kept_ids
 
 COUNTS = torch.arange(128)
@@ -35,15 +35,15 @@ def test_what_is_left_out_follows_the_target(target: FrozenTarget) -> None:
         8,
     )
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
-    assert (config.taps, config.draft_vocab_size, config.max_position_embeddings) == ((2, 4, 5), 128, 512)
+    assert (config.aux_layer_ids, config.draft_vocab_size, config.max_position_embeddings) == ((2, 4, 5), 128, 512)
     assert (config.rope_theta, config.rms_norm_eps, config.loss, config.depth) == (1e4, 1e-6, "kl", 7)
 
 
 def test_what_the_recipe_says_holds(target: FrozenTarget) -> None:
-    settings = {"taps": [6, 1], "draft_vocab_size": 5, "intermediate_size": 20, "depth": 3, "rope_theta": 50.0}
+    settings = {"aux_layer_ids": [6, 1], "draft_vocab_size": 5, "intermediate_size": 20, "depth": 3, "rope_theta": 50.0}
     head = build_head("eagle3", {**settings, "num_attention_heads": 8, "head_dim": 4}, target, COUNTS)
     config = head.config
-    assert (config.taps, config.intermediate_size, config.depth, config.rope_theta) == ((1, 6), 20, 3, 50.0)
+    assert (config.aux_layer_ids, config.intermediate_size, config.depth, config.rope_theta) == ((1, 6), 20, 3, 50.0)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 2, 4)
     assert kept_ids(head.d2t).tolist() == [123, 124, 125, 126, 127]  # the most counted
     assert head.fc.weight.shape == (32, 64)
@@ -56,8 +56,8 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
         head = build_head("eagle3", {"draft_vocab_size": 40}, target, COUNTS)
         tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
         features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
-        drafted = head.lm_head(head.norm(features.taps))
-        torch.testing.assert_close(drafted, target.ends.logits(features.hidden)[..., head.kept])
+        drafted = head.lm_head(head.norm(features.aux_hidden_states))
+        torch.testing.assert_close(drafted, target.shared.lm_head(features.hidden)[..., head.kept])
 
 
 def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
@@ -80,12 +80,13 @@ def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
     tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
     with torch.no_grad():
         features = target.packed_features(tokens, where, torch.zeros_like(where), [8])
-        law = target.ends.logits(features.hidden)
+        distribution = target.shared.lm_head(features.hidden)
         eagle, medusa, mtp = (build_head(kind, {}, target, COUNTS) for kind in ("eagle3", "medusa", "mtp"))
-        torch.testing.assert_close(eagle.lm_head(eagle.norm(features.taps)), law)
-        torch.testing.assert_close(medusa.logits(features.hidden, 0), law)
+        torch.testing.assert_close(eagle.lm_head(eagle.norm(features.aux_hidden_states)), distribution)
+        torch.testing.assert_close(medusa.logits(features.hidden, 0), distribution)
         torch.testing.assert_close(
-            mtp.logits(features.hidden * mtp.mtp_layers[0].final_layernorm.weight, mtp.readout(target.ends)), law
+            mtp.logits(features.hidden * mtp.mtp_layers[0].final_layernorm.weight, mtp.lm_head_weight(target.shared)),
+            distribution,
         )
 
 
@@ -101,8 +102,8 @@ def test_what_the_target_decides_is_not_a_setting(name: str, target: FrozenTarge
     [
         ({"draft_vocab_size": 129}, "head.draft_vocab_size: expected 1 to 128"),
         ({"draft_vocab_size": 0}, "head.draft_vocab_size: expected 1 to 128"),
-        ({"taps": [9]}, "head.taps: 9 is not a residual stream"),
-        ({"taps": []}, "head.taps"),
+        ({"aux_layer_ids": [9]}, "head.aux_layer_ids: 9 is not a residual stream"),
+        ({"aux_layer_ids": []}, "head.aux_layer_ids"),
         ({"num_attention_heads": 3}, r"head.num_attention_heads \(3\) must be a multiple"),
         ({"head_dim": 5}, "head.head_dim: rotary positions need an even number"),
     ],
@@ -127,17 +128,17 @@ def make_model(family: str, **changes: Any) -> Any:
     return auto.from_config(config)
 
 
-def test_a_shallow_target_needs_taps() -> None:
+def test_a_shallow_target_needs_aux_layers() -> None:
     shallow = FrozenTarget(make_model("llama"), "shallow")
-    with pytest.raises(UserError, match=r"name them, as in head\.taps"):
+    with pytest.raises(UserError, match=r"name them, as in head\.aux_layer_ids"):
         build_head("eagle3", {}, shallow, torch.ones(40))
-    assert build_head("eagle3", {"taps": [1, 2, 4]}, shallow, torch.ones(40)).taps == (1, 2, 4)
+    assert build_head("eagle3", {"aux_layer_ids": [1, 2, 4]}, shallow, torch.ones(40)).aux_layer_ids == (1, 2, 4)
 
 
 def test_a_target_of_two_widths_is_refused() -> None:
     target = FrozenTarget(make_model("opt", ffn_dim=24, word_embed_proj_dim=8, pad_token_id=0), "opt")
     with pytest.raises(UserError, match="opt: its embeddings are 8 wide and its hidden states 16"):
-        build_head("eagle3", {"taps": [1, 2, 3]}, target, torch.ones(40))
+        build_head("eagle3", {"aux_layer_ids": [1, 2, 3]}, target, torch.ones(40))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3_text", "qwen3", "gpt2", "olmo2", "cohere"])
@@ -165,4 +166,4 @@ def test_rope_theta_is_found_wherever_it_is_kept() -> None:
 
 def test_the_kinds_are_the_classes_that_checkpoints_name() -> None:
     assert {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}.items() <= HEADS.items()
-    assert "taps" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")
+    assert "aux_layer_ids" in recipe_settings("eagle3") and "depth" in recipe_settings("eagle3")

@@ -1,4 +1,4 @@
-"""Draft trees: grown as the papers say, closed under parents, whatever the draft's law is like."""
+"""Draft trees: grown as the papers say, closed under parents, whatever the draft's distribution is like."""
 
 import itertools
 import math
@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.backends.slot_mapping import ancestors
 from heads.errors import UserError
-from heads.growth import ancestors, grow
+from heads.growth import grow
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
 
 VOCAB = 11
@@ -22,7 +23,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("on a GPU the suite runs the kernels themselves")
-        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +66,8 @@ def test_a_static_tree_without_a_parent_is_refused() -> None:
         static_shape([(1,), (0, 1)], "mine")
 
 
-class Law:
-    """A draft whose law depends on the whole path, and which sees only what `grow` shows it."""
+class Distribution:
+    """A draft whose distribution depends on the whole path, and which sees only what `grow` shows it."""
 
     def __init__(self, shape: TreeShape, kind: str, batch: int) -> None:
         self.shape, self.kind, self.batch = shape, kind, batch
@@ -112,19 +113,19 @@ class Law:
         return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None)
 
 
-def naive_dynamic(law: Law, b: int) -> dict[Path, float]:
+def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:
     """EAGLE-2 as its paper tells it: path -> score of the nodes kept, the root's children and below."""
-    K, candidates = law.shape.top_k, dict[Path, float]()
+    K, candidates = distribution.shape.top_k, dict[Path, float]()
     beam: dict[Path, float] = {(): 0.0}
-    for _ in range(law.shape.depth):
+    for _ in range(distribution.shape.depth):
         level: dict[Path, float] = {}
         for path, score in beam.items():
-            logp = law.logits(b, path).double().log_softmax(-1).tolist()
+            logp = distribution.logits(b, path).double().log_softmax(-1).tolist()
             for token in sorted(range(VOCAB), key=lambda t: -logp[t])[:K]:
                 level[(*path, token)] = score + logp[token]
         candidates |= level
         beam = dict(sorted(level.items(), key=lambda item: -item[1])[:K])
-    return dict(sorted(candidates.items(), key=lambda item: -item[1])[: law.shape.nodes - 1])
+    return dict(sorted(candidates.items(), key=lambda item: -item[1])[: distribution.shape.nodes - 1])
 
 
 def paths(proposal: Proposal, b: int) -> list[Path]:
@@ -151,11 +152,11 @@ def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("text", ["chain:4", "tree:1x3x4", "tree:4x3x12", "tree:3x4x9", "tree:4x3x31", "tree:5x1x4"])
 def test_dynamic_trees_are_eagle_2s(text: str) -> None:
-    law = Law(parse_shape(text), "random", 3)
-    proposal = law.grow()
-    check_form(proposal, law.shape, 3)
+    distribution = Distribution(parse_shape(text), "random", 3)
+    proposal = distribution.grow()
+    check_form(proposal, distribution.shape, 3)
     for b in range(3):
-        wanted = naive_dynamic(law, b)
+        wanted = naive_dynamic(distribution, b)
         found = dict(zip(paths(proposal, b)[1:], proposal.scores[b, 1:].tolist(), strict=True))
         assert found.keys() == wanted.keys()
         for path, score in wanted.items():
@@ -167,30 +168,30 @@ def test_dynamic_trees_are_eagle_2s(text: str) -> None:
 @pytest.mark.parametrize("text", ["tree:4x3x5", "tree:4x3x12", "tree:6x2x7", "tree:3x4x30"])
 def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
     """A child of probability 1 ties with its parent; the parent is kept first, and no node is kept twice."""
-    law = Law(parse_shape(text), kind, 2)
-    proposal = law.grow()
-    check_form(proposal, law.shape, 2)
+    distribution = Distribution(parse_shape(text), kind, 2)
+    proposal = distribution.grow()
+    check_form(proposal, distribution.shape, 2)
     for b in range(2):
         nodes = paths(proposal, b)
         assert len(set(nodes)) == len(nodes)
         for path, score in zip(nodes, proposal.scores[b].tolist(), strict=True):
-            steps = [law.logits(b, path[:i]).log_softmax(-1)[path[i]].item() for i in range(len(path))]
+            steps = [distribution.logits(b, path[:i]).log_softmax(-1)[path[i]].item() for i in range(len(path))]
             assert math.isclose(sum(steps), score, abs_tol=1e-3)
     if kind == "certain":  # the chain of certain tokens comes before anything else
-        assert int(proposal.depths.max()) == law.shape.depth
+        assert int(proposal.depths.max()) == distribution.shape.depth
 
 
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("text", ["static:3", "static:3.2.1", "static:1.2.2"])
 def test_static_trees_take_the_children_by_rank(text: str) -> None:
-    law = Law(parse_shape(text), "random", 2)
-    proposal = law.grow()
-    check_form(proposal, law.shape, 2)
+    distribution = Distribution(parse_shape(text), "random", 2)
+    proposal = distribution.grow()
+    check_form(proposal, distribution.shape, 2)
     branching = [int(part) for part in text.removeprefix("static:").split(".")]
     for b in range(2):
         level, wanted = [()], [()]
         for width in branching:
-            level = [(*p, int(t)) for p in level for t in law.logits(b, p).argsort(descending=True)[:width]]  # type: ignore[misc]
+            level = [(*p, int(t)) for p in level for t in distribution.logits(b, p).argsort(descending=True)[:width]]  # type: ignore[misc]
             wanted += level
         assert sorted(paths(proposal, b)) == sorted(wanted)
 
@@ -199,13 +200,13 @@ def test_static_trees_take_the_children_by_rank(text: str) -> None:
 def test_a_ragged_static_tree() -> None:
     """Medusa's trees give good ranks more children than bad ones."""
     ranks: list[Path] = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)]
-    law = Law(static_shape(ranks, "mine"), "random", 1)
-    found = sorted(paths(law.grow(), 0)[1:])
+    distribution = Distribution(static_shape(ranks, "mine"), "random", 1)
+    found = sorted(paths(distribution.grow(), 0)[1:])
     wanted = []
     for path in ranks:
         tokens: Path = ()
         for rank in path:
-            tokens = (*tokens, int(law.logits(0, tokens).argsort(descending=True)[rank]))
+            tokens = (*tokens, int(distribution.logits(0, tokens).argsort(descending=True)[rank]))
         wanted.append(tokens)
     assert found == sorted(wanted)
 
@@ -221,10 +222,10 @@ def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str) ->
         return
     calls = []
     for kind in ("random", "certain", "flat"):
-        law = Law(shape, kind, 2)
-        law.grow()
-        assert law.expanded.shape[1] == scratch_slots(shape)
-        calls.append(law.calls)
+        distribution = Distribution(shape, kind, 2)
+        distribution.grow()
+        assert distribution.expanded.shape[1] == scratch_slots(shape)
+        calls.append(distribution.calls)
     assert calls[0] == calls[1] == calls[2] and len(calls[0]) == shape.depth - 1
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from eval import compare
+from eval.benchmark.grown import shape_of
 from eval.command import exit_status
-from eval.grown import shape_of
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
-from heads.target import load_target
+from heads.target.frozen import load_target
 from scripts import grow_target
 
 

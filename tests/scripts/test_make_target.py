@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from heads.errors import UserError
-from heads.target import load_target
+from heads.target.frozen import load_target
+from train.data.target_text import CHAT_TEMPLATE, chat_text
 from train.target_making import loop_settings, make_target
 from train.target_recipe import load_target_recipe
-from train.target_text import CHAT_TEMPLATE, chat_text
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TARGETS = [*sorted((RECIPES / "targets").glob("*.yaml")), RECIPES / "quickstart/target.yaml"]
@@ -32,7 +32,7 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
             body = "".join(f"def f{n}(x):\n    return x + {n * i}\n\n\n" for n in range(60))
             yield f"m{i}.py", body
 
-    monkeypatch.setattr("train.target_text.read_split", modules)
+    monkeypatch.setattr("train.data.target_text.read_split", modules)
 
 
 def chats(path: Path, count: int) -> Path:

@@ -21,14 +21,14 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
-from eval import upload
 from eval.benchmark.run import run_bench
+from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.published import collect
-from eval.settings import BenchSettings
+from eval.reporting import upload
+from eval.reporting.published import collect
 from heads.checkpoint import load_head, read_config, save_head, seal, target_record
 from heads.registry import build_head
-from heads.target import load_target, load_tokenizer
+from heads.target.frozen import load_target, load_tokenizer
 from scripts import publish
 from tests.native_mtp import change_config, write_native
 

@@ -10,9 +10,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from heads.base import Batch, HeadLoss, Observation, Pick, TargetEnds
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -23,7 +23,7 @@ class LinearConfig:
     """One matrix a depth."""
 
     depth: int = 2
-    taps: tuple[int, ...] | None = None
+    aux_layer_ids: tuple[int, ...] | None = None
     scale: float = 1.0
     hidden_size: int = 0
     vocab_size: int = 0
@@ -46,7 +46,7 @@ class LinearHead(nn.Module):
         self.register_buffer("scale", torch.tensor(config.scale))
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layer_ids(self) -> tuple[int, ...]:
         return ()
 
     def masks(self, loss_mask: Tensor, documents: Tensor) -> list[Tensor]:
@@ -77,7 +77,7 @@ class LinearHead(nn.Module):
         guesses = [head(self.norm(batch.hidden)).argmax(-1) for head in self.heads[:depth]]
         return torch.stack([guess == batch.tokens.roll(-k - 2, 1) for k, guess in enumerate(guesses)])
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
         if shape.top_k != 1 or shape.depth > self.config.depth:
             raise UserError("linear heads draft chains up to their depth")
         return {"shape": shape, "root": None, "hidden": None}
@@ -85,7 +85,7 @@ class LinearHead(nn.Module):
     def reset_rows(self, state: dict[str, Any], rows: Tensor) -> None:
         pass
 
-    def observe(self, state: dict[str, Any], observation: Observation) -> None:
+    def extend(self, state: dict[str, Any], observation: Observation) -> None:
         rows = torch.arange(len(observation.count), device=observation.count.device)
         hidden = observation.hidden[rows, (observation.count - 1).clamp(min=0)]
         root = observation.tokens[rows, observation.count]
@@ -119,8 +119,8 @@ def save_linear(
 def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
     monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
-    monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "taps", "scale"])
-    monkeypatch.setattr("train.preparing.build_head", build_linear)
+    monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "aux_layer_ids", "scale"])
+    monkeypatch.setattr("train.setup.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
 

@@ -16,20 +16,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from eval.opening import fitting_head
+from eval.benchmark.opening import fitting_head
+from heads.backends.torch.architectures import why_not_native
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
-from heads.native.architectures import why_not_native
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from train.adapter import Joint, make_adapter
+from train.data.features import make_batch
+from train.data.packing import Rows
 from train.entry import attempt
-from train.features import make_batch
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.optim import make_optimizer, set_lr
-from train.packing import Rows
 from train.recipe import Adapter, Train, load_recipe
 
 Settings = dict[str, Any]
@@ -93,7 +93,7 @@ def test_a_new_adapter_changes_nothing_and_off_it_never_does(target: FrozenTarge
     assert not frozen
 
 
-def test_the_joint_loss_is_the_heads_and_the_divergence_of_the_laws(target: FrozenTarget) -> None:
+def test_the_joint_loss_is_the_heads_and_the_divergence_of_the_distributions(target: FrozenTarget) -> None:
     joint = make_joint(target, heads_weight=0.3)
     disturb(joint)
     joint.begin_step(1)
@@ -104,9 +104,9 @@ def test_the_joint_loss_is_the_heads_and_the_divergence_of_the_laws(target: Froz
     batch = features(joint)
     on = target.packed_features(batch.tokens, batch.positions, batch.documents, ())
     own = joint.drafts.loss(dataclasses.replace(batch, hidden=on.hidden), torch.tensor([1.0, 0.8]) / counts[:2])
-    laws = [target.ends.logits(hidden).log_softmax(-1) for hidden in (batch.hidden, on.hidden)]
+    distributions = [target.shared.lm_head(hidden).log_softmax(-1) for hidden in (batch.hidden, on.hidden)]
     at = (batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])).nonzero(as_tuple=True)
-    drift = kl_div(laws[1][at], laws[0][at], log_target=True, reduction="sum")
+    drift = kl_div(distributions[1][at], distributions[0][at], log_target=True, reduction="sum")
     torch.testing.assert_close(found.sums, torch.cat([own.sums, drift[None]]), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.loss, 0.3 * own.loss + drift / counts[-1], rtol=1e-4, atol=1e-4)
     found.loss.backward()
@@ -250,7 +250,7 @@ def test_bad_adapters_are_one_line_and_status_2(
     assert not Path(small["output_dir"]).exists()
 
 
-def test_heads_that_read_taps_are_not_trained_with_an_adapter(small: Settings, write_recipe: WriteRecipe) -> None:
+def test_heads_that_read_aux_layers_are_not_trained_with_an_adapter(small: Settings, write_recipe: WriteRecipe) -> None:
     small["head"] = {"kind": "eagle3", "depth": 2, "intermediate_size": 32}
     small["eval"] |= {"tree": "chain:2", "report": {}}
     with pytest.raises(UserError, match="only heads on its last hidden state"):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from train.entry import attempt
 from train.interrupts import Interrupted
 from train.loop import Training, fit

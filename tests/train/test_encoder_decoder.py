@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.opening import load_pair
-from eval.prompts import load_prompts
+from eval.benchmark.opening import load_pair
+from eval.benchmark.prompts import load_prompts
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
-from heads.encoder_decoder import give_template
 from heads.errors import UserError
-from heads.target import load_tokenizer
+from heads.target.encoder_decoder import give_template
+from heads.target.frozen import load_tokenizer
 from heads.tree import parse_shape
-from train.chats import encode_chat
+from train.data.chats import encode_chat
 from train.loop import fit
 from train.recipe import load_recipe
 
@@ -69,7 +69,7 @@ def t5_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Se
         {"kind": "draft", "layers": [0, 2]},
         pytest.param({"kind": "draft", "fresh": {"d_model": 16, "num_layers": 1}}, marks=pytest.mark.slow),
         pytest.param({"kind": "draft", "path": "small"}, marks=pytest.mark.slow),
-        pytest.param({"kind": "eagle3", "taps": [1, 2, 3], "depth": 3}, marks=pytest.mark.slow),
+        pytest.param({"kind": "eagle3", "aux_layer_ids": [1, 2, 3], "depth": 3}, marks=pytest.mark.slow),
     ],
     ids=["layers", "fresh", "path", "eagle3"],
 )

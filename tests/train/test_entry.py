@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eval.results import read_results
+from eval.reporting.results import read_results
 from heads.registry import HEADS, recipe_settings
 from tests.wandb_file import outcome
+from train.data.features import make_batch
 from train.entry import KINDS, attempt
-from train.features import make_batch
 from train.recipe import load_recipe
 
 Settings = dict[str, Any]
@@ -45,7 +45,7 @@ def test_a_whole_run_leaves_everything(
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
     resolved = load_recipe(folder / "recipe.yaml").head
-    assert resolved.keys() == {"kind", *recipe_settings("eagle3")} and resolved["taps"] == [2, 4, 5]
+    assert resolved.keys() == {"kind", *recipe_settings("eagle3")} and resolved["aux_layer_ids"] == [2, 4, 5]
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_wandb_holds_the_outcome_and_no_key(
         (["eval.max_prompt_tokens=2", "eval.skip_long=true"], "no prompt of at most 2 tokens"),
         (["eval.max_new_tokens=600"], "512"),
         (["data.context_length=4096"], "data.context_length: expected at most 512"),
-        (["head.taps=[1, 99]"], "head.taps: 99 is not a residual stream"),
+        (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
         (["head.loss=magic"], "head.loss: expected one of"),
         (["head.draft_vocab_size=0"], "draft"),
     ],
@@ -176,8 +176,8 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["train.preparing.read_documents", "train.run.run_bench"])
-def test_an_interrupt_outside_the_steps_is_told_too(
+@pytest.mark.parametrize("where", ["train.setup.read_documents", "train.run.run_bench"])
+def test_an_interrupt_outside_the_steps_is_given_too(
     where: str,
     small: Settings,
     write_recipe: WriteRecipe,

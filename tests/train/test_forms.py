@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
-from eval.opening import open_head
+from eval.benchmark.opening import open_head
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
-from heads.quantization import weight_bytes
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.quantization import weight_bytes
 from heads.tree import Proposal, parse_shape
 from train.loop import fit
 from train.recipe import load_recipe
@@ -124,7 +124,7 @@ def form_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> 
 
     def make(form: str) -> Settings:
         save_target(form, tmp_path / "target", tiny_target_dir)
-        head = {"kind": "eagle3", "taps": [1, 2, 4], "depth": 3}
+        head = {"kind": "eagle3", "aux_layer_ids": [1, 2, 4], "depth": 3}
         data = dict(settings["data"], context_length=64)
         data["regenerate"] = {"prompts": 12, "prompt_tokens": 12, "new_tokens": 24}
         train = {"max_steps": 10, "batch_size": 12, "lr": 0.003, "log_every": 1}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.errors import UserError
 from train import checkpointing
-from train.features import make_batch
+from train.data.features import make_batch
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.recipe import load_recipe
@@ -176,7 +176,7 @@ def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecip
 def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write_recipe: WriteRecipe) -> None:
     folder = run(settings, write_recipe)
     resolved = load_recipe(folder / "recipe.yaml")
-    assert resolved.head == {"kind": "linear", "depth": 2, "taps": None, "scale": 1.0}
+    assert resolved.head == {"kind": "linear", "depth": 2, "aux_layer_ids": None, "scale": 1.0}
     again = fit(resolved)
     assert again.recipe == resolved, "the same run"
     again.folder.unlock()

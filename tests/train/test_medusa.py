@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from eval.runtime.engine import Engine, Request, Sampling
+from heads.base import shape_for
 from heads.checkpoint import load_head, seal
 from heads.errors import UserError
-from heads.own_tree import shape_for
-from heads.target import load_target
+from heads.target.frozen import load_target
 from heads.tree import ROOT_ONLY
 from train.entry import attempt
 from train.loop import fit

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
-from heads.target import load_target
+from heads.target.frozen import load_target
 from heads.tree import parse_shape
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import write_native

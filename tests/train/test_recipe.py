@@ -17,7 +17,7 @@ WriteRecipe = Callable[[Settings], Path]
 GOOD = """\
 output_dir: runs/x
 target: {path: some/target}
-head: {kind: eagle3, depth: 3, taps: [1, 2, 3]}
+head: {kind: eagle3, depth: 3, aux_layer_ids: [1, 2, 3]}
 data:
   sources:
     - {kind: python, limit: 10}
@@ -41,7 +41,7 @@ def test_a_good_recipe_loads_and_its_dump_is_the_same_recipe(tmp_path: Path) -> 
     path = tmp_path / "r.yaml"
     path.write_text(GOOD)
     recipe = load_recipe(path, ["train.schedule=wsd", "eval.temperature=0.5"])
-    assert recipe.train.lr == 1e-4 and recipe.head == {"kind": "eagle3", "depth": 3, "taps": [1, 2, 3]}
+    assert recipe.train.lr == 1e-4 and recipe.head == {"kind": "eagle3", "depth": 3, "aux_layer_ids": [1, 2, 3]}
     path.write_text(dump_recipe(recipe))
     assert load_recipe(path) == recipe
 
@@ -55,7 +55,7 @@ def test_only_the_report_looks_for_drafts(tmp_path: Path) -> None:
     assert "eval.tree: tree 'auto': expected none, chain:K" in fault
 
 
-def test_all_faults_are_told_at_once_with_line_key_and_suggestion(tmp_path: Path) -> None:
+def test_all_faults_are_given_at_once_with_line_key_and_suggestion(tmp_path: Path) -> None:
     text = GOOD.replace("lr: 1e-4", "lr: fast\n  grad_acum: 2").replace("limit: 10", "limt: 10")
     text = text.replace("depth: 3", "dept: 3").replace("max_steps: 10", "max_steps: 1.5\n  schedule: cosin")
     assert faults(tmp_path, text) == [

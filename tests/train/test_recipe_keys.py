@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.prompts import HELD_OUT_SUITE, HUB_SUITES
+from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES
 from heads.formats.mtp import LAYOUTS
 from heads.losses import LOSSES
 from heads.registry import HEADS, recipe_settings
@@ -91,7 +91,7 @@ def test_types_and_defaults_are_those_of_the_schema() -> None:
     assert cells["train.betas"][:2] == ["list of 2 numbers >= 0, < 1", "`[0.9, 0.95]`"]
     assert cells["eval.report.trees"][:2] == ["list of texts or null", "`null`"]
     assert cells["data.sources"][:2] == ["list of sections", "required"]
-    assert cells["head.taps"][:2] == ["list of integers", "from the target"]
+    assert cells["head.aux_layer_ids"][:2] == ["list of integers", "from the target"]
     assert cells["head.lora.rank"][:2] == ["integer", "`16`"]
     assert cells["train.max_steps"][:2] == ["integer >= 1", "required"]
 

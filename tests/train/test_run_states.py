@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from eval.command import exit_status
 from heads.checkpoint import file_hash
-from train.features import make_batch
+from train.data.features import make_batch
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.recipe import load_recipe

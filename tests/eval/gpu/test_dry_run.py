@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.gpu import checks, idle, parts, suite
 from eval.gpu.models import Models
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
-from eval.shapes import SHAPES, ModelShape
-from heads.kernels.timing import device_seconds
+from heads.backends.triton.timing import device_seconds
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -44,8 +44,13 @@ def bench() -> Iterator[parts.Bench]:
         NEW=3, PROMPT=6, LONG=3, LENGTH=70, CONTEXT=16, VERIFIED=(4,), BATCHES=(2,), CONTEXTS=(20,), ROWS=(1, 16)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.kernels.backend.ON_CPU", True)
-        for name in ("eval.runtime.draws", "eval.runtime.state", "heads.native.drafting", "heads.native.stack"):
+        patch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+        for name in (
+            "heads.backends.cpu.draws",
+            "heads.backends.cpu.commit",
+            "heads.backends.cpu.recurrent",
+            "heads.backends.cpu.stack",
+        ):
             patch.setattr(importlib.import_module(name), "load", lambda: None)
         for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
             patch.setitem(checks.SHAPE, size, value)
@@ -54,10 +59,10 @@ def bench() -> Iterator[parts.Bench]:
             patch.setattr(parts, size, number)
         patch.setattr(parts, "TREES", ("chain:2", "tree:2x2x5"))
         patch.setattr(parts, "code_requests", few_requests)
-        for name in ("eval.roofline", "eval.gpu.kernels", "eval.gpu.drafts"):
+        for name in ("eval.benchmark.roofline", "eval.gpu.kernels", "eval.gpu.drafts"):
             patch.setattr(importlib.import_module(name), "device_seconds", partial(device_seconds, repeats=1))
-        patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 12})
-        patch.setattr("eval.roofline.TRIES", {"cpu": 1})
+        patch.setattr("eval.benchmark.roofline.COPY_BYTES", {"cpu": 1 << 12})
+        patch.setattr("eval.benchmark.roofline.TRIES", {"cpu": 1})
         patch.setattr("eval.gpu.kernels.COLD", 1 << 10)
         made = parts.Bench(CPU, "small", None, time.monotonic() + 3600, prompts=1, timed_prompts=1)
         target = checks.make_target("llama", torch.bfloat16, CPU)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.gpu import parts, suite
 from eval.gpu.idle import idle_of
-from eval.shapes import SHAPES, ModelShape
 from scripts import gpu_suite
 
 CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
@@ -25,8 +25,8 @@ def bench() -> Iterator[parts.Bench]:
         patch.setitem(SHAPES, "small", ModelShape(256, 21, 8, 2, 64, 640, 4200))
         for name, value in (("NEW", 8), ("PROMPT", 24), ("LONG", 12), ("BATCHES", (1, 2)), ("CONTEXTS", (64,))):
             patch.setattr(parts, name, value)
-        patch.setattr("eval.roofline.COPY_BYTES", {"cpu": 1 << 20})
-        patch.setattr("eval.roofline.TRIES", {"cpu": 1})
+        patch.setattr("eval.benchmark.roofline.COPY_BYTES", {"cpu": 1 << 20})
+        patch.setattr("eval.benchmark.roofline.TRIES", {"cpu": 1})
         patch.setattr("eval.gpu.models.DRAFT_VOCAB", 2500)
         yield parts.Bench(torch.device("cpu"), "small", None, time.monotonic() + 600, prompts=2, timed_prompts=2)
 

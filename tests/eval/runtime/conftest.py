@@ -1,4 +1,5 @@
-"""Tiny random targets of many families, draft heads that follow a script, and laws small enough to sum over."""
+"""Tiny random targets of many families, draft heads that follow a script, and distributions small enough to sum
+over."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.base import Observation, Pick, TargetEnds
+from heads.base import Observation, Pick, SharedLayers
 from heads.growth import grow
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 
 VOCAB, EOS = 61, 2
@@ -139,13 +140,13 @@ class ScriptedHead:
     """Prompts with their true outputs."""
     right: float = 0.6
     duplicates: bool = False
-    taps: tuple[int, ...] = (1, 2)
+    aux_layer_ids: tuple[int, ...] = (1, 2)
     config: Any = None
     depth_weights: tuple[float, ...] = ()
     observations: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> Story:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Story:
         return Story(shape, [[0] for _ in range(batch_size)])
 
     def reset_rows(self, state: Story, rows: Tensor) -> None:
@@ -153,7 +154,7 @@ class ScriptedHead:
             if fresh:
                 state.histories[row] = []
 
-    def observe(self, state: Story, observation: Observation) -> None:
+    def extend(self, state: Story, observation: Observation) -> None:
         B, M, _ = observation.hidden.shape
         assert observation.tokens.shape == (B, M + 1)
         for row in range(B):
@@ -177,11 +178,13 @@ class ScriptedHead:
             positions=position,
             visible=position[:, None] <= position[..., None],
             key_positions=position,
-            taps=self.taps,
+            aux_layer_ids=self.aux_layer_ids,
         )
         span = slice(start, start + count)
         bound = 1e-6 if self.target.dtype == torch.float64 else 1e-2
-        torch.testing.assert_close(observation.taps[row, :count], true.taps[0, span], atol=bound, rtol=bound)
+        torch.testing.assert_close(
+            observation.aux_hidden_states[row, :count], true.aux_hidden_states[0, span], atol=bound, rtol=bound
+        )
         torch.testing.assert_close(observation.hidden[row, :count], true.hidden[0, span], atol=bound, rtol=bound)
 
     def propose(self, state: Story, pick: Pick) -> Proposal:
@@ -254,16 +257,16 @@ class Toy:
         tables = self.p if which == "p" else self.q
         return torch.cat(tables).log(), [sum(map(len, tables[:d])) for d in range(len(tables))]
 
-    def law(self, length: int) -> Tensor:
-        """(V^length,) the target's law of its first tokens."""
+    def distribution(self, length: int) -> Tensor:
+        """(V^length,) the target's distribution of its first tokens."""
         return self.complete(torch.ones(1, dtype=torch.float64), length)
 
-    def complete(self, law: Tensor, length: int) -> Tensor:
-        """A law of the first few tokens, (V^d,), continued by the target to `length` of them."""
-        depth = next(d for d in range(length + 1) if self.vocab**d == len(law))
+    def complete(self, distribution: Tensor, length: int) -> Tensor:
+        """A distribution of the first few tokens, (V^d,), continued by the target to `length` of them."""
+        depth = next(d for d in range(length + 1) if self.vocab**d == len(distribution))
         for d in range(depth, length):
-            law = (law[:, None] * self.p[d]).flatten()
-        return law
+            distribution = (distribution[:, None] * self.p[d]).flatten()
+        return distribution
 
     def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
         """`rows` trees as `heads.growth.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
@@ -299,7 +302,7 @@ class EveryDraw:
         self.replace, self.done = replace, 0
         self.weight = torch.ones(len(self.ways), dtype=torch.float64)
         self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 where every child is the best there is
-        self.laws: list[Tensor] = []
+        self.distributions: list[Tensor] = []
         self.token_ids = None
 
     def __call__(
@@ -308,7 +311,7 @@ class EveryDraw:
         W = logits.shape[1]
         picked = torch.tensor([way[self.done : self.done + W] for way in self.ways])  # (rows, W, R)
         self.done += W
-        self.laws.append(logits)
+        self.distributions.append(logits)
         self.likeliest *= (picked == logits.topk(count).indices).all(-1).all(-1)
         left = logits.exp()
         for r in range(count):
@@ -322,8 +325,8 @@ class EveryDraw:
                 left = left.scatter(-1, x, 0.0)
         return picked, logits.gather(-1, picked)
 
-    def law(self, vocab: int) -> Tensor:
-        return torch.cat(self.laws, dim=1).exp()
+    def distribution(self, vocab: int) -> Tensor:
+        return torch.cat(self.distributions, dim=1).exp()
 
 
 def min_unused(used: Tensor, vocab: int) -> Tensor:

@@ -10,11 +10,11 @@ import torch
 from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.cache import RowCache
-from heads.draft import DraftState
-from heads.native.slots import SlotCache
+from heads.backends.huggingface import HFCache
+from heads.backends.torch.cache import KVCache
+from heads.draft_model import DraftState
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -29,7 +29,7 @@ def draft_of(target: FrozenTarget) -> Any:
 def storage(state: DraftState) -> tuple[int, int]:
     """Where the keys of layer 0 and the lengths lie."""
     cache = state.reader.cache
-    keys = cache.stores["keys"][0] if isinstance(cache, RowCache) else cast(SlotCache, cache).flat[0]
+    keys = cache.stores["keys"][0] if isinstance(cache, HFCache) else cast(KVCache, cache).flat[0]
     return keys.data_ptr(), state.length.data_ptr()
 
 

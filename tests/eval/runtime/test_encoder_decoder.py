@@ -11,7 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 START, EOS = 0, 1
@@ -102,7 +102,7 @@ def test_packed_documents_are_read_apart() -> None:
     tokens = torch.tensor([[token for ids in documents for token in ids]])
     number = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(documents)])[None]
     positions = torch.cat([torch.arange(len(ids)) for ids in documents])[None]
-    logits = target.ends.logits(target.packed_features(tokens, positions, number, ()).hidden)
+    logits = target.shared.lm_head(target.packed_features(tokens, positions, number, ()).hidden)
     model: Any = target.model
     for n, ids in enumerate(documents):
         start = ids.index(START)

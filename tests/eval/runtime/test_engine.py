@@ -9,7 +9,7 @@ import torch
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -17,7 +17,7 @@ from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.graph import SMALLEST_EXTENT, Rounds
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -56,16 +56,16 @@ class Tape(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("accept", "backlog", "draws", "state"):
-        monkeypatch.setattr(f"eval.runtime.{module}.load", lambda: None)
-    monkeypatch.setattr("heads.native.trees.load", lambda: None)
+    for module in ("accept", "pending", "draws", "commit"):
+        monkeypatch.setattr(f"heads.backends.cpu.{module}.load", lambda: None)
+    monkeypatch.setattr("heads.backends.cpu.trees.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:
     if ":" in name:
         return build_untrained(name, target)
     settings: dict[str, Any] = {
-        "eagle3": {"taps": [0, 1, 2], "depth": 3},
+        "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 3},
         "medusa": {"depth": 3},
         "mtp": {"depth": 3},
         "draft": {"layers": [0, 1]},
@@ -127,14 +127,14 @@ def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: Tar
     """The proof above can fail: a round that counts in Python gives another text on replay."""
     target = target_of("llama")
     head = make_drafter("lookup:3", target)
-    observe, counted = head.observe, [0]
+    extend, counted = head.extend, [0]
 
     def counting(state: Any, observation: Any) -> None:
-        observe(state, observation)
+        extend(state, observation)
         counted[0] += 1
         state.tokens.add_(counted[0] % 2).clamp_(max=target.vocab_size - 1)
 
-    head.observe = counting
+    head.extend = counting
     options: dict[str, Any] = {"shape": parse_shape("chain:3"), "max_length": 64}
     plain = Engine(target, head, **options).generate(REQUESTS[:1])
     counted[0] = 0
@@ -269,4 +269,4 @@ def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
         )
     )  # fmt: skip
     assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]
-    assert engine.timings.rungs["none"] > 20 and len(engine.rounds) >= 2
+    assert engine.timings.candidates["none"] > 20 and len(engine.rounds) >= 2

@@ -9,7 +9,7 @@ import torch
 from eval.runtime.engine import Engine, Request
 from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.sampling import Sampling
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]

@@ -9,7 +9,7 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.memory import Need, check_memory, free_bytes, is_out_of_memory, largest, need_of
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -75,18 +75,20 @@ def test_an_error_that_came_of_another_for_want_of_memory_is_one() -> None:
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("illegal address"))
 
 
-def test_what_a_resting_head_is_not_told_is_counted(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resting_head_is_not_given_is_counted(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[Need] = []
     monkeypatch.setattr("eval.runtime.engine.check_memory", lambda need, device, name: needs.append(need))
     target, shape = target_of("llama"), parse_shape("chain:2")
-    head = build_head("eagle3", {"taps": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(target.dtype)
+    head = build_head("eagle3", {"aux_layer_ids": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(
+        target.dtype
+    )
     Engine(target, head, shape=shape, batch_size=3, max_length=64)
     engine = Engine(target, head, shape=shape, batch_size=3, max_length=64, adaptive=True)
-    assert engine.ladder is not None
-    backlog, controller = engine.ladder.rest.backlog, engine.ladder.controller
-    controller.rung = controller.none
+    assert engine.candidates is not None
+    pending, controller = engine.candidates.rest.pending, engine.candidates.controller
+    controller.candidate = controller.none
     engine.generate([Request([5, 6, 7], 9)])
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in (backlog.taps, backlog.hidden))
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in (pending.aux_hidden_states, pending.hidden))
     assert needs[1].bytes - needs[0].bytes == kept
 
 

@@ -1,6 +1,6 @@
 """Faults found in published implementations of these rules, and that this one does not have them.
 
-Where a fault changes the law of what comes out, test_rejection.py also shows that its sums would tell.
+Where a fault changes the distribution of what comes out, test_rejection.py also shows that its sums would tell.
 """
 
 import random
@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.prompts import Prompt
-from eval.runtime.accept import Acceptance
-from eval.runtime.distribution import RowSampling, gumbel, stream, uniform
+from eval.benchmark.prompts import Prompt
+from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import DRAFTS, LAST, TESTS, Draws, Rejection, make_rule
 from eval.runtime.rejection import Verdict, family_of
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
+from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.noise import stream, uniform
 from heads.errors import UserError
-from heads.growth import ancestors
-from heads.target import FrozenTarget
-from heads.tree import Proposal, TreeShape, is_chain, parse_shape, static_shape
+from heads.target.frozen import FrozenTarget
+from heads.tree import Acceptance, Proposal, TreeShape, is_chain, parse_shape, static_shape
 
 CPU = torch.device("cpu")
-LAWFUL = RULES[1:]
+SAMPLED_RULES = RULES[1:]
 UNEVEN = static_shape([(0,), (1,), (1, 0)], "uneven")
 
 
@@ -42,15 +42,15 @@ def judged(
 ) -> tuple[Verdict, Acceptance]:
     """What a rule makes of a tree: p (N, V) and q (I, V), the same for every row; seeds 0, 1, 2, .."""
     rule = Rejection(name, shape, warm(rows), CPU)
-    rule.draws.laws = [q.log().expand(rows, -1, -1)]
+    rule.draws.distributions = [q.log().expand(rows, -1, -1)]
     paths = shape.paths or tuple((0,) * n for n in range(1, shape.nodes))
     places = [(), *paths]
     parents = torch.tensor([0, *(places.index(path[:-1]) for path in paths)]).expand(rows, -1)
     depths = torch.tensor([len(path) for path in places]).expand(rows, -1)
     proposal = Proposal(torch.tensor(tokens).expand(rows, -1), parents, depths, depths.float())
     above = None if is_chain(shape) else ancestors(parents, shape.depth)
-    laws = p.expand(rows, -1, -1)
-    return rule.weigh(proposal, laws), rule.accept(proposal, laws, position + depths, above)
+    distributions = p.expand(rows, -1, -1)
+    return rule.weigh(proposal, distributions), rule.accept(proposal, distributions, position + depths, above)
 
 
 def test_children_judged_by_q_were_drawn_from_q() -> None:
@@ -87,9 +87,9 @@ def test_the_last_token_is_chosen_as_all_others_are(
         assert any(max(output.accepted) == 2 for output in outputs)
 
 
-@pytest.mark.parametrize("name", LAWFUL)
-def test_a_node_without_children_ends_in_the_targets_law(name: str) -> None:
-    """Fault: where no candidate was left to try, the token comes from a law that was made for another node."""
+@pytest.mark.parametrize("name", SAMPLED_RULES)
+def test_a_node_without_children_ends_in_the_targets_distribution(name: str) -> None:
+    """Fault: where no candidate was left to try, the token comes from a distribution that was made for another node."""
     shape = parse_shape("chain:1") if name == "block" else UNEVEN
     p = torch.rand(shape.nodes, 4, generator=torch.Generator().manual_seed(1)).softmax(-1)
     q = p[: len(family_of(shape).parents)]
@@ -112,7 +112,7 @@ def test_the_hosts_random_numbers_have_no_say(
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("name", LAWFUL)
+@pytest.mark.parametrize("name", SAMPLED_RULES)
 def test_a_token_that_the_target_excludes_is_never_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a test is passed by r <= p / q, and r may be 0."""
     monkeypatch.setattr("eval.runtime.judges.uniform", lambda *_: torch.zeros(1, 1, 2, dtype=torch.float64))
@@ -165,7 +165,7 @@ def test_a_token_of_id_0_is_no_padding(name: str) -> None:
             sampling.set_row(0, Sampling(1.0, seed=row))
             rule = make_rule(name, UNEVEN, sampling, CPU)
             if isinstance(rule, Rejection):
-                rule.draws.laws = [torch.tensor([[[0.0, 0.5, 0.5], [1 / 3, 1 / 3, 1 / 3]]]).log()]
+                rule.draws.distributions = [torch.tensor([[[0.0, 0.5, 0.5], [1 / 3, 1 / 3, 1 / 3]]]).log()]
             found = rule.accept(proposal, rule.consult(p.log()[None], 1 + depths), 1 + depths, above)
             n = int(found.accepted[0])
             path = found.path[0, : n + 1].tolist()
@@ -175,7 +175,7 @@ def test_a_token_of_id_0_is_no_padding(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["typical", "threshold", "synthetic", "fly", "Match", ""])
-def test_there_is_no_rule_that_bends_the_law(name: str) -> None:
+def test_there_is_no_rule_that_bends_the_distribution(name: str) -> None:
     """Fault: modes that accept what is likely enough, or a set share, stand beside the exact ones."""
     with pytest.raises(UserError, match="expected one of match, ratio, ratio-wr, block"):
         check_rule(name, parse_shape("chain:2"))
@@ -192,10 +192,10 @@ def test_noise_is_fine_enough_for_rare_tokens() -> None:
     assert 1 <= int(drawn.sum()) <= 30  # ten are expected
 
 
-@pytest.mark.parametrize("name", LAWFUL)
+@pytest.mark.parametrize("name", SAMPLED_RULES)
 @pytest.mark.parametrize("other", [[0.25, 0.25, 0.5], [0.25, 0.25, 0.5 + 1e-7]])
 def test_a_draft_that_agrees_with_the_target_leaves_no_nan(name: str, other: list[float]) -> None:
-    """Fault: where p = q nothing is left of p - q, and the law after a refusal is 0 / 0."""
+    """Fault: where p = q nothing is left of p - q, and the distribution after a refusal is 0 / 0."""
     p, q = torch.tensor([0.25, 0.25, 0.5]).expand(3, 3), torch.tensor(other).expand(2, 3)
     verdict, found = judged(name, parse_shape("chain:2"), [0, 1, 2], p, q, rows=500)
     assert torch.isfinite(verdict.rest).all() and torch.isfinite(verdict.odds).all()
@@ -218,7 +218,7 @@ def test_the_streams_of_noise_know_nothing_of_each_other() -> None:
     assert (torch.corrcoef(noise) - torch.eye(4)).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("name", LAWFUL)
+@pytest.mark.parametrize("name", SAMPLED_RULES)
 def test_a_wholly_accepted_draft_is_followed_by_a_token_of_the_targets(name: str) -> None:
     """Fault: when every drafted token was accepted, the target's own next token is dropped."""
     p = torch.eye(4)[[1, 2, 3, 0]]  # 0 is followed by 1, 2, 3 and 0 again
@@ -226,7 +226,7 @@ def test_a_wholly_accepted_draft_is_followed_by_a_token_of_the_targets(name: str
     assert found.accepted.tolist() == [3] and found.emitted.tolist() == [[1, 2, 3, 0]]
 
 
-@pytest.mark.parametrize("name", LAWFUL)
+@pytest.mark.parametrize("name", SAMPLED_RULES)
 def test_token_0_can_come_out(name: str) -> None:
     """Fault: a drawn token of id 0 is taken for a failure."""
     p = torch.tensor([1.0, 0.0]).expand(3, 2)

@@ -1,4 +1,4 @@
-"""Every rule on every kind of tree: what comes out, summed over all that can happen, has the target's law."""
+"""Every rule on every kind of tree: what comes out, summed over all that can happen, has the target's distribution."""
 
 from collections.abc import Callable
 from itertools import product
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.accept import match
+from eval.runtime.acceptance import match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict, expected_tokens, ratio
 from eval.runtime.rules import RULES
-from heads.growth import ancestors
+from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 
 EXACT = 1e-9
@@ -43,7 +43,7 @@ def outcome(
     likeliest: bool = False,
     judge: Judge = Rejection.weigh,
 ) -> tuple[Tensor, float]:
-    """The law (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
+    """The distribution (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
 
     `likeliest`: the draft is not drawn, but the best children that there are.
     """
@@ -65,63 +65,66 @@ def outcome(
     for passed in product([False, True], repeat=shape.nodes - 1):
         tests = torch.tensor([True, *passed]).expand(rows, -1)
         weight = drawn * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
-        accepted, path = judging.settle(tests, proposal, None if shape.top_k == 1 else above)
+        accepted, path = judging.decide(tests, proposal, None if shape.top_k == 1 else above)
         end = path.gather(1, accepted[:, None])
-        law = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
+        distribution = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
         for n, part in enumerate(parts):
             part.index_add_(
-                0, prefixes.gather(1, end)[:, 0] % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * law
+                0, prefixes.gather(1, end)[:, 0] % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * distribution
             )
     tokens = sum(float(part.sum()) * (n + 1) for n, part in enumerate(parts))
     return torch.stack([toy.complete(part.flatten(), K + 1) for part in parts]).sum(0), tokens
 
 
-def distance(toy: Any, law: Tensor, shape: TreeShape) -> float:
-    """The largest deviation from the target's law."""
-    return float((law - toy.law(shape.depth + 1)).abs().max())
+def distance(toy: Any, distribution: Tensor, shape: TreeShape) -> float:
+    """The largest deviation from the target's distribution."""
+    return float((distribution - toy.distribution(shape.depth + 1)).abs().max())
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize("rule", ["ratio", "ratio-wr", "block"])
-def test_chains_have_the_targets_law(rule: str, vocab: int, support: int | None, toy: Any, every_draw: Any) -> None:
+def test_chains_have_the_targets_distribution(
+    rule: str, vocab: int, support: int | None, toy: Any, every_draw: Any
+) -> None:
     for seed in range(4):
-        laws = toy(vocab, 4, seed, support)
-        law, tokens = outcome(laws, every_draw, CHAIN, rule)
-        assert distance(laws, law, CHAIN) < EXACT
+        distributions = toy(vocab, 4, seed, support)
+        distribution, tokens = outcome(distributions, every_draw, CHAIN, rule)
+        assert distance(distributions, distribution, CHAIN) < EXACT
         assert 1 < tokens <= 4
 
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given
 @pytest.mark.parametrize("shape", [parse_shape("static:2.2"), parse_shape("static:3.1"), UNEVEN, DEEP], ids=str)
 @pytest.mark.parametrize("rule", ["ratio", "ratio-wr"])
-def test_static_trees_have_the_targets_law(
+def test_static_trees_have_the_targets_distribution(
     rule: str, shape: TreeShape, support: int | None, toy: Any, every_draw: Any
 ) -> None:
-    laws = toy(3, shape.depth + 1, 7, support)
-    law, tokens = outcome(laws, every_draw, shape, rule)
-    assert distance(laws, law, shape) < EXACT
+    distributions = toy(3, shape.depth + 1, 7, support)
+    distribution, tokens = outcome(distributions, every_draw, shape, rule)
+    assert distance(distributions, distribution, shape) < EXACT
     assert 1 < tokens <= shape.depth + 1
 
 
-def test_a_larger_vocabulary_has_the_targets_law(toy: Any, every_draw: Any) -> None:
+def test_a_larger_vocabulary_has_the_targets_distribution(toy: Any, every_draw: Any) -> None:
     for rule in ("ratio", "ratio-wr"):
-        laws = toy(4, 3, 11)
-        law, _ = outcome(laws, every_draw, UNEVEN, rule)
-        assert distance(laws, law, UNEVEN) < EXACT
+        distributions = toy(4, 3, 11)
+        distribution, _ = outcome(distributions, every_draw, UNEVEN, rule)
+        assert distance(distributions, distribution, UNEVEN) < EXACT
 
 
 @pytest.mark.parametrize("rule", ["ratio", "ratio-wr", "block"])
-def test_a_draft_with_the_targets_own_law_is_accepted_whole(rule: str, toy: Any, every_draw: Any) -> None:
-    laws = toy(3, 4, 2)
-    laws.q = laws.p
-    law, tokens = outcome(laws, every_draw, CHAIN, rule)
-    assert distance(laws, law, CHAIN) < EXACT
+def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str, toy: Any, every_draw: Any) -> None:
+    distributions = toy(3, 4, 2)
+    distributions.q = distributions.p
+    distribution, tokens = outcome(distributions, every_draw, CHAIN, rule)
+    assert distance(distributions, distribution, CHAIN) < EXACT
     assert tokens == pytest.approx(4)
 
 
 def match_outcome(toy: Any, every_draw: Any, shape: TreeShape, *, replace: bool) -> Tensor:
-    """The law of what `match` gives on trees drawn in every way, by every choice of the target after every prefix."""
+    """The distribution of what `match` gives on trees drawn in every way, by every choice of the target after every
+    prefix."""
     K, V = shape.depth, toy.vocab
     pick = every_draw(draws_of(shape), V, replace=replace)
     proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
@@ -129,25 +132,25 @@ def match_outcome(toy: Any, every_draw: Any, shape: TreeShape, *, replace: bool)
     prefix = prefixes + V**K * proposal.depths
     first = (prefix[:, :, None] == prefix[:, None, :]).long().argmax(2)  # equal siblings' prefixes are one
     own = first == torch.arange(shape.nodes)
-    laws = [torch.zeros(V ** (n + 1), dtype=torch.float64) for n in range(K + 1)]
+    distributions = [torch.zeros(V ** (n + 1), dtype=torch.float64) for n in range(K + 1)]
     for choices in product(range(V), repeat=shape.nodes):
         choice = torch.tensor(choices).expand(len(pick.ways), -1).gather(1, first)
         weight = pick.weight * torch.where(own, p.gather(-1, choice[..., None])[..., 0], 1 / V).prod(1)
         found = match(proposal, choice, above, K)
-        for n, law in enumerate(laws):
+        for n, distribution in enumerate(distributions):
             digits = V ** torch.arange(n, -1, -1)
             code = (found.emitted[:, : n + 1] * digits).sum(1)
-            law.index_add_(0, code % len(law), torch.where(found.accepted == n, weight, 0.0))
-    return torch.stack([toy.complete(law, K + 1) for law in laws]).sum(0)
+            distribution.index_add_(0, code % len(distribution), torch.where(found.accepted == n, weight, 0.0))
+    return torch.stack([toy.complete(distribution, K + 1) for distribution in distributions]).sum(0)
 
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("text", ["chain:3", "static:2.1", "tree:2x2x4", "tree:3x2x4"])
-def test_match_has_the_targets_law_on_every_tree(text: str, replace: bool, toy: Any, every_draw: Any) -> None:
+def test_match_has_the_targets_distribution_on_every_tree(text: str, replace: bool, toy: Any, every_draw: Any) -> None:
     shape = parse_shape(text)
     vocab = 3 if shape.depth < 3 or shape.top_k == 1 else 2
-    laws = toy(vocab, shape.depth + 1, 5)
-    assert distance(laws, match_outcome(laws, every_draw, shape, replace=replace), shape) < EXACT
+    distributions = toy(vocab, shape.depth + 1, 5)
+    assert distance(distributions, match_outcome(distributions, every_draw, shape, replace=replace), shape) < EXACT
 
 
 def test_every_rule_is_enumerated_here() -> None:
@@ -157,8 +160,8 @@ def test_every_rule_is_enumerated_here() -> None:
 def test_block_emits_no_fewer_tokens_than_ratio_in_expectation(toy: Any, every_draw: Any) -> None:
     gains = []
     for seed in range(40):
-        laws = toy(3, 4, 100 + seed, support=(None, 2)[seed % 2])
-        tokens = [outcome(laws, every_draw, CHAIN, rule)[1] for rule in ("block", "ratio")]
+        distributions = toy(3, 4, 100 + seed, support=(None, 2)[seed % 2])
+        tokens = [outcome(distributions, every_draw, CHAIN, rule)[1] for rule in ("block", "ratio")]
         gains.append(tokens[0] / tokens[1])
     assert min(gains) > 1 - EXACT
     assert sum(gains) / len(gains) > 1.02
@@ -166,7 +169,7 @@ def test_block_emits_no_fewer_tokens_than_ratio_in_expectation(toy: Any, every_d
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str, toy: Any, every_draw: Any) -> None:
-    laws = toy(3, 4, 6)
+    distributions = toy(3, 4, 6)
     expected = []
 
     def watch(judging: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
@@ -175,32 +178,32 @@ def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str, toy: A
         expected.append(float((draws.weight * expected_tokens(verdict.odds, whole=rule == "block")).sum()))
         return verdict
 
-    _, tokens = outcome(laws, every_draw, CHAIN, rule, judge=watch)
+    _, tokens = outcome(distributions, every_draw, CHAIN, rule, judge=watch)
     assert expected == [pytest.approx(tokens)]
 
 
 def test_without_replacement_more_is_accepted_than_with(toy: Any, every_draw: Any) -> None:
     shape = parse_shape("static:2.2")
     for seed in range(5):
-        laws = toy(3, 3, seed)
-        without, with_ = (outcome(laws, every_draw, shape, rule)[1] for rule in ("ratio", "ratio-wr"))
+        distributions = toy(3, 3, seed)
+        without, with_ = (outcome(distributions, every_draw, shape, rule)[1] for rule in ("ratio", "ratio-wr"))
         assert without > with_
 
 
 # What the sums above would show of a rule that is wrong: each of these has been published as exact.
 
 
-def stale_law(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
+def stale_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """Siblings drawn without replacement are judged as if with it: q is not renormalised after a refusal."""
-    return ratio(p, rule.draws.law(p.shape[2]), proposal.tokens, rule.family, replace=True)
+    return ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family, replace=True)
 
 
-def shrinking_law(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
+def shrinking_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """Siblings drawn with replacement are judged as if without it, and one drawn again, whose q is then 0, as certain.
 
     Left untested instead it would do no harm: the others are a draw without replacement, if of fewer.
     """
-    verdict = ratio(p, rule.draws.law(p.shape[2]), proposal.tokens, rule.family, replace=False)
+    verdict = ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family, replace=False)
     assert not verdict.odds[again(proposal)].any()
     return Verdict(torch.where(again(proposal), 1.0, verdict.odds), verdict.rest)
 
@@ -229,7 +232,7 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """A block is judged by the running ratio alone, without the share that a later refusal gives back."""
     verdict = Rejection.weigh(rule, proposal, p)
     x = proposal.tokens[:, 1:, None]
-    ratios = (p[:, :-1].gather(-1, x) / rule.draws.law(p.shape[2]).gather(-1, x))[..., 0]
+    ratios = (p[:, :-1].gather(-1, x) / rule.draws.distribution(p.shape[2]).gather(-1, x))[..., 0]
     odds = torch.cat([torch.ones_like(ratios[:, :1]), ratios.cumprod(1).clamp(max=1)], dim=1)
     return Verdict(odds, verdict.rest)
 
@@ -237,8 +240,8 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
 @pytest.mark.parametrize(
     ("rule", "shape", "judge"),
     [
-        ("ratio", "static:2.2", stale_law),
-        ("ratio-wr", "static:2.2", shrinking_law),
+        ("ratio", "static:2.2", stale_distribution),
+        ("ratio-wr", "static:2.2", shrinking_distribution),
         ("ratio", "chain:3", unprocessed_bonus),
         ("block", "chain:3", unprocessed_bonus),
         ("ratio", "chain:3", fresh_draw),
@@ -246,12 +249,12 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     ],
 )
 def test_the_sums_tell_a_wrong_rule(rule: str, shape: str, judge: Judge, toy: Any, every_draw: Any) -> None:
-    laws, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
-    assert distance(laws, outcome(laws, every_draw, tree, rule)[0], tree) < EXACT
-    assert distance(laws, outcome(laws, every_draw, tree, rule, judge=judge)[0], tree) > 0.002
+    distributions, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
+    assert distance(distributions, outcome(distributions, every_draw, tree, rule)[0], tree) < EXACT
+    assert distance(distributions, outcome(distributions, every_draw, tree, rule, judge=judge)[0], tree) > 0.002
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
 def test_the_sums_tell_a_draft_that_was_not_drawn(rule: str, shape: str, toy: Any, every_draw: Any) -> None:
-    laws, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
-    assert distance(laws, outcome(laws, every_draw, tree, rule, likeliest=True)[0], tree) > 0.02
+    distributions, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
+    assert distance(distributions, outcome(distributions, every_draw, tree, rule, likeliest=True)[0], tree) > 0.02

@@ -11,10 +11,10 @@ from torch import Tensor
 from eval.runtime.engine import Engine, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.base import Observation, Pick, TargetEnds
+from heads.base import Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.registry import build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -23,18 +23,18 @@ TargetOf = Callable[[str], FrozenTarget]
 class BigramHead:
     """Drafts by tensor operations alone: a token is followed by what the logits of its own embedding like best."""
 
-    taps = (1,)
+    aux_layer_ids = (1,)
     config: Any = None
     depth_weights: tuple[float, ...] = ()
 
-    def new_state(self, ends: TargetEnds, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
         zeros = torch.zeros(batch_size, dtype=torch.int64)
-        return {"ends": ends, "shape": shape, "root": zeros.clone(), "position": zeros.clone()}
+        return {"ends": shared, "shape": shape, "root": zeros.clone(), "position": zeros.clone()}
 
     def reset_rows(self, state: dict[str, Any], rows: Tensor) -> None:
         state["position"].masked_fill_(rows, 0)
 
-    def observe(self, state: dict[str, Any], observation: Observation) -> None:
+    def extend(self, state: dict[str, Any], observation: Observation) -> None:
         root = observation.tokens.gather(1, observation.count[:, None])[:, 0]
         state["root"].copy_(torch.where(observation.count > 0, root, state["root"]))
         state["position"].copy_(
@@ -42,12 +42,12 @@ class BigramHead:
         )
 
     def propose(self, state: dict[str, Any], pick: Pick) -> Proposal:
-        ends = state["ends"]
+        shared = state["ends"]
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            return ends.logits(ends.embed(tokens))  # type: ignore[no-any-return]
+            return shared.lm_head(shared.embed_tokens(tokens))  # type: ignore[no-any-return]
 
-        first = ends.logits(ends.embed(state["root"][:, None]))
+        first = shared.lm_head(shared.embed_tokens(state["root"][:, None]))
         return grow(state["shape"], state["root"], state["position"], first, pick, expand, None)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -116,12 +116,12 @@ def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> N
         engine.decoder.round(64)
         state = engine.decoder.state
         assert state.done.tolist() == [True, False]
-        watched = ("length", "output_length", "rounds")
-        before = {name: getattr(state, name)[0].item() for name in watched}
+        recorded = ("length", "output_length", "rounds")
+        before = {name: getattr(state, name)[0].item() for name in recorded}
         output = state.output[0, :2].tolist()
         for _ in range(4):
             engine.decoder.round(64)
-        assert {name: getattr(state, name)[0].item() for name in watched} == before
+        assert {name: getattr(state, name)[0].item() for name in recorded} == before
         assert state.output[0, :2].tolist() == output
         assert state.rounds[1] == 5 and not state.done[1]
 

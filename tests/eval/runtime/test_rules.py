@@ -1,4 +1,5 @@
-"""The rules as they run: drawn by their own noise they give the target's law, and at temperature 0 its very tokens."""
+"""The rules as they run: drawn by their own noise they give the target's distribution, and at temperature 0 its very
+tokens."""
 
 import re
 from collections.abc import Callable
@@ -8,21 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.prompts import Prompt
+from eval.benchmark.prompts import Prompt
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Draws, Rule, draw_counters, make_rule
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
+from heads.backends.slot_mapping import ancestors
 from heads.base import Observation, Pick
 from heads.errors import UserError
-from heads.growth import ancestors, grow
-from heads.target import FrozenTarget
+from heads.growth import grow
+from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape, static_shape
 
 CPU = torch.device("cpu")
 DECODED = 4
-"""Tokens whose joint law is looked at."""
+"""Tokens whose joint distribution is looked at."""
 
 
 def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
@@ -41,20 +43,21 @@ def chi_square_limit(cells: int) -> float:
     return float(free * (1 - 2 / (9 * free) + 4.75 * (2 / (9 * free)) ** 0.5) ** 3)
 
 
-def chi_square(codes: Tensor, law: Tensor) -> tuple[float, float]:
-    """The statistic of `codes` against `law`, and its limit; cells that expect fewer than ten are taken together."""
-    expected = law * len(codes)
-    counts = torch.bincount(codes, minlength=len(law)).double()
+def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
+    """The statistic of `codes` against `distribution`, and its limit; cells that expect fewer than ten are taken
+    together."""
+    expected = distribution * len(codes)
+    counts = torch.bincount(codes, minlength=len(distribution)).double()
     rare = expected < 10
     seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
     due = torch.cat([expected[~rare], expected[rare].sum()[None]])
     kept = due > 1e-9
-    assert not seen[~kept].any(), "something came out that the law excludes"
+    assert not seen[~kept].any(), "something came out that the distribution excludes"
     return float(((seen - due) ** 2 / due)[kept].sum()), chi_square_limit(int(kept.sum()))
 
 
 class Decoding:
-    """Rounds of a rule over a toy's laws, for many rows at once: what the runtime does, without a model."""
+    """Rounds of a rule over a toy's distributions, for many rows at once: what the runtime does, without a model."""
 
     def __init__(self, toy: Any, rule: str, text: str, sampling: RowSampling) -> None:
         self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
@@ -116,23 +119,27 @@ class Decoding:
         ("block", "chain:3"),
     ],
 )
-def test_several_rounds_by_real_noise_have_the_targets_law(rule: str, text: str, sampling: Sampling, toy: Any) -> None:
+def test_several_rounds_by_real_noise_have_the_targets_distribution(
+    rule: str, text: str, sampling: Sampling, toy: Any
+) -> None:
     rows = 30_000
     shape = parse_shape(text)
-    laws = toy(3, DECODED + shape.depth, 21)
+    distributions = toy(3, DECODED + shape.depth, 21)
     batch = sampled_rows(rows, sampling)
-    decoding = Decoding(laws, rule, text, batch)
+    decoding = Decoding(distributions, rule, text, batch)
     while (decoding.length < DECODED).any():
         decoding.round()
-    processed = [row.log_law(table.log()[None]).exp()[0].double() for row in [batch.row(0)] for table in laws.p]
-    laws.p = [table / table.sum(-1, keepdim=True) for table in processed]
-    statistic, limit = chi_square(decoding.codes, laws.law(DECODED))
+    processed = [
+        row.log_distribution(table.log()[None]).exp()[0].double() for row in [batch.row(0)] for table in distributions.p
+    ]
+    distributions.p = [table / table.sum(-1, keepdim=True) for table in processed]
+    statistic, limit = chi_square(decoding.codes, distributions.distribution(DECODED))
     assert statistic < limit
     assert decoding.rounds.double().mean() < 0.85 * DECODED
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_children_are_drawn_from_the_drafts_law_in_order(replace: bool, toy: Any) -> None:
+def test_children_are_drawn_from_the_drafts_distribution_in_order(replace: bool, toy: Any) -> None:
     q, V, rows = torch.tensor([0.55, 0.25, 0.15, 0.05]), 4, 60_000
     draws = Draws(sampled_rows(rows, Sampling(1.0)), replace=replace)
     children, logp = draws(q.log().expand(rows, 2, V), torch.full((rows, 2), 9), 2)
@@ -212,7 +219,7 @@ def test_what_a_request_gives_depends_on_it_alone(
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_first_tokens_of_requests_have_the_targets_law(
+def test_the_first_tokens_of_requests_have_the_targets_distribution(
     rule: str, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
 ) -> None:
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
@@ -220,17 +227,17 @@ def test_the_first_tokens_of_requests_have_the_targets_law(
     requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(count)]
     engine = Engine(tiny_target, pair_head, shape=parse_shape("chain:2"), batch_size=50, max_length=64, rule=rule)
     outputs = [tuple(output.tokens) for output in engine.generate(requests)]
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
-        for tokens, mass in law.items():
+        for tokens, mass in distribution.items():
             logits = tiny_target.model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
             values, ids = logits.topk(2)
             longer.update({(*tokens, int(i)): mass * float(p) for i, p in zip(ids, values.softmax(-1), strict=True)})
-        law = longer
-    ways = list(law)
+        distribution = longer
+    ways = list(distribution)
     codes = torch.tensor([ways.index(tokens) for tokens in outputs])
-    statistic, limit = chi_square(codes, torch.tensor([law[way] for way in ways], dtype=torch.float64))
+    statistic, limit = chi_square(codes, torch.tensor([distribution[way] for way in ways], dtype=torch.float64))
     assert statistic < limit
 
 
@@ -241,8 +248,8 @@ GAPPED = static_shape([(0,), (2,), (0, 0)], "gapped")
     ("act", "message"),
     [
         (lambda: check_rule("typical", parse_shape("chain:2")), "expected one of match, ratio, ratio-wr, block"),
-        (lambda: check_rule("ratio", parse_shape("tree:3x2x5")), "the law of what survives"),
-        (lambda: check_rule("ratio-wr", parse_shape("tree:3x2x5")), "the law of what survives"),
+        (lambda: check_rule("ratio", parse_shape("tree:3x2x5")), "the distribution of what survives"),
+        (lambda: check_rule("ratio-wr", parse_shape("tree:3x2x5")), "the distribution of what survives"),
         (lambda: check_rule("block", parse_shape("tree:3x2x5")), "judges chains"),
         (lambda: check_rule("block", parse_shape("static:2.2")), "judges chains, not the tree static:2.2"),
         (lambda: check_rule("ratio", GAPPED), re.escape("node (2,) without its elder sibling, rank 1")),
@@ -260,16 +267,16 @@ def test_a_tree_that_ends_unevenly_is_judged() -> None:
 
 
 class Copying:
-    """A draft that asks for no draw: it has no law."""
+    """A draft that asks for no draw: it has no distribution."""
 
-    taps: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
 
-    def new_state(self, ends: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
+    def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
         return batch_size
 
     def reset_rows(self, state: int, rows: Tensor) -> None: ...
 
-    def observe(self, state: int, observation: Observation) -> None: ...
+    def extend(self, state: int, observation: Observation) -> None: ...
 
     def propose(self, state: int, pick: Pick) -> Proposal:
         chain = torch.arange(3).expand(state, -1)
@@ -277,10 +284,10 @@ class Copying:
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
-def test_a_draft_without_a_law_is_refused_by_rules_that_need_one(rule: str, tiny_target: FrozenTarget) -> None:
+def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str, tiny_target: FrozenTarget) -> None:
     request = Request([5, 6], 8, Sampling(1.0))
     engine = Engine(tiny_target, Copying(), shape=parse_shape("chain:2"), max_length=32, rule=rule)
-    with pytest.raises(UserError, match=f"rule {rule} needs the law that the draft was drawn from"):
+    with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
         engine.generate([request])
     assert Engine(tiny_target, Copying(), shape=parse_shape("chain:2"), max_length=32).generate([request])
 

@@ -1,4 +1,4 @@
-"""The processed law equals a plain reference, draws follow it, and the noise is a pure function."""
+"""The processed distribution equals a plain reference, draws follow it, and the noise is a pure function."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel, log_law
+from eval.runtime.distribution import RowSampling, gumbel, log_distribution
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 
@@ -14,7 +14,7 @@ MASK = (1 << 64) - 1
 CHI_SQUARE_999 = {5: 20.5, 7: 24.3, 11: 31.3, 15: 37.7}  # 99.9% quantiles by degrees of freedom
 
 
-def reference_law(logits: Tensor, s: Sampling) -> Tensor:
+def reference_distribution(logits: Tensor, s: Sampling) -> Tensor:
     """One row (V,), by the textbook, in float64."""
     p = torch.softmax(logits.double() / s.temperature, dim=0)
     order = sorted(range(len(p)), key=lambda i: (-p[i].item(), i))
@@ -28,9 +28,9 @@ def reference_law(logits: Tensor, s: Sampling) -> Tensor:
         kept.append(i)
         total += p[i].item()
     kept = [i for i in kept if p[i] >= s.min_p * p[order[0]]]
-    law = torch.zeros_like(p)
-    law[kept] = p[kept]
-    return law / law.sum()
+    distribution = torch.zeros_like(p)
+    distribution[kept] = p[kept]
+    return distribution / distribution.sum()
 
 
 def rows_of(*samplings: Sampling) -> RowSampling:
@@ -53,49 +53,53 @@ SETTINGS = [
 ]
 
 
-def test_a_mixed_batch_follows_each_rows_own_law() -> None:
+def test_a_mixed_batch_follows_each_rows_own_distribution() -> None:
     torch.manual_seed(1)
     logits = torch.randn(len(SETTINGS) + 1, 3, 17) * 2
     rows = rows_of(*SETTINGS, Sampling())
-    law = rows.log_law(logits).exp()
+    distribution = rows.log_distribution(logits).exp()
     for b, sampling in enumerate(SETTINGS):
         for w in range(3):
-            torch.testing.assert_close(law[b, w].double(), reference_law(logits[b, w], sampling), atol=1e-6, rtol=1e-5)
-    assert torch.equal(law[-1], torch.nn.functional.one_hot(logits[-1].argmax(-1), 17).float())
+            torch.testing.assert_close(
+                distribution[b, w].double(), reference_distribution(logits[b, w], sampling), atol=1e-6, rtol=1e-5
+            )
+    assert torch.equal(distribution[-1], torch.nn.functional.one_hot(logits[-1].argmax(-1), 17).float())
 
 
 def test_filters_that_are_off_change_no_bit() -> None:
     logits = torch.randn(2, 4, 33)
     off = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.zeros(2)
     warm = torch.tensor([0.7, 1.3])
-    assert torch.equal(log_law(logits, warm, *off, filtered=True), log_law(logits, warm, *off, filtered=False))
+    assert torch.equal(
+        log_distribution(logits, warm, *off, filtered=True), log_distribution(logits, warm, *off, filtered=False)
+    )
 
 
 def test_ties_are_cut_at_the_lowest_ids() -> None:
     rows = rows_of(Sampling(temperature=1.0, top_k=2))
-    law = rows.log_law(torch.tensor([[[1.0, 3.0, 3.0, 3.0]]])).exp()
-    assert law[0, 0].tolist() == [0.0, 0.5, 0.5, 0.0]
+    distribution = rows.log_distribution(torch.tensor([[[1.0, 3.0, 3.0, 3.0]]])).exp()
+    assert distribution[0, 0].tolist() == [0.0, 0.5, 0.5, 0.0]
     assert rows_of(Sampling()).choose(torch.tensor([[[1.0, 3.0, 3.0]]]), torch.zeros(1, 1).long()).item() == 1
 
 
 def test_padded_ids_are_never_chosen_and_extremes_stay_finite() -> None:
     logits = torch.tensor([5e4, -5e4, 0.0, -torch.inf]).expand(2, 1, 4)
     rows = rows_of(Sampling(temperature=1e-6, top_k=3), Sampling(temperature=1e3, top_p=0.99))
-    law = rows.log_law(logits).exp()
-    assert torch.isfinite(law).all() and (law[..., 3] == 0).all()
-    torch.testing.assert_close(law.sum(-1), torch.ones(2, 1))
+    distribution = rows.log_distribution(logits).exp()
+    assert torch.isfinite(distribution).all() and (distribution[..., 3] == 0).all()
+    torch.testing.assert_close(distribution.sum(-1), torch.ones(2, 1))
 
 
 @pytest.mark.parametrize("sampling", SETTINGS[:5])
-def test_draws_follow_the_law(sampling: Sampling) -> None:
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     V, seeds, positions = 12, 40, 500
     logits = torch.linspace(-1.5, 2.0, V)[torch.randperm(V, generator=torch.Generator().manual_seed(3))]
     rows = rows_of(*(Sampling(**{**vars(sampling), "seed": 1000 + i}) for i in range(seeds)))
     chosen = rows.choose(logits.expand(seeds, positions, V), torch.arange(positions).expand(seeds, positions))
-    law = reference_law(logits, sampling)
+    distribution = reference_distribution(logits, sampling)
     counts = Counter(chosen.flatten().tolist())
-    assert all(law[token] > 0 for token in counts)
-    expected = law * seeds * positions
+    assert all(distribution[token] > 0 for token in counts)
+    expected = distribution * seeds * positions
     live = [i for i in range(V) if expected[i] > 0]
     chi = sum((counts[i] - expected[i].item()) ** 2 / expected[i].item() for i in live)
     bound = min(value for degrees, value in CHI_SQUARE_999.items() if degrees >= len(live) - 1)
@@ -103,7 +107,7 @@ def test_draws_follow_the_law(sampling: Sampling) -> None:
 
 
 def test_successive_draws_are_independent() -> None:
-    """Pairs of neighbours, along positions and along seeds, follow the product law."""
+    """Pairs of neighbours, along positions and along seeds, follow the product distribution."""
     V = 4
     logits = torch.zeros(300, 200, V)
     rows = rows_of(*(Sampling(temperature=1.0, seed=i) for i in range(300)))
@@ -143,7 +147,7 @@ def test_noise_does_not_depend_on_the_batch_around_it() -> None:
             torch.testing.assert_close(alone[0, 0], whole[b, w, 123:456], atol=0, rtol=1e-6)
 
 
-def test_noise_has_gumbels_law_far_into_the_tail() -> None:
+def test_noise_has_gumbels_distribution_far_into_the_tail() -> None:
     noise = gumbel(torch.arange(40), torch.arange(50).expand(40, 50), torch.arange(1000)).double().flatten()
     assert torch.isfinite(noise).all()
     for x in (-2.0, 0.0, 1.0, 5.0, 9.0):
@@ -189,7 +193,7 @@ def test_bad_settings_are_refused(settings: dict[str, float], words: str) -> Non
         Sampling(**settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["laws of their own", "one law"])
+@pytest.mark.parametrize("shared", [False, True], ids=["distributions of their own", "one distribution"])
 def test_a_level_at_one_position_is_picked_as_its_nodes_would_be_alone(shared: bool) -> None:
     """Whether the rows of a level are views of one, as a tree's positions are, or copies of it."""
     rows = RowSampling(2)

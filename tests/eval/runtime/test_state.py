@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime import state as module
-from eval.runtime.state import RoundState, Settlement
+from eval.runtime.state import Commit
+from heads.backends.cpu import commit as module
+from heads.backends.round_state import RoundState
 
 B = 5
 
@@ -41,7 +42,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("on a GPU the suite runs the kernel itself")
-        monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
     return str(request.param)
 
 
@@ -57,10 +58,10 @@ def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree
         accepted = torch.randint(0, depth + 1, (B,), generator=generator)
         emitted = torch.randint(0, 9, (B, depth + 1), generator=generator)
         depths = torch.randint(0, depth + 1, (B, 7), generator=generator) if tree else None
-        settlement = Settlement(ours, torch.tensor(eos, dtype=torch.int64), depth)
-        assert settlement.by_kernel == (form == "kernel") and (settlement.library is not None) == (form == "compiler")
-        known = settlement(accepted, emitted, depths)
-        other = Settlement(theirs, settlement.eos, depth)
+        commit = Commit(ours, torch.tensor(eos, dtype=torch.int64), depth)
+        assert commit.by_kernel == (form == "kernel") and (commit.compiled is not None) == (form == "compiler")
+        known = commit(accepted, emitted, depths)
+        other = Commit(theirs, commit.eos, depth)
         expected = other.in_tensors(accepted, emitted, depths)
         for one, two in ((ours, theirs), (known, expected)):
             for field in fields(one):
@@ -77,13 +78,13 @@ def test_one_tree_may_serve_all_rows(form: str) -> None:
     accepted, emitted = torch.full((B,), 3), torch.randint(3, 9, (B, 5), generator=generator)
     depths = torch.tensor([[0, 1, 1, 2]])
     for state, shown in ((ours, depths.expand(B, -1)), (theirs, depths.repeat(B, 1))):
-        Settlement(state, torch.tensor([2]), 4)(accepted, emitted, shown)
+        Commit(state, torch.tensor([2]), 4)(accepted, emitted, shown)
     assert torch.equal(ours.reached, theirs.reached) and int(ours.reached.max()) == 2
 
 
-def settle(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor, ...]:
-    settlement = Settlement(state, torch.tensor([3]), len(emitted) - 1)
-    return astuple(settlement(torch.tensor([accepted]), torch.tensor([emitted]), None))
+def commit(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor, ...]:
+    commit = Commit(state, torch.tensor([3]), len(emitted) - 1)
+    return astuple(commit(torch.tensor([accepted]), torch.tensor([emitted]), None))
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -110,7 +111,7 @@ def test_outputs_end_where_they_should(
     state.output_length.fill_(1)
     state.limit.fill_(1 + room)
     state.heeds_eos.fill_(heeds)
-    tokens, start, count = settle(state, accepted, [5, 3, 6, 7])
+    tokens, start, count = commit(state, accepted, [5, 3, 6, 7])
     assert tokens.tolist() == [[8, 5, 3, 6, 7]] and start.item() == 10
     assert state.output_length.item() == 1 + kept and bool(state.done) == done
     assert state.output[0, 1 : 1 + kept].tolist() == [5, 3, 6, 7][:kept]

@@ -10,7 +10,7 @@ import torch
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from eval.runtime.stops import StopWatch
-from heads.target import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import parse_shape
 
 

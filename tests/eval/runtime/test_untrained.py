@@ -11,7 +11,7 @@ from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_untrained
-from heads.target import FrozenTarget
+from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
@@ -77,7 +77,7 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(
             hidden = cut.features(
                 ids, positions=position, visible=position[:, None] <= position[..., None], key_positions=position
             ).hidden
-            going.append(int(cut.ends.logits(hidden[:, -1]).argmax()))
+            going.append(int(cut.shared.lm_head(hidden[:, -1]).argmax()))
         assert drafted == going[place:]
         place += accepted + 1
 

@@ -48,17 +48,17 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     launch = GridExecutor.__call__
 
-    def unwatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():  # the interpreter is the host
             return launch(self, *args, **kwargs)
 
-    monkeypatch.setattr(GridExecutor, "__call__", unwatched)
-    monkeypatch.setattr("heads.kernels.backend.ON_CPU", True)
+    monkeypatch.setattr(GridExecutor, "__call__", unrecorded)
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
     for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
         monkeypatch.setitem(SHAPE, size, value)
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    ours = ("eval.runtime.backlog", "eval.runtime.draws", "eval.runtime.state")
-    for module in (*ours, "heads.native.drafting", "heads.native.stack"):
+    ours = ("heads.backends.cpu.pending", "heads.backends.cpu.draws", "heads.backends.cpu.commit")
+    for module in (*ours, "heads.backends.cpu.recurrent", "heads.backends.cpu.stack"):
         monkeypatch.setattr(f"{module}.load", lambda: None)
     yield
 
@@ -88,7 +88,7 @@ def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
 def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **options: Any) -> Engine:
     """The requests seated, what is made once made."""
     target = make_target(family, torch.float32, torch.device("cpu"))
-    settings: dict[str, Any] = {"taps": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
+    settings: dict[str, Any] = {"aux_layer_ids": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
     settings = {"layers": [0, 1]} if kind == "draft" else settings
     head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
     options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
@@ -117,7 +117,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
         for owner, name, made in ((decoder, "propose", proposal), (decoder.step, "verify", features)):
             monkeypatch.setitem(owner.__dict__, name, lambda *arguments, made=made: made)
         if decoder.head is not None:
-            monkeypatch.setattr(decoder.head, "observe", lambda *arguments: None)
+            monkeypatch.setattr(decoder.head, "extend", lambda *arguments: None)
         with Launches() as launches:
             decoder.round(64)
     assert {"_settle", "_best_of_tile"} <= launches.names.keys()

@@ -14,7 +14,7 @@ from heads.checkpoint import read_config, save_head, target_record
 from heads.formats.contract import Verdict, check_folder, why_unfit
 from heads.formats.loaders import EAGLE, EAGLE3, ENGINES, MEDUSA, OLD_VLLM, SGLANG, VLLM
 from heads.registry import HEADS, build_head
-from heads.target import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target
 from tests.native_mtp import V, write_native
 
 Weights = dict[str, Tensor]
@@ -91,10 +91,10 @@ def test_an_eagle3_head_is_what_every_reader_loads(
     [
         ({"fc_norm": True}, {VLLM, SGLANG}, "fc_norm"),
         ({"norm_output": True}, {VLLM, SGLANG}, "norm_output"),
-        ({"taps": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
-        ({"taps": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
-        ({"taps": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
-        ({"taps": [4]}, {VLLM}, "fc is left out"),
+        ({"aux_layer_ids": [1, 4, 6]}, {VLLM, SGLANG}, r"[2, 4, 5] would be captured in the place of [1, 4, 6]"),
+        ({"aux_layer_ids": [0, 7]}, {VLLM, SGLANG}, "no layer ids are read"),
+        ({"aux_layer_ids": [2, 4, 8]}, {VLLM}, "layer 8 of 8, the last one's output, is never captured"),
+        ({"aux_layer_ids": [4]}, {VLLM}, "fc is left out"),
     ],
 )
 def test_which_options_each_reader_takes(

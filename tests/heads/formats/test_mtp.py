@@ -20,13 +20,13 @@ from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.mtp import Mtp, MtpConfig
 from heads.registry import build_head
-from heads.target import FrozenTarget, load_target
-from heads.target_block import block_record
+from heads.target.block import block_record
+from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 from tests.native_mtp import COMMON, QWEN, V, change_config, change_weights, qwen_shapes, write_native
-from train.features import make_batch
-from train.packing import Rows
+from train.data.features import make_batch
+from train.data.packing import Rows
 
 COUNTS = torch.arange(V)
 
@@ -101,8 +101,8 @@ def test_qwens_names_and_back() -> None:
     head = Mtp(made, *build_vocab(COUNTS, V))
     weights = {name: torch.randn(shape) for name, shape in qwen_shapes(0).items()}
     head.restore_modules(weights, "qwen")
-    assert head.saved().keys() == weights.keys()
-    assert all(torch.equal(value, weights[name]) for name, value in head.saved().items())
+    assert head.to_checkpoint().keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in head.to_checkpoint().items())
 
 
 @pytest.mark.parametrize("name", ["qwen1", "qwen_dense1"])
@@ -132,8 +132,8 @@ def test_qwens_states_are_those_of_a_layer_of_transformers(
     with torch.no_grad():
         x = torch.cat(both, -1) @ own["fc.weight"].T
         grid = (3, -1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else (-1, -1)
-        turn = decoder.rotary_emb(x, batch.positions[:, :T].expand(*grid))
-        x = decoder.layers[0](x, position_embeddings=turn, attention_mask=mask)
+        cos_sin = decoder.rotary_emb(x, batch.positions[:, :T].expand(*grid))
+        x = decoder.layers[0](x, position_embeddings=cos_sin, attention_mask=mask)
         ours = head.unroll(batch, 1)[0][:, :T]
     torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
 
@@ -183,8 +183,8 @@ def test_deepseeks_states_are_those_of_transformers(
             if k == 1:
                 embedded[:, 0] = 0  # as vLLM's class does, and transformers' does not
             mask = torch.full((T, T), -1e9, dtype=torch.float64).triu(1)[None, None]
-            turn = theirs.rotary_emb(hidden, positions)
-            hidden = theirs.layers[k - 1](embedded, hidden, turn, mask, positions, past_key_values=None)
+            cos_sin = theirs.rotary_emb(hidden, positions)
+            hidden = theirs.layers[k - 1](embedded, hidden, cos_sin, mask, positions, past_key_values=None)
             torch.testing.assert_close(ours[:, :T], hidden, atol=1e-6, rtol=1e-5)  # their norms compute in float32
 
 
@@ -215,10 +215,10 @@ def test_mimos_states_are_its_formula(name: str, targets: dict[str, tuple[Frozen
         angle = torch.arange(T)[:, None] * 1e4 ** -(torch.arange(0, 8, 2) / 8).float()
         cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
 
-        def turned(z: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+        def rotated(z: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
             return z * cos + torch.cat([-z[..., 4:], z[..., :4]], -1) * sin
 
-        scores = turned(q) @ turned(key).repeat_interleave(2, 1).mT / 8**0.5
+        scores = rotated(q) @ rotated(key).repeat_interleave(2, 1).mT / 8**0.5
         scores = scores.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf)
         heard = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)
         x = x + heard @ w["self_attn.o_proj.weight"].T
@@ -240,10 +240,11 @@ def test_a_drafting_step_is_a_training_step(
     target, _ = targets[name]
     head = build_head("mtp", {"native": True, "draft_vocab_size": 90}, target, COUNTS).double()
     batch, n, seen = batch_of(target), 11, []
-    state = head.new_state(target.ends, batch_size=2, capacity=20, shape=parse_shape("chain:4"))
+    state = head.new_state(target.shared, batch_size=2, capacity=20, shape=parse_shape("chain:4"))
     start, count = torch.zeros(2, dtype=torch.int64), torch.tensor([n, n])
-    head.observe(
-        state, Observation(batch.tokens[:, : n + 1], batch.taps[:, :n], batch.hidden[:, :n], start, count, None)
+    head.extend(
+        state,
+        Observation(batch.tokens[:, : n + 1], batch.aux_hidden_states[:, :n], batch.hidden[:, :n], start, count, None),
     )
     normed = head.normed
 
@@ -257,7 +258,9 @@ def test_a_drafting_step_is_a_training_step(
     tokens = batch.tokens.clone()
     tokens[:, n + 1 : n + 5] = proposal.tokens[:, 1:]
     with torch.no_grad():
-        trained = head.unroll(dataclasses.replace(batch, tokens=tokens, embeddings=target.ends.embed(tokens)), 4)
+        trained = head.unroll(
+            dataclasses.replace(batch, tokens=tokens, embeddings=target.shared.embed_tokens(tokens)), 4
+        )
     assert len(drafted) == 4
     for ours, theirs in zip(drafted, trained, strict=True):
         torch.testing.assert_close(ours[:, 0], theirs[:, n - 1], atol=1e-5, rtol=1e-5)

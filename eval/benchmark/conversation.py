@@ -1,0 +1,256 @@
+"""A conversation with a target that a head drafts for: answers shown while they are decoded."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from eval.benchmark.measure import trace
+from eval.benchmark.messages import Message
+from eval.benchmark.metrics import tau
+from eval.benchmark.opening import Opened, open_head, prompt_room
+from eval.benchmark.prompts import render
+from eval.benchmark.tune import can_draft
+from eval.command import draft_shapes, tell
+from eval.reporting.format import number, plural
+from eval.runtime.detokenizer import Detokenizer
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.sampling import Sampling
+from heads.errors import UserError
+from heads.tree import TreeShape
+
+DEFAULT_TREES = ("chain:5", "chain:3", "chain:1")
+"""The first that a head can draft."""
+LEAST_ROOM = 1024
+"""Tokens that an engine has room for at least; it is made anew, with twice as many, where a conversation needs more."""
+DRAFTED, QUIET = "green", "dim"
+INVISIBLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, which a model may write and a terminal would obey."""
+REFRESH_SECONDS = 0.05
+
+
+class Screen:
+    """An answer in a terminal: whole lines are printed, the last one and the figures so far are drawn below them."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.line, self.drawn = console, Text(overflow="fold"), 0.0
+        self.live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
+
+    def __enter__(self) -> "Screen":
+        self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+        self.console.print(self.line, highlight=False, soft_wrap=True)
+
+    def add(self, text: str, style: str = "") -> None:
+        """Go on with some text."""
+        self.line.append(text.translate(INVISIBLE), style)
+        *whole, self.line = self.line.split("\n", allow_blank=True)
+        self.line.overflow = "fold"
+        for line in whole:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def draw(self, figures: str) -> None:
+        """Show the last line and the figures, unless that was done a moment ago."""
+        if time.monotonic() - self.drawn >= REFRESH_SECONDS:
+            self.live.update(Group(self.line, Text(figures, QUIET)), refresh=True)
+            self.drawn = time.monotonic()
+
+
+class Pipe:
+    """An answer as text alone."""
+
+    def __enter__(self) -> "Pipe":
+        self.last = "\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.last != "\n":
+            print(flush=True)
+
+    def add(self, text: str, style: str = "") -> None:
+        """Go on with some text; a prompt that is only shown is none of it."""
+        if text and style != QUIET:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            self.last = text[-1]
+
+    def draw(self, figures: str) -> None:
+        """Figures are told at the end."""
+
+
+class Conversation:
+    """A head on its target, and what was said so far."""
+
+    def __init__(
+        self, opened: Opened, shape: TreeShape, sampling: Sampling, max_new_tokens: int, console: Console | None
+    ) -> None:
+        """`console`: where answers are drawn; None: they are written as text alone."""
+        self.opened, self.shape, self.sampling, self.max_new_tokens = opened, shape, sampling, max_new_tokens
+        self.console = console
+        self.messages: list[Message] = []
+        self.answers = 0
+        self.engine: Engine | None = None
+
+    def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
+        """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
+        UserError where the target has no room for it."""
+        target, tokenizer = self.opened.target, self.opened.tokenizer
+        talks = tokenizer.chat_template is not None
+        messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
+        _, ids = render(messages, tokenizer)
+        room = prompt_room(target, self.max_new_tokens, self.shape.nodes)
+        if not 1 <= len(ids) <= room:
+            raise UserError(
+                f"the prompt, with what was said before, has {len(ids)} tokens; expected 1 to {room}, which leave room "
+                f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
+            )
+        engine = self._engine(len(ids) + self.max_new_tokens + self.shape.nodes)
+        request = Request(ids, self.max_new_tokens, Sampling(self.sampling.temperature, seed=self._seed()))
+        with Screen(self.console) if self.console is not None else Pipe() as screen:
+            if not talks:
+                screen.add(prompt, QUIET)
+            stream = Stream(screen, Detokenizer(tokenizer, skip_special_tokens=True))
+
+            def take(_: int, tokens: list[int]) -> bool:
+                stream.take(tokens, is_last=self._ends(request, len(stream.flags) + len(tokens), tokens[-1]))
+                return is_asked_to_stop()
+
+            (output,) = engine.generate([request], on_tokens=take)
+            stream.end(output)
+        self.answers += 1
+        if talks:
+            text = str(tokenizer.decode(output.tokens, skip_special_tokens=True))
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+        decoded = trace(output).emitted / max(engine.timings.decode_seconds, 1e-9)
+        self._tell(figures_line(len(output.tokens), tau([trace(output)]), decoded))
+        return output
+
+    def _ends(self, request: Request, count: int, last: int) -> bool:
+        return count == request.max_new_tokens or last in self.opened.target.eos_token_ids
+
+    def _seed(self) -> int:
+        return self.sampling.seed + self.answers
+
+    def _engine(self, needed: int) -> Engine:
+        if self.engine is None or self.engine.max_length < needed:
+            self.engine = None  # its caches go first
+            length = LEAST_ROOM
+            while length < needed:
+                length *= 2
+            length = min(length, self.opened.target.context_length)
+            self.engine = Engine(self.opened.target, self.opened.head, shape=self.shape, max_length=length)
+        return self.engine
+
+    def _tell(self, figures: str) -> None:
+        if self.console is None:
+            tell(figures)
+        else:
+            self.console.print(figures, style=QUIET, highlight=False)
+
+
+class Stream:
+    """An answer on its way to the screen, token by token, each either drafted or the target's own."""
+
+    def __init__(self, screen: Screen | Pipe, detokenizer: Detokenizer) -> None:
+        self.screen, self.detokenizer = screen, detokenizer
+        self.flags: list[bool] = []
+        """For each token shown, whether it was drafted."""
+        self.held: list[int] = []
+        """The last round's tokens, of which only the end of the answer tells how many were drafted."""
+        self.rounds = -1
+        """Target passes so far, the prompt's not counted."""
+
+    def take(self, tokens: Sequence[int], *, is_last: bool) -> None:
+        """Show a round's tokens: the last of them is the target's own, those before it were drafted."""
+        self.rounds += 1
+        if is_last:
+            self.held = list(tokens)
+            return
+        for n, token in enumerate(tokens, start=1):
+            self.show(token, n < len(tokens))
+        self.screen.draw(figures_line(len(self.flags), (len(self.flags) - 1) / self.rounds if self.rounds else None))
+
+    def show(self, token: int, drafted: bool) -> None:
+        """Show a token."""
+        self.flags.append(drafted)
+        self.screen.add(self.detokenizer.push(token), DRAFTED if drafted else "")
+
+    def end(self, output: Output) -> None:
+        """Show what was held back."""
+        for token, drafted in zip(self.held, output.drafted()[len(self.flags) :], strict=True):
+            self.show(token, drafted)
+        self.screen.add(self.detokenizer.flush())
+
+
+def figures_line(tokens: int, tau: float | None, tokens_per_second: float | None = None) -> str:
+    """`128 tokens, tau 2.84, 412.0 tokens/s`."""
+    rate = "" if tokens_per_second is None else f", {number(tokens_per_second, 1)} tokens/s"
+    return f"{plural(tokens, 'token')}, tau {number(tau)}{rate}"
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C only sets what is yielded to true; pressed again, it interrupts as ever."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before: Any = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Load what the command line names, and answer: the exit status."""
+    opened = open_head(options)
+    sampling = Sampling(options.temperature, seed=options.seed)
+    shape = choose_shape(opened, options.tree)
+    console = Console()
+    shown = console if console.is_interactive and not options.plain else None
+    conversation = Conversation(opened, shape, sampling, options.max_new_tokens, shown)
+    if options.prompt is not None:
+        with interruptible() as is_interrupted:
+            conversation.answer(options.prompt, is_interrupted)
+            return 130 if is_interrupted() else 0
+    while (prompt := read_prompt(opened.target.name)) is not None:
+        if not prompt.strip():
+            continue
+        try:
+            with interruptible() as is_interrupted:
+                conversation.answer(prompt, is_interrupted)
+        except UserError as error:  # of this prompt; the next may be shorter
+            tell(f"error: {error}")
+            conversation.messages.clear()
+    return 0
+
+
+def choose_shape(opened: Opened, text: str | None) -> TreeShape:
+    """The draft that is asked for, or the first of the defaults that the head can draft. UserError where it cannot."""
+    shapes = draft_shapes([text] if text else DEFAULT_TREES, opened.head)
+    fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
+    return (fitting or shapes)[0]  # where none fits, the engine says why
+
+
+def read_prompt(name: str) -> str | None:
+    """A line from the user; None at the end of input."""
+    try:
+        return input(f"\n{name}> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

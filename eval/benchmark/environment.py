@@ -1,0 +1,88 @@
+"""What a measurement ran on: hardware and versions, for results and provenance."""
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.runtime.triton_step import kernels_fit
+from heads.backends.cpu.compiling import find_compiler
+from heads.backends.torch.architectures import native_decoder, why_not_native
+from heads.target.frozen import FrozenTarget
+
+PACKAGES = (
+    *("torch", "triton", "torchao", "transformers", "tokenizers"),
+    *("accelerate", "datasets", "safetensors", "numpy"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Name and size of the device that decodes."""
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        return {"type": "cuda", "name": facts.name, "memory_gib": round(facts.total_memory / 2**30, 1)}
+    return {"type": device.type, "name": cpu_name(), "threads": torch.get_num_threads()}
+
+
+def decoder_facts(target: FrozenTarget) -> str:
+    """The code that decodes the target here, and why it is not faster code."""
+    decoder = native_decoder(target)
+    if decoder is None:
+        return f"its Hugging Face model ({why_not_native(target)})"
+    if kernels_fit(target):
+        return "Triton kernels"
+    if decoder.stack is not None:
+        return "C kernels"
+    if target.device.type == "cpu" and find_compiler() is None:
+        return "torch (no C compiler)"
+    return "torch"
+
+
+def setup_line(target: FrozenTarget, training: str | None = None) -> str:
+    """The device, dtypes, threads and kernels of a run in one line; `training`: the dtype of products in training."""
+    facts = device_facts(target.device)
+    threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
+    dtype = str(target.dtype).removeprefix("torch.")
+    trains = "" if training is None else f", trains in {training}"
+    return f"{facts['name']}{threads}: decodes in {dtype} by {decoder_facts(target)}{trains}"
+
+
+def cpu_name() -> str:
+    """The processor's name as its maker gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Python, the packages that numbers depend on, and this project's commit where it runs from a clone."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"draftsmith": commit()}
+
+
+def commit() -> str:
+    """The commit checked out, with a + where files differ from it; "unknown" outside a clone."""
+    try:
+        revision = _git("rev-parse", "--short=12", "HEAD")
+        return revision + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    ).stdout.strip()

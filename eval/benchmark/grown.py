@@ -1,0 +1,204 @@
+"""A small model in the shape of a big one: the same function at the big model's cost.
+
+Width and depth are filled with zeros, so that a head's real acceptance on a small real target is measured at any
+model's real price. A Llama-family target (grouped-query attention, RMS norms, rotary positions, gated MLP) grows so:
+
+    width     new channels are zero, and so is what reads or writes them; RMS norms divide by the wider mean, which
+              sqrt(D / D') in their weights takes back
+    layers    new ones add zero: output and down projections are zero
+    heads     new query heads have no way out; a key head keeps its query heads
+    head_dim  rotary pairs keep their frequencies with theta' = theta^(d' / d); sqrt(d' / d) in the query projection
+              takes back the other scale of the scores
+    vocab     new ids get logits far below all others, from one new channel of constant value: its square takes over
+              half of what the norms' eps adds to the mean, so that the function stays the same to the last term
+
+Letters: D width, L layers, H query heads, Hkv key heads, d head dimension, I intermediate width, V vocabulary; with a
+prime: the grown one's.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.benchmark.shapes import ModelShape
+from heads.errors import UserError
+from heads.target.families import rope_theta
+
+NEVER = -1e7
+"""The weight on the constant channel of an id that must never be chosen."""
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape that a Llama-family config describes."""
+    found: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(ModelShape)}
+    found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
+    found["num_key_value_heads"] = found["num_key_value_heads"] or config.num_attention_heads
+    return ModelShape(**found)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """From one shape to another, and the norms' eps of the small model."""
+
+    old: ModelShape
+    new: ModelShape
+    eps: float
+
+    def __post_init__(self) -> None:
+        old, new = self.old, self.new
+        for field in fields(ModelShape):
+            small, large = getattr(old, field.name), getattr(new, field.name)
+            if large < small:
+                raise UserError(f"{field.name}: a model of {small} cannot be grown to {large}; ask for as much or more")
+        if new.num_attention_heads % new.num_key_value_heads or new.head_dim % 2:
+            raise UserError(
+                f"{new.num_attention_heads} heads of {new.head_dim} must be whole groups of {new.num_key_value_heads} "
+                "key heads, and of an even width"
+            )
+        if self.group(new) < self.group(old):
+            raise UserError(
+                f"num_key_value_heads: {self.group(old)} query heads share a key head; "
+                f"{new.num_attention_heads} / {new.num_key_value_heads} leaves room for {self.group(new)}"
+            )
+        if new.hidden_size == old.hidden_size and new.vocab_size > old.vocab_size:
+            raise UserError("vocab_size: more ids need a wider model, by one channel at least; raise hidden_size")
+
+    @staticmethod
+    def group(shape: ModelShape) -> int:
+        """Query heads that share a key head."""
+        return shape.num_attention_heads // shape.num_key_value_heads
+
+    @property
+    def norm_scale(self) -> float:
+        return math.sqrt(self.old.hidden_size / self.new.hidden_size)
+
+    @property
+    def wider(self) -> bool:
+        return self.new.hidden_size > self.old.hidden_size
+
+    @property
+    def new_eps(self) -> float:
+        """Half of what eps adds to a sum of squares; the constant channel is the other half."""
+        return self.eps * self.old.hidden_size / self.new.hidden_size / (2 if self.wider else 1)
+
+    @property
+    def constant(self) -> float:
+        """The value of channel D in every residual stream."""
+        return math.sqrt(self.eps * self.old.hidden_size / 2)
+
+    # Where the old model's channels go; each (old size,) int64.
+
+    def width(self, *, parts: int = 1) -> Tensor:
+        """Of `parts` residual streams side by side."""
+        D, wide = self.old.hidden_size, self.new.hidden_size
+        return torch.cat([torch.arange(D) + part * wide for part in range(parts)])
+
+    def head(self) -> Tensor:
+        """Of one head: rotary pairs (i, i + d / 2) stay pairs."""
+        half = torch.arange(self.old.head_dim // 2)
+        return torch.cat([half, half + self.new.head_dim // 2])
+
+    def queries(self) -> Tensor:
+        """Of all query heads, those of a key head together."""
+        old, new = self.group(self.old), self.group(self.new)
+        # The new number of each old query head.
+        places = [kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)]
+        return torch.cat([self.head() + place * self.new.head_dim for place in places])
+
+    def keys(self) -> Tensor:
+        """Of all key heads."""
+        return torch.cat([self.head() + kv * self.new.head_dim for kv in range(self.old.num_key_value_heads)])
+
+
+def place(small: Tensor, shape: tuple[int, ...], *where: Tensor | None) -> Tensor:
+    """A tensor of `shape` that is zero but for `small`, whose index i along each axis goes to where[axis][i]."""
+    large = small.new_zeros(shape)
+    spots = [torch.arange(size) if spot is None else spot for size, spot in zip(small.shape, where, strict=True)]
+    large[torch.meshgrid(*spots, indexing="ij")] = small
+    return large
+
+
+def grow_norm(growth: Growth, weight: Tensor) -> Tensor:
+    """An RMS norm over the width."""
+    return place(weight * growth.norm_scale, (growth.new.hidden_size,), growth.width())
+
+
+def grow_block(growth: Growth, weights: dict[str, Tensor], intermediate: int, *, parts: int = 1) -> dict[str, Tensor]:
+    """A decoder block's projections, by their own names (`q_proj.weight`, ...); attention reads `parts` streams."""
+    new, D = growth.new, growth.new.hidden_size
+    rows = {"q": new.num_attention_heads * new.head_dim, "kv": new.num_key_value_heads * new.head_dim}
+    width, queries, keys = growth.width(), growth.queries(), growth.keys()
+    inputs = growth.width(parts=parts)
+    stretch = math.sqrt(new.head_dim / growth.old.head_dim)
+    grow: dict[str, Callable[[Tensor], Tensor]] = {
+        "q_proj.weight": lambda w: place(w * stretch, (rows["q"], parts * D), queries, inputs),
+        "k_proj.weight": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
+        "v_proj.weight": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
+        "o_proj.weight": lambda w: place(w, (D, rows["q"]), width, queries),
+        "gate_proj.weight": lambda w: place(w, (intermediate, D), None, width),
+        "up_proj.weight": lambda w: place(w, (intermediate, D), None, width),
+        "down_proj.weight": lambda w: place(w, (D, intermediate), width, None),
+    }
+    return {name: grow[name](weight) for name, weight in weights.items()}
+
+
+def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
+    """An output head (V, D) of `size` ids; the new ones can never be chosen."""
+    grown = place(weight, (size, growth.new.hidden_size), None, growth.width())
+    grown[len(weight) :, growth.old.hidden_size :][:, :1] = NEVER
+    return grown
+
+
+@torch.no_grad()
+def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
+    """The same function in another shape, in the model's dtype and on its device; UserError for what is no plain
+    Llama."""
+    config = model.config
+    if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
+        raise UserError(f"expected a Llama without biases, got a {config.model_type}")
+    if (config.rope_parameters or {}).get("rope_type", "default") != "default":
+        raise UserError("expected plain rotary positions; scaled ones do not keep their frequencies in wider heads")
+    growth = Growth(shape_of(config), shape, config.rms_norm_eps)
+    grown_config = LlamaConfig(
+        **{field.name: getattr(shape, field.name) for field in fields(ModelShape)},
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=growth.new_eps,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": rope_theta(config) ** (shape.head_dim / growth.old.head_dim),
+        },
+        tie_word_embeddings=False,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        dtype=model.dtype,
+    )
+    with torch.device("meta"):
+        empty: Any = LlamaForCausalLM(grown_config)
+    grown: LlamaForCausalLM = empty.to(model.dtype).to_empty(device=model.device)
+    for parameter in grown.parameters():
+        parameter.zero_()
+    D, width = growth.old.hidden_size, growth.width()
+    table = place(model.model.embed_tokens.weight, (shape.vocab_size, shape.hidden_size), None, width)
+    if growth.wider:
+        table[:, D] = growth.constant
+    grown.model.embed_tokens.weight.copy_(table)
+    grown.lm_head.weight.copy_(grow_output(growth, model.lm_head.weight, shape.vocab_size))
+    grown.model.norm.weight.copy_(grow_norm(growth, model.model.norm.weight))
+    if growth.wider:
+        grown.model.norm.weight[D] = 1.0
+    for ours, theirs in zip(grown.model.layers, model.model.layers, strict=False):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            getattr(ours, norm).weight.copy_(grow_norm(growth, getattr(theirs, norm).weight))
+        for part in ("self_attn", "mlp"):
+            weights = grow_block(growth, dict(getattr(theirs, part).named_parameters()), shape.intermediate_size)
+            for name, weight in weights.items():
+                getattr(ours, part).get_parameter(name).copy_(weight)
+    # Its frequencies are no parameters: they are made anew.
+    grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
+    return grown.eval()  # type: ignore[no-any-return]

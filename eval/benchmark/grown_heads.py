@@ -1,0 +1,203 @@
+"""Heads of a target that was grown: the same drafts from the grown target's features, at a big head's cost.
+
+A head keeps its own ids: where there are more in the grown vocabulary, it drafts none of them. EAGLE-3 has an output
+head of its own, which may get more rows, as a real one of that size has; they are never chosen. Taps stay at their
+layers, since new layers come after the old ones and add nothing. What reads a stream without the constant channel has
+half of its norms' eps, which is nothing beside real states.
+
+Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from eval.benchmark.grown import Growth, grow_block, grow_llama, grow_norm, grow_output, place
+from eval.benchmark.shapes import ModelShape
+from heads.draft_lm import model_record
+from heads.draft_model import Draft
+from heads.eagle3 import Eagle3
+from heads.errors import UserError
+from heads.layers import BlockConfig
+from heads.medusa import Medusa
+from heads.mtp import Block, Mtp, MtpModule
+from heads.target.aux_layers import check_aux_layer_ids
+from heads.vocab import kept_ids, vocab_of
+
+Head = TypeVar("Head", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """What a grown head may have more of than its target's growth gives it; None: as much as it has to."""
+
+    intermediate_size: int | None = None
+    """The grown target's by default."""
+    draft_vocab_size: int | None = None
+    """The head's own by default."""
+
+
+@torch.no_grad()
+def grow_head(head: Any, growth: Growth, size: HeadSize | None = None) -> nn.Module:
+    """The head of the grown target. UserError for a family or a size that cannot be."""
+    grow = GROW.get(type(head))
+    if grow is None:
+        known = ", ".join(kind.__name__ for kind in GROW)
+        raise UserError(f"a head of kind {type(head).__name__} cannot be grown, only {known}")
+    size = size or HeadSize()
+    if size.draft_vocab_size is not None and grow is not grow_eagle3:
+        raise UserError("draft_vocab_size: only an EAGLE-3 head has rows of its own to add; leave it out")
+    if size.intermediate_size is not None and grow not in (grow_eagle3, grow_mtp):
+        raise UserError("intermediate_size: the head has no block of its own whose width could be chosen; leave it out")
+    grown: nn.Module = grow(head, growth, size)
+    return grown.eval()
+
+
+def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
+    """EAGLE-3 (`heads.eagle3`)."""
+    config, old, new, D = head.config, growth.old, growth.new, growth.old.hidden_size
+    block = grown_widths(config, growth, size)
+    count = size.draft_vocab_size or config.draft_vocab_size
+    surplus, spare = count - config.draft_vocab_size, new.vocab_size - old.vocab_size
+    if not 0 <= surplus <= spare:
+        raise UserError(
+            f"draft_vocab_size: a head of {config.draft_vocab_size} draft ids can be grown to as many and up to "
+            f"{config.draft_vocab_size + spare}, got {count}"
+        )
+    kept = torch.cat([kept_ids(head.d2t), old.vocab_size + torch.arange(surplus)])
+    grown_config = replace(
+        config,
+        **block,
+        vocab_size=new.vocab_size,
+        num_target_layers=new.num_hidden_layers,
+        aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
+        draft_vocab_size=count,
+    )
+    grown = blank(Eagle3(grown_config, *vocab_of(kept, new.vocab_size)), head.fc.weight.dtype)
+    L = len(config.aux_layer_ids)
+    fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
+    ours, theirs = grown.midlayer, head.midlayer
+    copy_norms(ours, theirs, growth, ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+    copy_block(ours, theirs, growth, config, grown_config, parts=2)
+    copy_norms(grown, head, growth, ("norm",))
+    if head.fc_norm is not None and grown.fc_norm is not None:
+        for large, small in zip(grown.fc_norm.parameters(), head.fc_norm.parameters(), strict=True):
+            large.copy_(grow_norm(growth, small))
+        if growth.wider:
+            [*grown.fc_norm.parameters()][-1][D] = 1.0
+    if (
+        growth.wider
+    ):  # the highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant
+        fc[D, (L - 1) * new.hidden_size + D] = 1.0
+        # A state that is normed and recycled must not raise it step by step.
+        grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0
+    grown.fc.weight.copy_(fc)
+    grown.lm_head.weight.copy_(grow_output(growth, head.lm_head.weight, count))
+    return grown
+
+
+def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
+    """MTP modules of our own block (`heads.mtp`)."""
+    config, new = head.config, growth.new
+    if config.decoder is not None:
+        raise UserError("modules of a checkpoint's own decoder cannot be grown, only those trained from scratch")
+    grown_config = replace(
+        config,
+        **grown_widths(config, growth, size),
+        vocab_size=new.vocab_size,
+        num_target_layers=new.num_hidden_layers,
+    )
+    kept = kept_ids(head.d2t)
+    grown = blank(Mtp(grown_config, *vocab_of(kept, new.vocab_size)), next(head.parameters()).dtype)
+    for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
+        assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
+        small, large = theirs.block, ours.block
+        assert isinstance(small, Block) and isinstance(large, Block)
+        copy_norms(ours, theirs, growth, ("token_layernorm", "hidden_layernorm", "final_layernorm"))
+        copy_norms(large, small, growth, ("input_layernorm", "post_attention_layernorm"))
+        copy_block(large, small, growth, config, grown_config)
+        weight, inputs = ours.input_proj.weight, growth.width(parts=2)
+        weight.copy_(place(theirs.input_proj.weight, tuple(weight.shape), growth.width(), inputs))
+    return grown
+
+
+def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
+    """Medusa heads (`heads.medusa`), with their tree."""
+    new, width = growth.new, growth.width()
+    config = replace(head.config, hidden_size=new.hidden_size, vocab_size=new.vocab_size)
+    grown = blank(Medusa(config, head.kept), next(head.parameters()).dtype)
+    for (name, ours), theirs in zip(grown.named_parameters(), head.parameters(), strict=True):
+        where = (None, width) if name.startswith("lm_heads") else (width,) * theirs.dim()
+        ours.copy_(place(theirs, tuple(ours.shape), *where))
+    return grown
+
+
+def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
+    """A draft model (`heads.draft_model`): of the grown target's widths, and as many layers as it has."""
+    model: Any = head.model
+    shape = replace(growth.new, num_hidden_layers=model.config.num_hidden_layers)
+    grown = grow_llama(model, shape)
+    config = replace(head.config, model=model_record(grown), vocab_size=growth.new.vocab_size)
+    return Draft(config, grown)
+
+
+GROW: dict[type, Callable[[Any, Growth, HeadSize], nn.Module]] = {
+    Eagle3: grow_eagle3,
+    Mtp: grow_mtp,
+    Medusa: grow_medusa,
+    Draft: grow_draft,
+}
+
+
+def blank(head: Head, dtype: torch.dtype) -> Head:
+    """The head with zeros for weights."""
+    head = head.to(dtype)
+    for parameter in head.parameters():
+        parameter.zero_()
+    return head
+
+
+def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
+    """The fields of `BlockConfig` of a grown block. UserError if the block is of another make, or would shrink."""
+    if config.rms_norm_eps != growth.eps:
+        raise UserError(
+            f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}; train it with that"
+        )
+    intermediate = size.intermediate_size or growth.new.intermediate_size
+    if intermediate < config.intermediate_size:
+        raise UserError(
+            f"intermediate_size: a head of {config.intermediate_size} cannot be grown to {intermediate}; ask for more"
+        )
+    return {
+        "hidden_size": growth.new.hidden_size,
+        "intermediate_size": intermediate,
+        "num_attention_heads": growth.new.num_attention_heads,
+        "num_key_value_heads": growth.new.num_key_value_heads,
+        "head_dim": growth.new.head_dim,
+        "rms_norm_eps": growth.new_eps,
+        "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads turn as small ones
+    }
+
+
+def copy_norms(ours: Any, theirs: Any, growth: Growth, names: tuple[str, ...]) -> None:
+    """RMS norms over the width."""
+    for name in names:
+        getattr(ours, name).weight.copy_(grow_norm(growth, getattr(theirs, name).weight))
+
+
+def copy_block(
+    ours: Any, theirs: Any, growth: Growth, config: BlockConfig, grown: BlockConfig, *, parts: int = 1
+) -> None:
+    """Attention, which reads `parts` streams side by side, and MLP."""
+    own, goal = (
+        ModelShape(x.hidden_size, 1, x.num_attention_heads, x.num_key_value_heads, x.head_dim, x.intermediate_size, 0)
+        for x in (config, grown)
+    )
+    block = Growth(own, goal, growth.eps)
+    for part, streams in (("self_attn", parts), ("mlp", 1)):
+        weights = dict(getattr(theirs, part).named_parameters())
+        for name, weight in grow_block(block, weights, grown.intermediate_size, parts=streams).items():
+            getattr(ours, part).get_parameter(name).copy_(weight)

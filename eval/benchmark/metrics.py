@@ -1,0 +1,182 @@
+"""The figures of a measurement, each defined once.
+
+A generation of n tokens begins with one token that the prefill gives; what counts here are the n - 1 that follow, and
+the target passes ("rounds") that made them. A round emits its accepted draft tokens and one token more, the bonus
+token, which the target's own pass gives; only a round that the end of the text cuts short emits no bonus token.
+
+Confidence intervals are percentile bootstraps over units (a prompt, or the prompts that were timed together): units are
+drawn with replacement, and a ratio is formed anew of the drawn units' sums. Where two measurements are compared, both
+are taken of the same drawn units (paired), so that easy and hard prompts do not pass for noise. Where fewer than
+two units gave anything there is no interval: one has no spread.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Interval = tuple[float, float]
+Rate = tuple[Sequence[float], Sequence[float]]
+"""By unit: what was gained, and what it cost, such as tokens and seconds."""
+
+BOOTSTRAP_DRAWS = 2_000
+CONFIDENCE = 0.95
+TOKEN_PERCENTILES = (50, 95, 99)
+LOOP_TAIL = 48
+LOOP_PERIOD = 16
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one generation did, as far as acceptance goes."""
+
+    emitted: int
+    """Tokens after the prefill's first one."""
+    accepted: tuple[int, ...]
+    """Draft tokens accepted in each round, of those that were emitted."""
+    reached: tuple[int, ...]
+    """The deepest level that each round put to the test: the first one refused, or the last there was."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.accepted)
+
+
+def tau(traces: Sequence[Trace]) -> float:
+    """Tokens emitted per target pass, bonus token included: sum of emitted over sum of rounds. Plain decoding has 1."""
+    return _ratio(sum(t.emitted for t in traces), sum(t.rounds for t in traces))
+
+
+def tau_interval(traces: Sequence[Trace]) -> Interval | None:
+    """The 95% interval of `tau` over prompts."""
+    return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces])
+
+
+def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:
+    """alpha_k for k = 1..depth: how often the k-th draft token was accepted where the k - 1 before it were.
+
+    alpha_k = #(rounds with >= k accepted) / #(rounds that put a k-th token to the test). A round that the end of the
+    text cuts short says nothing of the depths after the cut, and a tree without a node at depth k nothing of k: neither
+    counts there. None where no round came so deep.
+    """
+    accepted = np.array([count for trace in traces for count in trace.accepted], dtype=np.int64)
+    reached = np.array([level for trace in traces for level in trace.reached], dtype=np.int64)
+    assert accepted.shape == reached.shape, f"{accepted.shape} rounds accepted, {reached.shape} reached"
+    assert (accepted <= reached).all() and (reached <= depth).all(), (accepted, reached, depth)
+    rates: list[float | None] = []
+    for k in range(1, depth + 1):
+        tested = int((reached >= k).sum())
+        rates.append(int((accepted >= k).sum()) / tested if tested else None)
+    return rates
+
+
+def accepted_histogram(traces: Iterable[Trace], depth: int) -> list[int]:
+    """How many rounds accepted 0, 1, .. `depth` draft tokens."""
+    counts = [0] * (depth + 1)
+    for trace in traces:
+        for count in trace.accepted:
+            counts[count] += 1
+    return counts
+
+
+def tokens_per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float:
+    """Total tokens over total decode seconds; the prefill and the token it gives are in neither."""
+    return _ratio(sum(tokens), sum(seconds))
+
+
+def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
+    """Plain decoding's seconds over speculative decoding's, for the same tokens of the same prompts in the same run.
+
+    Equal to the ratio of tokens per second, since the tokens are the same: that is what the audit proves. Where they
+    are not, under a rule that is exact in distribution, the two rates are compared: `rate_ratio`.
+    """
+    return _ratio(sum(plain), sum(speculative))
+
+
+def speedup_interval(plain: Sequence[float], speculative: Sequence[float]) -> Interval | None:
+    """The 95% interval of `speedup`, paired over units."""
+    return ratio_interval(plain, speculative)
+
+
+def rate_ratio(rate: Rate, reference: Rate) -> float:
+    """One rate over another: (sum of gains / sum of costs), each of its own."""
+    return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
+
+
+def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
+    """The 95% interval of `rate_ratio`, paired over units."""
+    sums = [np.asarray(part, dtype=np.float64) for part in (*rate, *reference)]
+    size = sums[0].size
+    assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
+    if np.count_nonzero(sums[1]) < 2:
+        return None
+    drawn = drawn_units(size)
+    gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
+    return _quantiles((gains * other_costs)[costs * other_gains > 0] / (costs * other_gains)[costs * other_gains > 0])
+
+
+def predicted_speedup(tau: float, *, plain_seconds: float, draft: float, verify: float, rest: float) -> float:
+    """tau * t_plain / (t_draft + t_verify + t_rest): what acceptance and the measured costs of a round's parts promise.
+
+    t_plain is plain decoding's seconds per token. A measured speedup well below it means time that no part accounts
+    for.
+    """
+    return tau * _ratio(plain_seconds, draft + verify + rest)
+
+
+def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float]:
+    """The time between tokens: of each token after the first, its round's seconds shared among the tokens that the
+    round emitted. Rounds that accept little are the slow tokens that a mean hides."""
+    return [seconds / count for count, seconds in zip(emitted, rounds, strict=True) for _ in range(count)]
+
+
+def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """The spread of `token_seconds`, in milliseconds: p50, p95 and p99."""
+    if not seconds:
+        return {f"p{share}": float("nan") for share in TOKEN_PERCENTILES}
+    values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES)
+    return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
+
+
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD.
+
+    Loops are easy to draft and flatter every figure here, so their share is reported. A shorter text ended by itself
+    and is none.
+    """
+    end = list(tokens[-LOOP_TAIL:])
+    return len(end) == LOOP_TAIL and any(end[p:] == end[:-p] for p in range(1, LOOP_PERIOD + 1))
+
+
+def loop_share(generations: Sequence[Sequence[int]]) -> float:
+    """The fraction of generations for which `is_loop` holds."""
+    return sum(map(is_loop, generations)) / len(generations) if generations else 0.0
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
+    """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
+    if np.count_nonzero(bottom) < 2:
+        return None
+    drawn = drawn_units(top.size)
+    sums = bottom[drawn].sum(axis=1)
+    return _quantiles(top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0])
+
+
+def drawn_units(size: int) -> NDArray[np.int64]:
+    """(draws, size): which of `size` units each draw of a bootstrap has; always the same."""
+    return np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))
+
+
+def _quantiles(ratios: NDArray[np.float64]) -> Interval | None:
+    if not ratios.size:
+        return None
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(ratios, [outside, 1 - outside])
+    return (float(low), float(high))
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else float("nan")

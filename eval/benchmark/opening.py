@@ -1,0 +1,153 @@
+"""Opening a head, its target and prompts, as a command line names them."""
+
+import argparse
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from eval.benchmark.environment import setup_line
+from eval.benchmark.prompts import Prompt, load_prompts, prompts_hash
+from eval.command import tell
+from eval.reporting.results import Results
+from heads.base import Drafter
+from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
+from heads.errors import UserError
+from heads.registry import build_untrained, untrained_kind
+from heads.target.encoder_decoder import give_template
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A head with the target it was trained for."""
+
+    head: Drafter
+    target: FrozenTarget
+    tokenizer: PreTrainedTokenizerBase
+
+
+def open_head(options: argparse.Namespace) -> Opened:
+    """Load the head that the command line names, and its target."""
+    target, tokenizer = open_target_of(options.head, options)
+    return Opened(fitting_head(options.head, target), target, tokenizer)
+
+
+def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
+    path = options.target or target_path(head)
+    if untrained_kind(head):
+        return open_target(path, options)
+    trained_as = read_config(find_head(head))["target"].get("quantize")
+    target, tokenizer = open_target(path, options, quantize=trained_as)
+    adapt_target(head, target)
+    return target, tokenizer
+
+
+def target_path(head: str) -> str:
+    """The target that a head was trained for. UserError where it does not say."""
+    if untrained_kind(head):
+        raise UserError(f"{head}: drafts for any target; give --target")
+    folder = find_head(head)
+    path = read_config(folder)["target"]["name"]
+    if not isinstance(path, str):
+        raise UserError(f"{folder}: does not say which target it was trained for; give --target")
+    return path
+
+
+def fitting_head(head: str, target: FrozenTarget) -> Drafter:
+    """The head that a text names, trained or not. UserError if it was trained for another target."""
+    if untrained_kind(head):
+        return cast(Drafter, build_untrained(head, target))
+    folder = find_head(head)
+    check_fits(folder, target)
+    return cast(Drafter, load_head(folder, dtype=target.dtype, device=target.device))
+
+
+def open_target(
+    path: str, options: argparse.Namespace, *, quantize: str | None = None
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """Load a target as the command line says; `quantize`: how, where it does not."""
+    place = find_device(options.device)
+    scheme = options.quantize or quantize
+    target, tokenizer = load_pair(
+        path,
+        dtype=options.dtype,
+        device=place,
+        trust_remote_code=options.trust_remote_code,
+        quantize=None if scheme == "none" else scheme,
+    )
+    tell(setup_line(target))
+    return target, tokenizer
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; by default a GPU where there is one. UserError where this machine has none such."""
+    try:
+        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.ones(1, device=found).item()
+    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
+        raise UserError(f"--device: expected a device of this machine, such as cpu, got {name!r}; see --help") from None
+    return found
+
+
+def load_pair(
+    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool, quantize: str | None = None
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
+    is slower."""
+    wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
+    transformers_logging.disable_progress_bar()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
+    try:
+        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if tokenizer.vocab_size > target.vocab_size:  # tokens added to it may lie beyond, where none is ever used
+            raise UserError(
+                f"{path}: its tokenizer has {tokenizer.vocab_size} tokens and its output head {target.vocab_size}; put "
+                "the model's own tokenizer beside it"
+            )
+        if target.start_token is not None:
+            give_template(tokenizer, target.start_token)
+        return target, tokenizer
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
+    """How long a prompt may be. UserError if there is no room for any."""
+    room = target.context_length - max_new_tokens - most_nodes
+    if room < 1:
+        raise UserError(
+            f"{max_new_tokens} new tokens and a tree of {most_nodes} nodes leave no room for a prompt in the "
+            f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
+        )
+    return room
+
+
+def chosen_prompts(
+    options: argparse.Namespace, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, most_nodes: int
+) -> list[Prompt]:
+    """The prompts that the options name, each with room for its output and a tree of `most_nodes`."""
+    room = prompt_room(target, options.max_new_tokens, most_nodes)
+    return load_prompts(
+        options.prompts,
+        tokenizer,
+        num_prompts=options.num_prompts,
+        max_prompt_tokens=min(room, options.max_prompt_tokens),
+        seed=options.seed,
+        skip_long=True,
+    )
+
+
+def prompt_facts(options: argparse.Namespace, prompts: list[Prompt]) -> Results:
+    """What was decoded."""
+    return {
+        "prompts": options.prompts,
+        "num_prompts": len(prompts),
+        "prompts_hash": prompts_hash(prompts),
+        "max_new_tokens": options.max_new_tokens,
+    }

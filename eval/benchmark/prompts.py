@@ -1,0 +1,260 @@
+"""Prompt suites: what a head is measured on.
+
+`python-heldout` cuts prompts out of modules of Python's standard library that no training run sees
+(`eval.benchmark.corpus`). The public suites come from the hub through `datasets`; every suite may also be a local file
+of records that hold `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation
+is rendered with the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a
+hash of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from eval.benchmark.corpus import read_split
+from eval.benchmark.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
+from eval.benchmark.records import Record, read_hub, read_records
+from eval.command import tell
+from eval.files import is_file
+from heads.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+
+HELD_OUT_SUITE = "python-heldout"
+HUB_SUITES: dict[str, dict[str, Any]] = {
+    "spec_bench": {
+        "path": "json",
+        "data_files": "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        "split": "train",
+    },
+    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+}
+"""Public name -> the arguments of `datasets.load_dataset`."""
+
+HELD_OUT_TOKENS = (64, 128)  # the least and most tokens of a prompt cut out of a module
+HELD_OUT_REST = 64  # tokens of the module that must follow, so that there is something to continue
+EXCERPT_CHARACTERS = 4_000
+MOST_HELD_OUT = 10_000  # prompts; there are far fewer modules to cut them from
+ID_KEYS = ("question_id", "prompt_id", "task_id", "id")
+TEXT_KEYS = ("turns", *CONVERSATIONS, "prompt", "question", "instruction", "text")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready to be decoded."""
+
+    id: str
+    suite: str
+    category: str
+    text: str
+    ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    """The conversation so far; empty for plain text."""
+    later_turns: tuple[str, ...] = ()
+    """What the user says next, once this prompt is answered (MT-Bench, Spec-Bench)."""
+
+
+def load_prompts(
+    suite_or_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int | None = None,
+    max_prompt_tokens: int,
+    seed: int = 0,
+    skip_long: bool = False,
+    remedy: str = "leave long prompts out (--skip-long), or ask for fewer new tokens",
+) -> list[Prompt]:
+    """The prompts of one suite or file, at most `num_prompts`, spread evenly over the suite.
+
+    A prompt of more than `max_prompt_tokens` is an error that says where it stands and what to do, or left out with
+    `skip_long`.
+    """
+    if suite_or_path == HELD_OUT_SUITE:
+        prompts = held_out_prompts(tokenizer, num_prompts or 64, max_prompt_tokens, seed)
+    else:
+        suite = suite_name(suite_or_path)
+        prompts = []
+        records = spread(list(suite_records(suite_or_path)), num_prompts)
+        for record in records:
+            prompt = to_prompt(record, suite, tokenizer)
+            if len(prompt.ids) <= max_prompt_tokens:
+                prompts.append(prompt)
+            elif not skip_long:
+                what = f"the prompt has {len(prompt.ids)} tokens where at most {max_prompt_tokens} fit"
+                raise UserError(f"{record[0]}: {what}; {remedy}")
+        if len(prompts) < len(records):
+            longer = len(records) - len(prompts)
+            said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
+            tell(f"{suite_or_path}: {said}")
+    if not prompts:
+        raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
+    return prompts
+
+
+def split_prompts(text: str) -> list[str]:
+    """The suites and files that a text names, commas between. The name of a file that exists may itself hold commas."""
+    parts, found = text.split(","), []
+    while parts:
+        joined = [",".join(parts[:count]).strip() for count in range(len(parts), 0, -1)]
+        name = next(filter(is_file, joined), joined[-1])
+        found.append(name)
+        del parts[: len(parts) - joined.index(name)]
+    return found
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """A hash of the prompts' token ids: two results compare only where it is equal."""
+    ids = json.dumps([prompt.ids for prompt in prompts], separators=(",", ":"))
+    return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+
+def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt of the next turn: the conversation, the target's own answer, and what the user says then."""
+    assert prompt.later_turns, f"{prompt.id} has no further turn"
+    said, *later = prompt.later_turns
+    messages = [*prompt.messages, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    text, ids = render(messages, tokenizer)
+    turn = sum(message["role"] == "user" for message in messages)
+    return Prompt(
+        f"{prompt.id.split('#')[0]}#{turn}", prompt.suite, prompt.category, text, ids, tuple(messages), tuple(later)
+    )
+
+
+def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int) -> list[Prompt]:
+    """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
+
+    The line and the length follow from the seed and the module's path alone. Where there are fewer modules than
+    prompts, each gives several.
+    """
+    if count > MOST_HELD_OUT:
+        raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
+    modules = read_split(held_out=True)
+    texts: list[tuple[str, str]] = []
+    prompts: list[Prompt] = []
+    for visit in range(count):
+        before = len(prompts)
+        for name, text in modules if visit == 0 else texts:
+            if visit == 0:
+                texts.append((name, text))
+            rng = np.random.default_rng([seed, visit, zlib.crc32(name.encode())])
+            prompt = cut_prompt(name, text, tokenizer, max_tokens, rng)
+            if prompt is not None:
+                prompts.append(prompt)
+            if len(prompts) == count:
+                return prompts
+        if len(prompts) == before:
+            break
+    if not prompts:
+        raise UserError(
+            f"{HELD_OUT_SUITE}: no held-out module found in the standard library; name a prompt file instead"
+        )
+    return prompts
+
+
+def cut_prompt(
+    name: str, text: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, rng: np.random.Generator
+) -> Prompt | None:
+    """A prompt from a random line of a module on; None where the module is too short."""
+    lines = text.splitlines(keepends=True)
+    starts = [i for i, line in enumerate(lines[: max(1, len(lines) * 3 // 4)]) if line.strip()]
+    if not starts:
+        return None
+    start = int(rng.choice(starts))
+    length = min(int(rng.integers(HELD_OUT_TOKENS[0], HELD_OUT_TOKENS[1] + 1)), max_tokens)
+    ids = encode("".join(lines[start:])[:EXCERPT_CHARACTERS], tokenizer)
+    if len(ids) < length + HELD_OUT_REST:
+        return None
+    ids = ids[:length]
+    shown = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    return Prompt(f"{name}:{start + 1}", HELD_OUT_SUITE, HELD_OUT_SUITE, shown, ids)
+
+
+def suite_records(suite_or_path: str) -> Iterator[Record]:
+    """The records of a file, or of a public suite by name."""
+    if is_file(suite_or_path):
+        return read_records(suite_or_path)
+    if suite_or_path in HUB_SUITES:
+        return read_hub(suite_or_path, **HUB_SUITES[suite_or_path])
+    known = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
+    raise UserError(f"{suite_or_path}: no such file, and no suite of that name; known suites: {known}")
+
+
+def to_prompt(record: Record, suite: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """One record as a prompt: its first user turn, with a system message where the record has one."""
+    where, fields = record
+    key = next((key for key in TEXT_KEYS if fields.get(key)), None)
+    if key is None:
+        if empty := next((key for key in TEXT_KEYS if key in fields), None):
+            got = shown(fields[empty])
+            raise UserError(f"{where}: {empty}: expected a prompt, got {got}; write one, or take the record out")
+        raise UserError(
+            f"{where}: expected one of {', '.join(TEXT_KEYS)}, got {', '.join(fields) or 'an empty object'}"
+        )
+    system, turns = read_opening(record, key)
+    messages = [*system, {"role": "user", "content": turns[0]}]
+    text, ids = render(messages, tokenizer)
+    if not ids:
+        raise UserError(f"{where}: {key}: the prompt has no tokens; write some text, or take it out")
+    name = next((str(fields[k]) for k in ID_KEYS if k in fields), where.rsplit(":", 1)[1].strip())
+    category = str(fields.get("category") or suite)
+    return Prompt(name, suite, category, text, ids, tuple(messages), tuple(turns[1:]))
+
+
+def read_opening(record: Record, key: str) -> tuple[list[Message], list[str]]:
+    """A record's system message, if any, and its user turns. Of a conversation with its answers only the first: the
+    recorded answers are not the target's."""
+    where, fields = record
+    if key in CONVERSATIONS:
+        said = read_turns(record, key)
+        opening = [message["content"] for message in said if message["role"] == "user"][:1]
+        if not opening:
+            raise UserError(f"{where}: {key}: expected a message of role user, got {said[0]['role']}")
+        return [message for message in said[:1] if message["role"] == "system"], opening
+    value = fields[key]
+    turns = value if isinstance(value, list) else [read_question(record, key)]
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise UserError(f"{where}: {key}: expected text or a list of texts, got {shown(value)}")
+    return [], turns
+
+
+def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+    """Text and ids of a conversation to be answered; without a chat template its texts, with blank lines between."""
+    if tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in messages)
+        return text, encode(text, tokenizer)
+    text = apply_template(messages, tokenizer, add_generation_prompt=True)
+    return text, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Token ids of plain text, with the special tokens the tokenizer puts before a text but not those it puts after."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])  # its length is checked here, not warned of
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return tuple(ids)
+
+
+def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:
+    """At most `count` of the items, evenly spread, so that every category of an ordered suite is met."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def suite_name(suite_or_path: str) -> str:
+    """`data/gsm8k_test.jsonl.gz` -> `gsm8k_test`; a public name is its own."""
+    return Path(suite_or_path).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")

@@ -1,0 +1,283 @@
+"""Where the time of a round goes, beside the time that its bytes alone would take.
+
+    floor of a part    = bytes it must move / copy bandwidth measured here
+    speedup now        = tau * seconds of a plain step / seconds of a round
+    at zero gaps       = the same with nothing between the parts of either
+    at the floor       = the same with every part at its floor
+
+Each part is run by itself, all layers of it in turn so that weights come from memory, in a graph where there is a GPU.
+What a round takes beyond the sum of its parts is its gaps; on a GPU the launches too, unless rounds are graphs.
+
+Letters: B rows, N nodes, L layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.benchmark.traffic import attention_bytes, draft_bytes
+from eval.runtime.engine import Engine
+from eval.runtime.prefill import read_prompts
+from eval.runtime.request import Request
+from eval.runtime.round import Decoder
+from eval.runtime.sampling import Sampling
+from eval.runtime.target_step import TargetStep
+from heads.backends.slot_mapping import ancestors, round_up
+from heads.backends.torch.linear import Product
+from heads.backends.triton.timing import device_seconds
+from heads.errors import UserError
+from heads.growth import grow
+from heads.recurrent import Recurrent
+from heads.tree import is_chain
+
+COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
+"""Larger than any cache."""
+GLUE = "accept, compact, state"
+BELIEVABLE = 1.25
+"""Of the copy bandwidth: reading alone, which is what a plain step does, may be as much faster than copying."""
+ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
+"""Rounds timed together, and how often; the best counts, as it does of the parts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a round."""
+
+    name: str
+    bytes: int
+    """What it must read and write, at least: weights, and the cache as long as the text is."""
+    seconds: float
+
+    def record(self, bandwidth: float) -> dict[str, Any]:
+        floor = self.bytes / bandwidth
+        return {
+            "part": self.name,
+            "bytes": self.bytes,
+            "floor_us": 1e6 * floor,
+            "us": 1e6 * self.seconds,
+            "over_floor": self.seconds / floor if self.bytes else None,
+        }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written ones together."""
+    size = COPY_BYTES[device.type]
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / device_seconds(lambda: target.copy_(source), device)
+
+
+@torch.inference_mode()
+def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidth: float) -> dict[str, Any]:
+    """The parts of a round of `engine` and of a plain step, behind `length` tokens; `tau` tokens a round.
+
+    `glue_us`: choosing which nodes to draft, acceptance, compaction and state; the first of these is a part of `draft`.
+    """
+    fill_batch(engine, length)
+    fill_batch(plain, length)
+    round_parts, step_parts = parts_of(engine, length), parts_of(plain, length)
+    seconds, step = round_seconds(engine, length), round_seconds(plain, length)
+    glue = select_seconds(engine.decoder) + sum(p.seconds for p in round_parts if p.name == GLUE)
+    busy, step_busy = (sum(part.seconds for part in parts) for parts in (round_parts, step_parts))
+    floor, step_floor = (sum(part.bytes for part in parts) / bandwidth for parts in (round_parts, step_parts))
+    return {
+        "tree": str(engine.shape),
+        "batch_size": engine.batch_size,
+        "length": length,
+        "copy_bandwidth": bandwidth,
+        "tau": tau,
+        "round": [part.record(bandwidth) for part in round_parts] + [gaps(seconds, busy)],
+        "plain": [part.record(bandwidth) for part in step_parts] + [gaps(step, step_busy)],
+        "round_us": 1e6 * seconds,
+        "plain_us": 1e6 * step,
+        "glue_us": 1e6 * glue,
+        "round_floor_us": 1e6 * floor,
+        "plain_floor_us": 1e6 * step_floor,
+        "plain_share_of_bandwidth": step_floor / step,
+        "speedup": {
+            "now": tau * step / seconds,
+            "zero_gaps": tau * min(step_busy, step) / min(busy, seconds),
+            "floor": tau * step_floor / floor,
+        },
+        "speedup_over_tau": step / seconds,
+    }
+
+
+def gaps(whole: float, busy: float) -> dict[str, Any]:
+    """What the parts, each by itself, do not account for."""
+    left = max(0.0, whole - busy)
+    return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
+
+
+@torch.inference_mode()
+def fill_batch(engine: Engine, length: int) -> None:
+    """Give every row a prompt of `length` tokens, and no end in sight."""
+    most = engine.max_length - engine.nodes - length
+    if most < 2:
+        raise UserError(f"a context of {length} tokens leaves no room in {engine.max_length} slots; raise max_length")
+    ids = [3 + (7 * i) % (engine.target.vocab_size - 3) for i in range(length)]
+    request = Request(ids, most, Sampling(), ignore_eos=True)
+    engine.decoder.state.done.fill_(True)
+    read_prompts(engine.decoder, dict.fromkeys(range(engine.batch_size), request))
+
+
+def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
+    """The same for an engine of which no plain one is at hand."""
+    plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length)
+    return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
+
+
+@torch.inference_mode()
+def round_seconds(engine: Engine, length: int) -> float:
+    """Of one round, as the engine runs them, one after another without a look."""
+    rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
+    extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
+    best = float("inf")
+    for _ in range(TRIES[engine.target.device.type]):
+        with rewound(engine):
+            started = engine.clock()
+            for _ in range(count):
+                rounds(extent)
+            best = min(best, (engine.clock() - started) / count)
+    return best
+
+
+@contextmanager
+def rewound(engine: Engine) -> Iterator[None]:
+    """Afterwards the rows stand where they stood before: the same texts are decoded again."""
+    state = engine.decoder.state
+    kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
+    yield
+    for name, value in kept.items():
+        getattr(state, name).copy_(value)
+
+
+def parts_of(engine: Engine, length: int) -> list[Part]:
+    """A round's parts, in order."""
+    decoder, step, device = engine.decoder, engine.decoder.step, engine.target.device
+    B, N = engine.batch_size, engine.nodes
+    extent = min(round_up(length + N), step.capacity)
+    parts = []
+    if decoder.head is not None:
+        parts.append(Part("draft", draft_bytes(decoder)[0], device_seconds(decoder.propose, device)))
+    proposal = decoder.propose()
+    needs = not is_chain(decoder.shape) and step.kernels is None
+    above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
+
+    def verify() -> Any:
+        return step.verify(proposal, above, decoder.state.length, extent, decoder.depth)
+
+    whole = device_seconds(verify, device)
+    layers = layer_parts(step, B * N)
+    parts += layers
+    attention = attention_bytes(step, B, length)
+    rest = max(0.0, whole - sum(part.seconds for part in layers))
+    parts.append(Part("attention, norms and the rest of the target", attention, rest))
+    hidden = verify().hidden
+    positions = decoder.state.length[:, None] + 1 + proposal.depths
+    head_bytes = engine.target.lm_head_weight.numel() * engine.target.lm_head_weight.element_size()
+    seconds = device_seconds(lambda: step.choose(hidden, positions, decoder.sampling), device)
+    parts.append(Part("output head and choice", head_bytes, seconds))
+    return parts + glue(decoder, proposal, verify(), positions, above)
+
+
+def layer_parts(step: TargetStep, rows: int) -> list[Part]:
+    """The large products of the target, by kind, all layers together; none for a Hugging Face model, where they count
+    to the rest."""
+    if step.decoder is None:
+        return []
+    device = step.target.device
+    multiply: Callable[[Tensor, Product], Tensor] = (
+        step.kernels.multiply if step.kernels is not None else lambda x, product: product(x)
+    )
+    parts = []
+    for kind, products in step.decoder.products().items():
+        x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
+        size = sum(product.weight.numel() * product.weight.element_size() for product in products)
+        work = partial(multiply_all, multiply, x, products)
+        parts.append(Part(f"products: {kind}", size, device_seconds(work, device)))
+    return parts
+
+
+def multiply_all(multiply: Callable[[Tensor, Product], Tensor], x: Tensor, products: list[Product]) -> list[Tensor]:
+    """One kind of product, layer by layer."""
+    return [multiply(x, product) for product in products]
+
+
+def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
+    """Acceptance, compaction and state; and what it takes to tell the head. Run on rows that are done, which it leaves
+    as they are."""
+    state, step = decoder.state, decoder.step
+    done, root = state.done.clone(), state.root.clone()
+    state.done.fill_(True)
+    consulted = step.choose(features.hidden, positions, decoder.sampling)
+    if decoder.rule.needs_distribution:
+        consulted = decoder.rule.consult(step.logits(features.hidden), positions)
+
+    def run(decoder: Decoder) -> None:
+        roots = decoder.pinned > 1
+        judged = decoder.roots() if roots else proposal
+        given = consulted[:, :1] if roots else consulted
+        decoder.commit(judged, decoder.rule.accept(judged, given, positions, above), features)
+
+    device = state.root.device
+    seconds = device_seconds(partial(run, replace(decoder, head=None)), device)
+    parts = [Part(GLUE, 0, seconds)]
+    if decoder.head is not None:
+        whole = device_seconds(partial(run, decoder), device)
+        parts.append(Part("the head told", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
+    state.done.copy_(done)
+    state.root.copy_(root)
+    return parts
+
+
+def select_seconds(decoder: Decoder) -> float:
+    """To choose which nodes to draft and verify, the head's own passes left out; 0 for heads that recycle no state."""
+    head: Any = decoder.head
+    held = decoder.head_state
+    if not isinstance(head, Recurrent):
+        return 0.0
+    B, Vd, device = len(held.root), len(head.kept), held.root.device
+    widest = max(decoder.shape.nodes, decoder.shape.top_k)
+    levels = torch.randn(B, widest, Vd, device=device).to(decoder.step.target.dtype)
+
+    def select() -> Any:
+        return grow(
+            decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
+            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], head.kept,
+        )  # fmt: skip
+
+    return device_seconds(select, device)
+
+
+def lines(record: dict[str, Any]) -> list[str]:
+    """The record as text."""
+    made = [
+        f"copy bandwidth {record['copy_bandwidth'] / 1e9:.1f} GB/s, {record['length']} tokens of context, "
+        f"batch {record['batch_size']}, draft {record['tree']}, tau {record['tau']:.2f}"
+    ]
+    for name in ("plain", "round"):
+        made.append(f"{name + ' step':46}{'MB':>10}{'floor us':>12}{'us':>12}{'ratio':>8}")
+        for part in record[name]:
+            ratio = "" if part["over_floor"] is None else f"{part['over_floor']:.2f}"
+            made.append(
+                f"  {part['part']:44}{part['bytes'] / 1e6:>10.1f}{part['floor_us']:>12.1f}{part['us']:>12.1f}{ratio:>8}"
+            )
+        made.append(f"  {'whole':44}{'':>10}{record[name + '_floor_us']:>12.1f}{record[name + '_us']:>12.1f}")
+    speedup = record["speedup"]
+    made.append(
+        f"speedup now {speedup['now']:.2f}, at zero gaps {speedup['zero_gaps']:.2f}, at the floor "
+        f"{speedup['floor']:.2f}; plain decoding at {record['plain_share_of_bandwidth']:.0%} of the bandwidth; "
+        f"choosing nodes, acceptance, compaction and state {record['glue_us']:.0f} us"
+    )
+    if record["plain_share_of_bandwidth"] > BELIEVABLE:
+        made.append(
+            "plain decoding reads faster than memory was copied: the target lies in the processor's cache, or others "
+            "used the memory while it was copied; the floors say little here"
+        )
+    return [line.rstrip() for line in made]

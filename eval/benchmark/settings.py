@@ -1,0 +1,165 @@
+"""The settings of eval/bench.py, eval/compare.py and eval/scaling.py, and the options of the first two."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
+from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
+from eval.runtime.rules import RULES, check_adaptive, check_rule
+from eval.runtime.sampling import Sampling
+from heads.base import HEAD_TREE, TreeHead
+from heads.errors import UserError
+from heads.tree import TreeShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What is measured; all of it goes into results.json."""
+
+    prompts: str = HELD_OUT_SUITE
+    """Suites or files, commas between."""
+    num_prompts: int | None = None
+    """Of each suite; all of a suite if None, 64 held-out modules."""
+    max_prompt_tokens: int | None = None
+    """As many as the target's context leaves room for if None."""
+    skip_long: bool = False
+    trees: tuple[str, ...] = ("chain:5",)
+    """Drafts; `auto` looks for the best ones."""
+    rule: str = "match"
+    """By which drafts are accepted: one of `eval.runtime.rules.RULES`."""
+    adaptive: bool = False
+    """Whether drafts are shortened, or left out, while that is faster."""
+    strict: bool = False
+    """Whether trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU; else near-ties are counted."""
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    repeats: int = 2
+    """How often each variant decodes each prompt."""
+    seed: int = 0
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether drafts are to be looked for."""
+        return AUTO in self.trees
+
+    def shapes(self, head: object) -> list[TreeShape]:
+        """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
+        named = [tree for tree in self.trees if tree != AUTO]
+        own = self.is_auto and self.rule == "match" and isinstance(head, TreeHead) and head.tree
+        shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
+        for shape in shapes:
+            check_rule(self.rule, shape)
+        return shapes
+
+    def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """What results.json says of them, and of the prompts that they gave."""
+        distinct = len({prompt.ids for prompt in prompts})
+        counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
+        given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
+        return {**asdict(self), **counts, **given}
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How tokens are chosen at one of the temperatures."""
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings:
+    """What is measured; all of it goes into scaling.json."""
+
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    contexts: tuple[int, ...] = (64, 256, 768)
+    """Tokens of each prompt."""
+    trees: tuple[str, ...] = ("chain:3",)
+    adaptive: bool = False
+    """Whether drafts are shortened, or left out, while that is faster."""
+    prompts: str = HELD_OUT_SUITE
+    """A suite or a file."""
+    batches: int = 1
+    """Batches of prompts at each point."""
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    repeats: int = 2
+    seed: int = 0
+
+
+def add_measure_options(parser: Parser) -> None:
+    """One option for each setting, and `--out`."""
+    known = BenchSettings()
+    add = parser.add_argument
+    add(
+        "--prompts",
+        default=known.prompts,
+        help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
+    )
+    add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
+    add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
+    add("--skip-long", action="store_true", help="leave longer prompts out instead")
+    add(
+        "--tree",
+        dest="trees",
+        type=trees,
+        default=",".join(known.trees),
+        help=f"drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE} is the head's own "
+        f"static tree, {AUTO} looks for the fastest",
+    )
+    add(
+        "--temperature",
+        dest="temperatures",
+        type=temperatures,
+        default="0",
+        help="0 is greedy; several with commas between",
+    )
+    add(
+        "--rule",
+        default=known.rule,
+        choices=RULES,
+        help="by which drafts are accepted; under all but match sampled text is the target's in distribution",
+    )
+    add("--adaptive", action="store_true", help="shorten drafts, or leave them out, while that is faster")
+    add("--strict", action="store_true", help="in bfloat16 on a GPU: no near-ties of trees either, by slower attention")
+    add("--top-k", type=int, default=known.top_k, help="0 keeps all")
+    add("--top-p", type=float, default=known.top_p, help="1 keeps all")
+    add("--min-p", type=float, default=known.min_p, help="0 keeps all")
+    add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
+    add("--batch-size", type=count, default=known.batch_size, help="prompts decoded together")
+    add("--repeats", type=count, default=known.repeats, help="how often each setting decodes each prompt")
+    add("--seed", type=seed, default=known.seed, help="of the sampling and of the choice of held-out prompts")
+    add(
+        "--out",
+        type=Path,
+        help="the folder of the results, whose earlier ones are replaced; by default a new one for every measurement, "
+        "named for the time and the settings, in bench/ of the head's run or below runs/: eval/report.py RUN and "
+        "scripts/publish.py RUN take the newest of a run, the one that ended its training included",
+    )
+
+
+def to_settings(options: argparse.Namespace) -> BenchSettings:
+    """The command's settings, checked together."""
+    for temperature in options.temperatures:
+        Sampling(temperature, options.top_k, options.top_p, options.min_p, options.seed)
+    if not any(options.temperatures):
+        for name in ("rule", "top_k", "top_p", "min_p"):
+            if getattr(options, name) != getattr(BenchSettings, name):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect at --temperature 0; leave it out")
+    if options.adaptive:
+        check_adaptive(options.rule)
+    return BenchSettings(**{field.name: getattr(options, field.name) for field in fields(BenchSettings)})
+
+
+def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
+    """Which prompts, how many tokens of each, and where the record goes; the numbers are defaults."""
+    add = parser.add_argument
+    add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
+    add("--num-prompts", type=count, default=num_prompts, help="evenly spread")
+    add("--max-prompt-tokens", type=count, default=max_prompt_tokens, help="longer prompts are left out")
+    add("--max-new-tokens", type=count, default=max_new_tokens, help="of every prompt")
+    add("--seed", type=seed, default=0, help="of the sampling and of the choice of held-out prompts")
+    add("--out", type=Path, help="a JSON file for the record")

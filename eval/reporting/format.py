@@ -1,0 +1,306 @@
+"""How figures are put into words, the same in the terminal, on the page and in the model card."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from heads.target.hub import NAME, repo_and_revision
+
+Results = dict[str, Any]
+
+MISSING = "–"  # noqa: RUF001
+VAGUE_NAMES = ("head", "target", "model")
+BUSY = 1.5
+"""Mean over median of plain steps above which they were disturbed; runs on quiet machines have 1.0 to 1.2."""
+NOT_RELIABLE = "not reliable"
+"""Stands beside a speedup that was measured while something else used the machine."""
+FEW = 8
+"""Prompts below which percentile bootstraps are markedly too narrow."""
+LOCAL_MODEL = "a local model"
+"""What a target is called in public that lies in a folder and not on the Hub."""
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where there is none."""
+    return MISSING if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def with_interval(
+    value: float | None, interval: Sequence[float | None] | None, *, digits: int = 2, unit: str = ""
+) -> str:
+    """`2.46 [2.31, 2.60]`."""
+    text = number(value, digits)
+    if text == MISSING or interval is None or None in interval:
+        return text + unit * (text != MISSING)
+    return f"{text}{unit} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 prompt`, `3 prompts`."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """`64%`."""
+    return MISSING if share is None else f"{100 * share:.{digits}f}%"
+
+
+def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
+    """The acceptance of the depths down to one below the deepest that any round came to: a long draft's other depths
+    have none."""
+    deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
+    return alpha[: deepest + 1]
+
+
+def count(value: float) -> str:
+    """`1.2k`, `7.3M`, `8.0B`."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return str(int(value))
+
+
+def audit_line(results: Results) -> str:
+    """The line that says whether the output was the target's own."""
+    exact, settings = results["exact"], len(results.get("measurements", ()))
+    if exact.get("kind") == "distribution":
+        greedy = exact["greedy"]
+        return (
+            f"exact in distribution under rule {results['rule']}: sampled text is a draw from the target's "
+            "distribution, another than "
+            "plain decoding's; at temperature 0 plain decoding's own tokens: "
+            f"{greedy['identical']} of {greedy['prompts']} prompts{near_tie_text(exact)}"
+        )
+    pooled = f" ({exact['prompts'] // settings} prompts x {settings} settings)" if settings > 1 else ""
+    of = " of the adapted target" if is_adapted(results) else ""
+    counted = f"{exact['identical']} of {exact['prompts']} prompts{pooled}{near_tie_text(exact)}"
+    return f"output identical to plain decoding{of}: {counted}"
+
+
+def near_tie_text(exact: Results) -> str:
+    """`, 3 of them but for near-ties`: texts of trees in narrow numbers, where the order of a sum turned a choice
+    between tokens within its rounding; nothing where there are none."""
+    near = len(exact.get("near_ties", ()))
+    return f", {near} of them but for near-ties" if near else ""
+
+
+def is_adapted(results: Results) -> bool:
+    """Whether the target is the one that its name says with an adapter that came with the head."""
+    return bool(results["target"].get("adapter"))
+
+
+def is_exact(results: Results) -> bool:
+    """Whether the audit passed."""
+    return not results["exact"]["divergences"]
+
+
+def exact_cell(figures: Results) -> str:
+    """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in distribution."""
+    exact = figures["exact"]
+    if exact["identical"] is None:
+        return "in distribution"
+    return f"{exact['identical']} of {exact['prompts']}{near_tie_text(exact)}"
+
+
+def is_disturbed(figures: Results) -> bool:
+    """Whether plain steps, which should cost alike, did not: something else used the machine."""
+    plain = figures["baseline"]
+    mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
+    return bool(mean and median and mean > BUSY * median)
+
+
+def speedup_text(figures: Results) -> str:
+    """`1.62x [1.55, 1.70]`, `1.62x, not reliable`, or why there is none."""
+    if figures["speedup"] is None:
+        return "withheld"
+    if is_disturbed(figures):  # an interval would promise a precision that is not there
+        return f"{number(figures['speedup']['measured'])}x, {NOT_RELIABLE}"
+    return with_interval(figures["speedup"]["measured"], figures["speedup"]["ci95"], unit="x")
+
+
+def as_markdown(text: str) -> str:
+    """A text as Markdown that shows it as it is: the names of folders may hold any character."""
+    return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+
+
+def code_span(name: str) -> str:
+    """A name as a code span in Markdown, with backticks enough around those in it."""
+    longest = max(map(len, re.findall("`+", name)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{space}{name}{space}{fence}"
+
+
+def short_name(path: str) -> str:
+    """A hub id as it is; of a path its last part, and the one before where the last says little. Characters that do
+    not print, such as those that steer a terminal, are replaced."""
+    path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
+        return path
+    return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
+    repo, _ = repo_and_revision(name)
+    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
+    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
+
+
+def target_text(target: Results) -> str:
+    """A target's record as its name; a grown one is called so wherever its figures stand."""
+    grown = target.get("grown_from")
+    return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
+
+
+def heading(results: Results) -> str:
+    """What was measured: a head on its target."""
+    adapted = " with its adapter" if is_adapted(results) else ""
+    return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
+
+
+def rule_text(results: Results) -> str:
+    """`, rule block`; nothing for `match`."""
+    rule = results.get("rule", "match")
+    return "" if rule == "match" else f", rule {rule}"
+
+
+def sampling_text(temperature: float) -> str:
+    """`greedy` or `T = 1`."""
+    return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def device_text(results: Results) -> str:
+    """The device and what it computes in."""
+    device = results["device"]
+    threads = f", {device['threads']} thread{'s' if device['threads'] != 1 else ''}" if "threads" in device else ""
+    return f"{device['name']}{threads}, {results['dtype']}"
+
+
+def setting_line(results: Results) -> str:
+    """On what, and where."""
+    settings = results["settings"]
+    names = ", ".join(map(short_name, settings["suites"]))
+    return (
+        f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
+        f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
+    )
+
+
+def divergence_text(divergence: Results) -> str:
+    """One line that says where an output left plain decoding's."""
+    tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
+    reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
+    return (
+        f"{divergence['suite']} {divergence['prompt']}, {divergence['tree']}, "
+        f"{sampling_text(divergence['temperature'])}, token {divergence['position']}: "
+        f"{reference} {tokens[0]}, here {tokens[1]}; "
+        f"top-two margin {divergence['top_two_margin']:.2e}"
+    )
+
+
+def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
+    """What was measured of a head that drafted deeper than it was trained; None if none of its drafts did."""
+    trained = head["config"].get("depth")
+    deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
+    if not deep:
+        return None
+    deepest = max(deep, key=lambda m: len(m["alpha"]))
+    beyond = [(depth, alpha) for depth, alpha in enumerate(deepest["alpha"], start=1) if depth > trained]
+    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
+    return (
+        f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
+        f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
+    )
+
+
+def busy_warning(measurements: Sequence[Results]) -> str | None:
+    """The warning that something else used the machine; None if nothing did."""
+    disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
+    if not disturbed:
+        return None
+    worst = max(disturbed, key=lambda plain: plain["ms_per_token"] / plain["token_ms"]["p50"])
+    return (
+        f"plain decoding took {worst['ms_per_token']:.2f} ms a token on average and {worst['token_ms']['p50']:.2f} in "
+        f"the median: something else used this machine, and a speedup marked as {NOT_RELIABLE} cannot be trusted; "
+        "measure again while the machine is idle"
+    )
+
+
+def slow_warning(measurements: Sequence[Results]) -> str | None:
+    """The warning that plain decoding is faster than every draft measured; None if it is not."""
+    best: dict[float, float] = {}
+    for m in measurements:
+        if m["speedup"]:
+            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
+    slow = [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]
+    return f"plain decoding is faster than every draft measured ({', '.join(slow)})" if slow else None
+
+
+def few_warning(measurements: Sequence[Results]) -> str | None:
+    """That the figures rest on few prompts, as those whose output ends with its first token count for nothing."""
+    least = max(measurements, key=lambda m: m.get("undecoded", 0))
+    prompts, undecoded = least["exact"]["prompts"], least.get("undecoded", 0)
+    decoded = prompts - undecoded
+    parts = []
+    if undecoded:
+        which = f"{undecoded} of {plural(prompts, 'output')} ({sampling_text(least['temperature'])})"
+        parts.append(f"{which} ended with the first token and are in no figure")
+    if decoded < FEW:
+        few = plural(decoded, "prompt")
+        parts.append(f"figures of {few} say little of other prompts, and intervals over so few are too narrow")
+    return "; ".join(parts) or None
+
+
+def warnings(results: Results) -> list[str]:
+    """What a reader of one head's figures must know of them."""
+    return [*([depth] if (depth := depth_warning(results["head"], results["measurements"])) else []), *doubts(results)]
+
+
+def repeat_warning(settings: Results) -> str | None:
+    """That prompts are there more than once, which intervals take for so many."""
+    prompts = settings["num_prompts"]
+    distinct = settings.get("distinct_prompts", prompts)
+    if distinct == prompts:
+        return None
+    return f"{distinct} of {prompts} prompts are different: the intervals, which take each for another, are too narrow"
+
+
+def doubts(results: Results) -> list[str]:
+    """What makes the figures less than they seem, whichever head they are of."""
+    measurements = results["measurements"]
+    found = (
+        slow_warning(measurements),
+        few_warning(measurements),
+        repeat_warning(results["settings"]),
+        busy_warning(measurements),
+    )
+    return [warning for warning in found if warning]
+
+
+def adaptive_line(figures: Results) -> str:
+    """Which drafts the rounds of an adaptive setting had."""
+    shares = ", ".join(f"{name} {percent(share)}" for name, share in figures["adaptive"]["shares"].items())
+    return f"adaptive {figures['tree']}, {sampling_text(figures['temperature'])}, share of rounds: {shares}"
+
+
+def search_line(search: Results) -> str:
+    """What a search for the best draft came to."""
+    model = {point["tree"]: point["speedup"] for point in search["curve"]}
+    proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
+    chosen = search["chosen"]
+    speedup = search["measured"][chosen]
+    if speedup < 1:
+        found = f"plain decoding is faster than all {len(search['measured'])} measured, {chosen} is next"
+    else:
+        found = f"of {len(search['measured'])} measured, {chosen} is the fastest"
+    return (
+        f"auto, {sampling_text(search['temperature'])}: the costs promised most of {proposed}; {found} ({speedup:.2f}x)"
+    )
+
+
+def setting_text(figures: Results) -> str:
+    """`chain:5, greedy`."""
+    return f"{figures['tree']}, {sampling_text(figures['temperature'])}"

@@ -1,0 +1,279 @@
+"""What of a run is published: its head's files and its model card, and no word of where they were made.
+
+A head's record names its target, its data and its command as they were given, often as paths with a user's name in
+them. What is published keeps ids of the Hub; of a path it keeps the last part, and the target becomes "a local model".
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval.benchmark.measurements import RESULTS, folders_of, newest_results
+from eval.reporting.card_data import front_matter, hub_datasets
+from eval.reporting.format import LOCAL_MODEL, is_exact, is_hub_id
+from eval.reporting.report import CARD, model_card, quoted
+from eval.reporting.results import Results
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
+from heads.errors import UserError, first_line
+from heads.formats.contract import Verdict, why_unfit
+from heads.formats.eagle3 import convert_command
+from heads.formats.loaders import ENGINES
+from heads.registry import HEADS
+from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from heads.target.hub import repo_and_revision
+
+PLOT = "plots/acceptance.png"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+OTHERS = (
+    *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+"""What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
+PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
+"""Keys under which transformers notes where a file was read."""
+
+BASE = "TARGET"
+"""What commands call a target that is not named."""
+STEPS = 5
+"""Tokens drafted a round by a head that was neither measured nor trained to a depth."""
+
+Contents = dict[str, Path | bytes]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """The files by their names in the repository (a file here, or the bytes themselves), and what they are."""
+
+    files: Contents
+    kind: str
+    base_model: str | None
+    measurement: Path | None
+    """The folder of the measurement that the card tells of."""
+    results: Results | None
+
+    @property
+    def card(self) -> str:
+        """The model card."""
+        data = self.files[CARD]
+        assert isinstance(data, bytes)
+        return data.decode()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
+        }
+
+
+def collect(
+    run: Path,
+    repo_id: str,
+    *,
+    results: Path | None = None,
+    base_model: str | None = None,
+    rights: Callable[[str], Mapping[str, str]] = lambda base: {},
+    unmeasured: bool = False,
+    unserved: bool = False,
+) -> Publication:
+    """What is to be published of a run with its newest measurement, or with the one in the folder `results`. UserError
+    where the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
+    misread by one (unless `unserved`).
+
+    rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder; expected a run directory")
+    folder = find_head(run)
+    head, record = load_head(folder), read_config(folder)
+    found = measured(folder, record, unmeasured, results)
+    name = record["target"]["name"]
+    here = any((parent / str(name)).exists() for parent in folder.resolve().parents)  # wherever training was started
+    base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
+    target = base or LOCAL_MODEL
+    files = head_files(folder, record, base)
+    verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base)
+    if (doubt := why_unfit(verdicts)) is not None and not unserved:
+        raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
+    about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
+    data: dict[str, Any] = {
+        "rights": rights(base or ""),
+        "datasets": hub_datasets(record.get("provenance")),
+        "name": repo_id.partition("/")[2],
+    }
+    if found is None:
+        parameters = sum(weight.numel() for weight in head.parameters())
+        intro = f"A draft head (`{record['kind']}`, {parameters:,} parameters) for {quoted(target)}."
+        parts = [front_matter(record["kind"], target, **data), f"# {record['kind']} on {target}", intro, about]
+        card = "\n\n".join([*parts, "## Measured", "Not measured."]) + "\n"
+    else:
+        place, figures = found
+        shown = {**figures, "target": {**figures["target"], "name": target}}
+        card = model_card(shown, about=about, data=data)
+        plot = place / PLOT
+        if plot.is_file():
+            files[PLOT] = plot
+        else:
+            card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
+    files[CARD] = card.encode()
+    check_private(files)
+    return Publication(files, record["kind"], base, *(found or (None, None)))
+
+
+def measured(
+    folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
+) -> tuple[Path, Results] | None:
+    """The measurement in the folder `chosen`, else the newest of the run that a head's folder is in, with its folder;
+    None where there is none and that is wanted."""
+    run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
+    found = newest_results(folders_of(run) if chosen is None else [chosen])
+    if found is None:
+        if chosen is not None:
+            raise UserError(f"{chosen}: no {RESULTS} in it; name the folder of a measurement")
+        if unmeasured:
+            return None
+        raise UserError(
+            f"{run}: no {RESULTS} in it, the head was never measured; run eval/bench.py {folder} --out {run}, "
+            "or publish it --unmeasured"
+        )
+    file, results = found[0] / RESULTS, found[1]
+    if not is_exact(results):
+        number = len(results["exact"]["divergences"])
+        raise UserError(
+            f"{file}: the audit failed, {number} outputs are not the target's own; "
+            "only a head whose audit holds is published"
+        )
+    theirs = {"kind": results["head"]["kind"], "config": results["head"]["config"]}
+    weights = results["head"].get("sha256")  # older results do not say
+    if theirs != {"kind": record["kind"], "config": record["config"]} or weights not in (None, record.get("sha256")):
+        raise UserError(f"{file}: measured another head than {folder}; measure this one with eval/bench.py")
+    if results["target"]["fingerprint"].partition("-")[0] != record["target"]["fingerprint"].partition("-")[0]:
+        raise UserError(f"{file}: measured on another target than {folder} was trained for; measure it on its own")
+    return found
+
+
+def usage(repo_id: str, base: str | None) -> str:
+    """How the published head is run."""
+    target = "" if base else " --target FOLDER_OF_THE_TARGET"
+    return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
+
+
+def head_verdicts(
+    folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
+) -> list[Verdict]:
+    """What engines make of the head, drafting as many tokens as its headline setting or its training."""
+    config = record["config"]
+    depth = (results or {}).get("depth") or config.get("depth") or STEPS
+    modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
+    target = BASE if base is None else repo_and_revision(base)[0]
+    target += "-WITH-ADAPTER" if record["target"].get("adapter") else ""
+    return check_loaders(folder, name=repo_id, base=target, steps=max(depth // modules, 1) * modules)
+
+
+def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
+    """The card's section on what loads the head, with the command of each."""
+    engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
+    lines = ["## Served by", ""]
+    for verdict in (verdict for verdict in engines if verdict.serves):
+        lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
+    lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
+    for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
+        what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
+        lines.append(f"- {verdict.reader}: {what}")
+    if record["kind"] == "eagle3":
+        run = convert_command(repo_id, base or BASE, record["config"]["aux_layer_ids"])
+        lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
+    if record["target"].get("adapter"):
+        lines.append("- the target in these commands is the one with `adapter/` merged into it")
+    lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
+    return "\n".join(lines)
+
+
+def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
+    """The files of a head's folder that belong to it, records freed of local paths."""
+    weights = HEADS[record["kind"]].weights_file
+    files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
+    for name in OTHERS:
+        if (folder / name).is_file():
+            place = folder / name
+            files[name] = without_places(place) if name == TOKENIZER_CONFIG else place
+    if record["target"].get("adapter"):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            if not (folder / ADAPTER / name).is_file():
+                raise UserError(f"{folder / ADAPTER / name}: missing; the head is for the target with this adapter")
+        config = read_object(folder / ADAPTER / ADAPTER_CONFIG)
+        files[f"{ADAPTER}/{ADAPTER_CONFIG}"] = as_json({**config, "base_model_name_or_path": base})
+        files[f"{ADAPTER}/{ADAPTER_WEIGHTS}"] = folder / ADAPTER / ADAPTER_WEIGHTS
+    return files
+
+
+def public_config(file: Path, base: str | None) -> bytes:
+    """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
+    config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    if "base_model_name_or_path" in config:
+        config["base_model_name_or_path"] = base
+    if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
+        repo, _ = repo_and_revision(base)
+        config["auto_map"] = {
+            key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
+        }
+    ours = dict(config["draftsmith"])
+    ours["target"] = {**without_paths(ours["target"]), "name": base}
+    ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}
+    provenance = without_paths({key: value for key, value in ours.get("provenance", {}).items() if key != "command"})
+    if isinstance(provenance.get("target"), dict):
+        provenance["target"]["path"] = base or LOCAL_MODEL
+    ours["provenance"] = provenance
+    ours["seal"] = seal(ours)
+    return as_json({**config, "draftsmith": ours})
+
+
+def without_paths(value: Any) -> Any:
+    """The same, of every path in it only the last part. Ids of the Hub stay; so do texts that are no paths."""
+    match value:
+        case dict():
+            return {key: without_paths(item) for key, item in value.items()}
+        case list():
+            return [without_paths(item) for item in value]
+        case str():
+            return ",".join(last_part(part) for part in value.split(","))
+        case _:
+            return value
+
+
+def last_part(text: str) -> str:
+    """The last part of a path or an address, less what follows a question mark."""
+    if "/" not in text or is_hub_id(text):
+        return text
+    return text.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def without_places(file: Path) -> bytes:
+    """A JSON file less the keys that say where it was read."""
+    return as_json({key: value for key, value in read_object(file).items() if key not in PLACES})
+
+
+def check_private(files: Contents) -> None:
+    """Refuse a text of ours in which the user's home still stands. UserError names the file."""
+    home = os.path.expanduser("~").rstrip("/")
+    for name, data in files.items():
+        if home and isinstance(data, bytes) and f"{home}/".encode() in data:
+            raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; UserError where it does not."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a JSON object ({first_line(error)}); fetch or train the head again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: not a JSON object; fetch or train the head again")
+    return found
+
+
+def as_json(value: Any) -> bytes:
+    """As a head's files are written."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

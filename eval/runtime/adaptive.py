@@ -1,0 +1,264 @@
+"""When to draft, and how deep: decided while decoding, by what drafts turn out to give and to cost here and now.
+
+A list of candidates of drafts, the longest first and none at all last. For each of them
+
+    tokens a second = (1 + sum over k of alpha_1 .. alpha_k) / seconds of a round
+
+with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured whenever the
+host looks. The best one is `current`. A move is a trial first: a few rounds with the draft that promises more, and only
+if it keeps the promise, home moves. Beside that, what is not home is tried now and then, for a head may turn good or
+bad with the text: at intervals that double while home stays. So a useless head costs a few rounds in the beginning and
+ever fewer later, and a good one is left as soon as it is good no more.
+
+What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
+drafts (the context grows, the machine slows down): where the cost of home moves, the others are taken to have moved by
+the same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
+otherwise, something else held up the cheaper one.
+
+The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
+token. Under the rules that compare two distributions it keeps the distribution too, by induction from the last round
+backwards: a round of any shape, continued by the distribution, is a draw of the distribution, and the noise of a round
+is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no two
+requests share a seed, because the choice carries over what one request's noise did to rounds of the next; and the text
+would hang on the clock, so that none could be repeated. Those rules are therefore refused:
+`eval.runtime.rules.check_adaptive`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from heads.tree import TreeShape, is_chain
+
+TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
+"""A trial ends after so many rounds, and so many tests of the first draft token where there is one."""
+MARGIN = 0.03
+"""By how much another draft must be better to be preferred."""
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 1024
+"""Rounds between two trials of what is not home."""
+EVIDENCE = 64.0
+"""Tests that the running acceptance at a depth remembers."""
+OLD_EVIDENCE = 1.0
+"""Tests that old evidence counts for when a draft is tried anew."""
+GUESS = 0.5
+"""Acceptance of the first draft token before any was tested: worth one test."""
+OLD_ROUNDS = 4
+"""Rounds that an old cost counts for when a draft is tried anew."""
+WINDOW = 16
+"""Rounds that the running cost remembers."""
+OUTLIER = 1.5
+"""A round that took more than so many times the usual is taken for one that took so many times the usual."""
+
+
+def candidates(shape: TreeShape) -> list[str]:
+    """The drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
+    depths, depth = [], shape.depth
+    while depth > 0:
+        depths.append(depth)
+        depth = min(depth - 1, -(-3 * depth // 5))
+    names = [f"chain:{k}" for k in depths]
+    return [*([] if is_chain(shape) else [str(shape)]), *names, "none"]
+
+
+@dataclass
+class Acceptance:
+    """Running counts by depth, of one kind of drafts."""
+
+    tested: list[float]
+    kept: list[float]
+
+    def add(self, tested: Sequence[int], kept: Sequence[int]) -> None:
+        """Take in some rounds' counts; the oldest fade."""
+        for k, (tests, passes) in enumerate(zip(tested, kept, strict=True)):
+            fade = min(1.0, max(EVIDENCE - tests, 0.0) / max(self.tested[k], 1e-9))
+            self.tested[k] = self.tested[k] * fade + tests
+            self.kept[k] = self.kept[k] * fade + passes
+
+    def fade(self, first: int) -> None:
+        """From depth `first` on (0 is the first), let what is known count for little: it is old."""
+        for k in range(first, len(self.tested)):
+            fade = min(1.0, OLD_EVIDENCE / max(self.tested[k], 1e-9))
+            self.tested[k] *= fade
+            self.kept[k] *= fade
+
+    def alpha(self) -> list[float]:
+        """The estimate at each depth: the one before it counts for one test."""
+        estimates, before = [], GUESS
+        for tests, passes in zip(self.tested, self.kept, strict=True):
+            before = (passes + before) / (tests + 1)
+            estimates.append(before)
+        return estimates
+
+
+@dataclass
+class Cost:
+    """Running seconds of a round."""
+
+    seconds: float | None = None
+    rounds: int = 0
+    """Since this draft was last turned to."""
+
+    def add(self, seconds: float, rounds: int) -> float:
+        """Take in `rounds` of `seconds` each; -> the factor by which the running cost moved, 1 unless it is settled."""
+        if self.seconds is None:
+            self.seconds, self.rounds = seconds, rounds
+            return 1.0
+        self.rounds += rounds
+        before, result = self.seconds, self.rounds > WINDOW
+        weight = min(1.0, rounds / min(self.rounds, WINDOW))
+        self.seconds += weight * (min(seconds, OUTLIER * before) - before)
+        return self.seconds / before if result else 1.0
+
+
+class Span(NamedTuple):
+    """Rounds between two looks of the host, all with one draft."""
+
+    rounds: int
+    seconds: float
+    tested: Sequence[int] = ()
+    """By depth: how often a token was put to the test, in all rows."""
+    kept: Sequence[int] = ()
+    """By depth: how often it was accepted."""
+
+
+@dataclass
+class Controller:
+    """Decides which candidate of a list of candidates the next rounds draft with."""
+
+    shapes: Sequence[TreeShape]
+    """The list of candidates: drafts that differ in depth, the deepest first, the last of them none."""
+    rounds: list[int] = field(default_factory=list)
+    """By candidate: rounds so far."""
+    switches: int = 0
+    """How often another candidate was turned to."""
+
+    def __post_init__(self) -> None:
+        assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
+        kinds = ["chain" if is_chain(shape) else str(shape) for shape in self.shapes]
+        depth = max(shape.depth for shape in self.shapes)
+        known = {kind: Acceptance([0.0] * depth, [0.0] * depth) for kind in kinds}
+        self.acceptance = [known[kind] for kind in kinds]
+        self.costs = [Cost() for _ in self.shapes]
+        self.rounds = [0] * len(self.shapes)
+        self.last_tried = [0] * len(self.shapes)
+        self.spans: list[Span] = []  # not yet learnt from
+        self.current = self.candidate = 0
+        self.interval = SHORTEST_INTERVAL
+        self.stay = self.stay_tests = (
+            0  # rounds with this candidate since it was turned to, and tests of its first token
+        )
+        self.measured = False  # whether its cost was measured since then
+        self.fresh = True  # the first span with a candidate is no measure of its cost: it may warm up or catch up
+
+    @property
+    def none(self) -> int:
+        """The candidate that drafts nothing."""
+        return len(self.shapes) - 1
+
+    def note(self, span: Span) -> None:
+        """Take in what the current candidate gave, and choose the next."""
+        self.rounds[self.candidate] += span.rounds
+        self.stay += span.rounds
+        self.spans.append(span)
+        # While nothing is drafted nothing is learnt of drafts, and costs move together: there is nothing to weigh, and
+        # what a plain step's caches have no room for had better wait.
+        if self.candidate == self.current == self.none and self.stay < self.interval:
+            return
+        for past in self.spans:
+            self._learn(past)
+        self.spans.clear()
+        if self._tried():
+            self._choose()
+
+    def _learn(self, span: Span) -> None:
+        """What rounds with the current candidate say of acceptance and of costs."""
+        candidate, depth = self.candidate, self.shapes[self.candidate].depth
+        if depth:
+            untested = [0] * (len(self.acceptance[candidate].tested) - depth)
+            self.acceptance[candidate].add([*span.tested, *untested], [*span.kept, *untested])
+            self.stay_tests += span.tested[0]
+        if not self.fresh:
+            self.measured = True
+            factor = self.costs[candidate].add(span.seconds / span.rounds, span.rounds)
+            for other in range(len(self.costs)):
+                known = self.costs[other].seconds
+                if other != candidate and known is not None:
+                    self.costs[other].seconds = known * factor
+        self.fresh = False
+
+    def _tried(self) -> bool:
+        """Whether the current candidate has been seen long enough to judge it."""
+        enough = self.stay >= TRIAL_ROUNDS and (self.candidate == self.none or self.stay_tests >= TRIAL_TESTS)
+        return enough and self.measured
+
+    def _choose(self) -> None:
+        on_trial = self.candidate != self.current
+        if self.costs[self.none].seconds is None:  # in the beginning
+            return self._cos_sin(self.none)
+        if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # no clock can make it worth its cost
+            self.current, self.interval = self.none, SHORTEST_INTERVAL
+            return self._cos_sin(self.none)
+        speeds = [self.speed(candidate) for candidate in range(len(self.shapes))]
+        best = max(range(len(speeds)), key=lambda candidate: speeds[candidate])
+        better = speeds[best] > (1 + MARGIN) * speeds[self.current]
+        if better and best == self.candidate:
+            self.current, self.interval = best, SHORTEST_INTERVAL
+        elif better:
+            self._cos_sin(best)
+        elif on_trial:
+            self.interval = min(2 * self.interval, LONGEST_INTERVAL)
+            self._cos_sin(self.current)
+        elif self.stay >= self.interval:
+            self._try_another()
+        return None
+
+    def _try_another(self) -> None:
+        current, none = self.current, self.none
+        if current == none:  # the shortest of each kind tells most for least
+            kinds = {id(self.acceptance[candidate]): candidate for candidate in range(none)}
+            candidates = set(kinds.values())
+        else:
+            candidates = {current - 1, current + 1, none} - {-1}
+        candidate = min(sorted(candidates), key=lambda candidate: self.last_tried[candidate])
+        self.acceptance[candidate].fade(
+            self.shapes[current].depth if self.acceptance[candidate] is self.acceptance[current] else 0
+        )
+        self._cos_sin(candidate)
+
+    def _cos_sin(self, candidate: int) -> None:
+        self.last_tried[self.candidate] = sum(self.rounds)
+        self.candidate, self.fresh = candidate, True
+        self.stay = self.stay_tests = 0
+        if self.costs[candidate].seconds is not None:
+            self.costs[candidate].seconds = self.seconds(candidate)
+        # What was known is old, but home's cost was known a moment ago.
+        self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
+        self.measured = False
+        self.switches += 1
+
+    def speed(self, candidate: int) -> float:
+        """Tokens a second of each row, by what is known."""
+        return self.tokens(candidate) / self.seconds(candidate)
+
+    def tokens(self, candidate: int) -> float:
+        """Of a round, in each row."""
+        alphas = self.acceptance[candidate].alpha()[: self.shapes[candidate].depth]
+        tokens: float = 1.0 + sum(accumulate(alphas, mul))
+        return tokens
+
+    def seconds(self, candidate: int) -> float:
+        """Of a round: at most those of one that drafts more; where it was never measured, between its neighbours by
+        depth."""
+        if self.costs[candidate].seconds is not None:
+            return min(cost.seconds for cost in self.costs[: candidate + 1] if cost.seconds is not None)
+        depth_and_cost = [
+            (shape.depth, cost.seconds)
+            for shape, cost in zip(self.shapes, self.costs, strict=True)
+            if cost.seconds is not None
+        ]
+        depths, costs = zip(*sorted(depth_and_cost), strict=True)
+        return float(np.interp(self.shapes[candidate].depth, depths, costs))

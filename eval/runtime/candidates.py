@@ -1,0 +1,117 @@
+"""One target and one head with several drafts: the decoders among which a controller chooses.
+
+All share the target's cache, the head's state and the rounds' state. A candidate that drafts less is the same decoder
+with another shape. While nothing is drafted the head is told nothing: what it missed is kept (`eval.runtime.pending`),
+and read when there is no more room or when drafting goes on; what is kept when a request ends is dropped.
+
+Letters: B rows, K depth, R rounds of a span.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.runtime.adaptive import Controller, Span, candidates
+from eval.runtime.judges import make_rule
+from eval.runtime.pending import PendingStates
+from eval.runtime.round import Decoder
+from eval.runtime.state import Commit
+from heads.base import Drafter, Observation, Pick
+from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
+
+
+@dataclass
+class Rest:
+    """The state of a head that rests."""
+
+    pending: PendingStates
+    head_state: Any
+    zeros: Tensor  # (B, 1) int64
+
+
+class PausedDrafter:
+    """A head that drafts nothing for the time being."""
+
+    def __init__(self, head: Drafter) -> None:
+        self.head, self.aux_layer_ids = head, head.aux_layer_ids
+
+    def reset_rows(self, state: Rest, rows: Tensor) -> None:
+        state.pending.forget(rows)
+        self.head.reset_rows(state.head_state, rows)
+
+    def propose(self, state: Rest, pick: Pick) -> Proposal:
+        return Proposal(state.pending.rounds.root[:, None], state.zeros, state.zeros, state.zeros)
+
+    def extend(self, state: Rest, observation: Observation) -> None:
+        if observation.nodes is None:  # a prompt, of rows that have just been reset
+            self.head.extend(state.head_state, observation)
+        else:
+            state.pending.keep(observation)
+
+    def catch_up(self, state: Rest) -> None:
+        """Tell the head what it missed."""
+        for observation in state.pending.drain():
+            self.head.extend(state.head_state, observation)
+
+
+class Ladder:
+    """The candidates of one decoder, and the controller that chooses among them."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.head is not None
+        self.resting = PausedDrafter(decoder.head)
+        self.rest = Rest(PendingStates(decoder.state), decoder.head_state, decoder.zeros)
+        shapes = [
+            decoder.shape if str(decoder.shape) == name else parse_shape(name) for name in candidates(decoder.shape)
+        ]
+        self.candidates = [self._rung(decoder, shape) for shape in shapes]
+        self.controller = Controller(shapes)
+        self.before = torch.zeros_like(decoder.state.rounds)
+
+    def _rung(self, decoder: Decoder, shape: TreeShape) -> Decoder:
+        drafts = shape is not ROOT_ONLY
+        head: Any = decoder.head if drafts else self.resting
+        return replace(
+            decoder,
+            shape=shape,
+            head=head,
+            head_state=replace(decoder.head_state, shape=shape) if drafts else self.rest,
+            rule=make_rule("match", shape, decoder.sampling, decoder.zeros.device),
+            update=Commit(decoder.state, decoder.update.eos, shape.depth),
+        )
+
+    @property
+    def idle(self) -> Decoder:
+        """The candidate that drafts nothing; prompts are read through it, which resets what is kept of their rows."""
+        return self.candidates[-1]
+
+    def begin(self, rounds: int) -> Decoder:
+        """The candidate of the next rounds, at most PENDING, ready. What is kept is counted here: rounds never ask."""
+        candidate, pending = self.candidates[self.controller.candidate], self.rest.pending
+        if candidate is not self.idle:
+            self.resting.catch_up(self.rest)
+            self.before.copy_(candidate.state.rounds)
+        elif not pending.has_room(rounds):
+            self.resting.catch_up(self.rest)
+            pending.most = rounds
+        return candidate
+
+    def end(self, rounds: int, seconds: float) -> str:
+        """Tell the controller what these rounds gave; -> the name of their draft."""
+        candidate = self.candidates[self.controller.candidate]
+        outcomes = () if candidate is self.idle else self._outcomes(candidate, rounds)
+        self.controller.note(Span(rounds, seconds, *outcomes))
+        return str(candidate.shape)
+
+    def _outcomes(self, candidate: Decoder, rounds: int) -> Sequence[list[int]]:
+        """By depth, how many tokens were put to the test in the last rounds, and how many were accepted."""
+        state = candidate.state
+        places = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
+        depth = torch.arange(1, candidate.shape.depth + 1, device=places.device)
+        took_part = (places < state.rounds[:, None])[..., None]
+        counts = [record.gather(1, places)[..., None] >= depth for record in (state.reached, state.accepted)]
+        tested, kept = torch.stack([(count & took_part).sum(dim=(0, 1)) for count in counts]).tolist()
+        return tested, kept

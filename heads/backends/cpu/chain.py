@@ -1,0 +1,46 @@
+"""A chain that is drafted in one call of the CPU kernels: how its tokens are picked, and where they go.
+
+Letters: B batch, K depth, N = K + 1 nodes, Vd draft vocabulary.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from heads.backends.cpu.kernels import ChainStruct
+from heads.tree import CompiledPick, Proposal
+
+
+class Chain:
+    """What a call of `draft_chain` or `model_chain` takes of one round, whichever head drafts."""
+
+    def __init__(
+        self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
+    ) -> None:
+        """Behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
+        where they are the same."""
+        B, self.depth = len(root), depth
+        self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
+        room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
+        self.held = root, length, kept, room, ids
+        self.struct = ChainStruct(
+            *(pick.function, pick.context, None if kept is None else kept.data_ptr()),
+            *(root.data_ptr(), length.data_ptr(), room.data_ptr(), room[B * vocab_size :].data_ptr()),
+            *(ids[0].data_ptr(), ids[1].data_ptr(), ids[2].data_ptr()),
+            *(self.tokens.data_ptr(), self.scores.data_ptr(), depth, vocab_size),
+        )
+        self.reference = ctypes.byref(self.struct)
+
+    def proposal(self) -> Proposal:
+        """What `heads.growth.grow` would have made of it, once it is drafted."""
+        return Proposal(self.tokens, *chain_nodes(len(self.tokens), self.depth), self.scores)
+
+
+@cache
+def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
+    """The parents and the depths (B, N) of a chain's nodes."""
+    with torch.inference_mode(False):
+        node = torch.arange(depth + 1).repeat(batch_size, 1)
+        return (node - 1).clamp_min(0), node

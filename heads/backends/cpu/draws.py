@@ -1,0 +1,99 @@
+"""Noise and choices on a CPU in C: `eval.runtime.distribution` in one pass over each row.
+
+In float64 operations noise for thousands of ids is a good part of a small target's round. All here return None where C
+does not serve, and then the tensor operations do; the two give the same to the bit, but for one value of the noise in
+some hundred millions.
+
+Letters: B rows, W positions a row, V columns of the logits.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads.backends.cpu.compiling import compiled
+from heads.tree import CompiledPick
+
+SOURCE = Path(__file__).with_name("draws.c")
+SERIAL_VALUES = 1 << 16
+"""Noise for fewer ids is not worth waking a second thread for."""
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The compiled functions; None where there is no compiler."""
+    library = compiled(SOURCE)
+    if library is not None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        library.gumbel.argtypes = [*[pointer] * 4, *[integer] * 3]
+        library.choose.argtypes = [*[pointer] * 5, *[integer] * 4]
+        library.pick.argtypes = [*[pointer] * 6, *[integer] * 4]
+        library.gumbel.restype = library.choose.restype = library.pick.restype = None
+    return library
+
+
+def library_for(like: Tensor) -> ctypes.CDLL | None:
+    """What takes tensors of this device."""
+    return load() if like.device.type == "cpu" else None
+
+
+def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None:
+    """As `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
+    library = library_for(seeds)
+    if library is None:
+        return None
+    (B, W), V = positions.shape, len(token_ids)
+    held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
+    noise = torch.empty(B, W, V)
+    library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
+    return noise
+
+
+def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor | None:
+    """The choice of rows that filter nothing: logits (B, W, V) float32, temperature and seeds (B,), positions (B, W) of
+    the tokens to be chosen -> (B, W) ids. A row at temperature 0 gets its argmax."""
+    library = library_for(logits)
+    if library is None or logits.dtype != torch.float32:
+        return None
+    B, W, V = logits.shape
+    threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
+    logits, positions = logits.contiguous(), positions.contiguous()
+    chosen = torch.empty_like(positions)
+    tensors = logits, temperature, seeds, positions, chosen
+    library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
+    return chosen
+
+
+class SamplingStruct(ctypes.Structure):
+    """`Sampling` of draws.c."""
+
+    _fields_ = (("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p))
+
+
+class Picker(CompiledPick):
+    """`RowSampling.pick` of a batch's temperatures and seeds, (B,) each, which stay where they are."""
+
+    def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
+        self.library, self.held = library, (temperature, seeds)
+        self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr())
+        self.context = ctypes.addressof(self.struct)
+        self.function = ctypes.cast(library.pick, ctypes.c_void_p).value or 0
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        nodes = logits.shape[1]
+        if (
+            nodes > 1 and logits.stride(1) == positions.stride(1) == 0
+        ):  # one distribution for all, as independent heads have
+            logits, positions = logits[:, :1], positions[:, :1]
+        B, W, V = logits.shape
+        logits, positions = logits.float().contiguous(), positions.contiguous()
+        picked, logp = positions.new_empty(B, W, count), logits.new_empty(B, W, count)
+        ids = None if token_ids is None else token_ids.data_ptr()
+        where = logits.data_ptr(), positions.data_ptr(), ids, picked.data_ptr(), logp.data_ptr()
+        self.library.pick(self.context, *where, B, W, V, count)
+        return (picked, logp) if nodes == W else (picked.expand(-1, nodes, -1), logp.expand(-1, nodes, -1))

@@ -1,0 +1,241 @@
+/* Decoder layers over a few rows, and their attention. */
+
+#include <math.h>
+#include <string.h>
+
+#include "tiles.h"
+
+/* Fewer gates than that, or multiplications of queries and keys, are not worth waking a second thread for. */
+enum { SHARED_GATES = 1 << 14, SHARED_SCORES = 1 << 17, GATES = 512 };
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* e^x to about an ulp; 0 below -87. */
+static inline float exponential(float x)
+{
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    const float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float n = (clamped * 1.44269504088896341f + magic) - magic;
+    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } power = {((int32_t)n + 127) << 23};
+    return x < -87.0f ? 0 : p * power.f;
+}
+
+/* (R, 2 I) -> (R, I): silu of the first half times the second. This is one share of it: GATES columns of a row. */
+static __attribute__((noinline)) void gate(const float *rows, float *out, int64_t I, int share)
+{
+    const int64_t shares = (I + GATES - 1) / GATES, r = share / shares, from = share % shares * GATES;
+    const float *g = rows + r * 2 * I + from, *up = g + I;
+    const int count = least(GATES, I - from);
+    float *o = out + r * I + from;
+    for (int i = 0; i < count; i++)
+        o[i] = g[i] / (1 + exponential(-g[i])) * up[i];
+}
+
+static void gates(const float *rows, float *out, int64_t R, int64_t I, int64_t given)
+{
+    const int64_t threads = R * I >= SHARED_GATES ? given : 1;
+    SHARED(share, R * ((I + GATES - 1) / GATES), threads, gate(rows, out, I, share));
+}
+
+/* Turn one head, first half against second. */
+static void turn(float *head, const float *cosine, const float *sine, int d)
+{
+    const int half = d / 2;
+    for (int i = 0; i < half; i++) {
+        const float a = head[i], b = head[half + i];
+        head[i] = a * cosine[i] + b * sine[i];
+        head[half + i] = b * cosine[half + i] + a * sine[half + i];
+    }
+}
+
+/* Score of a hidden slot, before or after scaling: far below all others, and finite. */
+#define HIDDEN (-1e30f)
+
+/* The slots up to the last that any of `count` tokens sees, in whole blocks. */
+static int extent(const Pass *p, const float *mask, int64_t token, int count)
+{
+    const int E = p->E;
+    int last = 0;
+    for (int64_t at = token; at < token + count; at++) {
+        int e = mask ? E : p->slots[at] + 1;
+        if (mask)
+            for (const float *row = mask + at * E; e > last && row[e - 1] < HIDDEN;)
+                e--;
+        last = most(last, e);
+    }
+    const int used = (most(1, last) + BLOCK - 1) / BLOCK * BLOCK;
+    return used < E ? used : E;
+}
+
+/* Scores of one query into weights of the first `used` slots, those it sees and 0 for all others. */
+static void weigh(float *score, const float *mask, int64_t slot, int64_t window, float scale, int used)
+{
+    const int from = window && slot >= window ? slot - window + 1 : 0, to = most(slot, 0);
+    float highest = HIDDEN, sum = 0;
+    if (mask)
+        for (int e = 0; e < used; e++)
+            score[e] = mask[e] < HIDDEN ? HIDDEN : score[e] * scale + mask[e];
+    else
+        for (int e = 0; e < used; e++)
+            score[e] = e < from || e > to ? HIDDEN : score[e] * scale;
+#pragma omp simd reduction(max : highest)
+    for (int e = 0; e < used; e++)
+        highest = score[e] > highest ? score[e] : highest;
+#pragma omp simd reduction(+ : sum)
+    for (int e = 0; e < used; e++) {
+        score[e] = exponential(score[e] - highest);
+        sum += score[e];
+    }
+    for (int e = 0; e < used; e++)
+        score[e] /= sum;
+}
+
+/* The head `h` of a token's queries and keys, normed and turned in place. */
+static void place(const Layer *l, const Pass *p, int64_t token, int h, float *head)
+{
+    const int64_t at = p->positions[token] * l->d;
+    if (l->head_norm)
+        normalise_rows(head, l->d, l->head_norm + h * l->d, l->head_eps, head, l->d, 1, l->d);
+    turn(head, p->cosines + at, p->sines + at, l->d);
+}
+
+static int64_t deep_of(const Layer *l) { return (l->d + LANES - 1) / LANES * LANES; }
+
+/* Of a batch row: one key head, by its number in all of them. */
+static size_t store_of(const Layer *l, const Pass *p, int pair)
+{
+    return (size_t)(p->first_row + pair / l->Hkv) * l->Hkv + pair % l->Hkv;
+}
+
+/* Put one key head of a batch row where it is kept: keys (.., S / BLOCK, d, BLOCK), values (.., S, deep). */
+static void keep(const Layer *l, const Pass *p, int pair, float *qkv, float *keys, float *values)
+{
+    const int d = l->d, deep = deep_of(l), head = l->H + pair % l->Hkv;
+    keys += store_of(l, p, pair) * p->S * d, values += store_of(l, p, pair) * p->S * deep;
+    for (int n = 0; n < p->N; n++) {
+        const int64_t token = (int64_t)(pair / l->Hkv) * p->N + n, slot = p->slots[token];
+        float *key = qkv + token * l->qkv.O + head * d, *goal = keys + slot / BLOCK * BLOCK * d + slot % BLOCK;
+        if (slot < 0)
+            continue;
+        place(l, p, token, head, key);
+        for (int i = 0; i < d; i++)
+            goal[i * BLOCK] = key[i];
+        memcpy(values + slot * deep, key + l->Hkv * d, d * sizeof(float));
+    }
+}
+
+/* One key head of a batch row, for `count` of its tokens from `first` on. The queries that share it take part in two
+ * products; q and scores are room for them. */
+static void attend(const Layer *l, const Pass *p, int pair, int first, int count, const float *qkv, const float *keys,
+                   const float *values, float *q, float *scores, float *out)
+{
+    const int d = l->d, G = l->H / l->Hkv, E = p->E, rows = count * G, deep = deep_of(l);
+    const int64_t token = (int64_t)(pair / l->Hkv) * p->N + first, head = pair % l->Hkv * G;
+    const float *mask = l->window ? p->near_mask : p->mask;
+    const int used = extent(p, mask, token, count);
+    keys += store_of(l, p, pair) * p->S * d, values += store_of(l, p, pair) * p->S * deep;
+    for (int row = 0; row < rows; row++) {
+        const int64_t h = head + row % G;
+        memcpy(q + row * d, qkv + (token + row / G) * l->qkv.O + h * d, d * sizeof(float));
+        place(l, p, token + row / G, h, q + row * d);
+    }
+    for (int e = 0; e < used; e += BLOCK) {
+        for (int row = 0; row < rows; row++)
+            memset(scores + (size_t)row * E + e, 0, BLOCK * sizeof(float));
+        add_rows(q, d, keys + (size_t)e * d, BLOCK, d, scores + e, E, rows, VECTORS, 0);
+    }
+    for (int row = 0; row < rows; row++) {
+        const int64_t at = token + row / G;
+        weigh(scores + (size_t)row * E, mask ? mask + at * E : NULL, p->slots[at], l->window, l->scale, used);
+    }
+    float *sums = q; /* (rows, deep): the queries are done with */
+    memset(sums, 0, (size_t)rows * deep * sizeof(float));
+    int i = 0;
+    for (; i + BLOCK <= deep; i += BLOCK)
+        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, VECTORS, 0);
+    for (; i < deep; i += LANES)
+        add_rows(scores, E, values + i, deep, used, sums + i, deep, rows, 1, 0);
+    for (int row = 0; row < rows; row++)
+        memcpy(out + ((token + row / G) * l->H + head + row % G) * d, sums + row * deep, d * sizeof(float));
+}
+
+static int64_t room_of(const Layer *l, int64_t N, int64_t E) /* of one key head */
+{
+    return N * (l->H / l->Hkv) * (deep_of(l) + E);
+}
+
+/* out (R, H * d) of qkv (R, (H + 2 Hkv) * d), by key heads of batch rows, in `parts` by their tokens where these are
+ * kept already. */
+static __attribute__((noinline)) void attend_share(const Layer *l, const Pass *p, float *qkv, float *keys,
+                                                   float *values, float *rooms, float *out, int share, int parts)
+{
+    const int64_t N = p->N, E = p->E, G = l->H / l->Hkv;
+    const int pair = share / parts, first = N * (share % parts) / parts;
+    const int count = N * (share % parts + 1) / parts - first;
+    float *q = rooms + pair * room_of(l, N, E) + first * G * (deep_of(l) + E);
+    if (parts == 1)
+        keep(l, p, pair, qkv, keys, values);
+    attend(l, p, pair, first, count, qkv, keys, values, q, q + count * G * deep_of(l), out);
+}
+
+/* All of it. A thread takes key heads, or a part of the tokens where threads would be left with enough to do. */
+static void attention(const Layer *l, const Pass *p, float *qkv, float *keys, float *values, float *rooms, float *out)
+{
+    const int64_t pairs = p->B * l->Hkv, work = p->N * (l->H / l->Hkv) * p->E * l->d;
+    const int parts = pairs < p->threads && work >= SHARED_SCORES ? least(p->N, (p->threads + pairs - 1) / pairs) : 1;
+    const int threads = least(p->threads, pairs * parts);
+    for (int pair = 0; pair < pairs && parts > 1; pair++)
+        keep(l, p, pair, qkv, keys, values);
+    SHARED(share, pairs * parts, threads, attend_share(l, p, qkv, keys, values, rooms, out, share, parts));
+}
+
+static int64_t width_of(const Layer *l) { return most(most(l->qkv.O, 2 * l->down.K), l->qkv.K); }
+
+static int64_t narrow_of(const Layer *l, int64_t D) { return most(most(l->H * l->d, l->down.K), D); }
+
+int64_t scratch_size(const Layer *l, int64_t B, int64_t N, int64_t D, int64_t E)
+{
+    return B * N * (width_of(l) + narrow_of(l, D)) + B * l->Hkv * room_of(l, N, E);
+}
+
+/* keys (rows, Hkv, S / BLOCK, d, BLOCK), values (rows, Hkv, S, d rounded up to LANES), of which the pass has the B rows
+ * from first_row on. */
+static void decoder_layer(const Layer *l, const Pass *p, float *keys, float *values)
+{
+    const int64_t R = p->B * p->N, D = p->D, threads = p->threads;
+    float *wide = p->scratch, *narrow = wide + R * width_of(l), *rooms = narrow + R * narrow_of(l, D);
+    if (l->attention_norm)
+        normalise_rows(p->x, D, l->attention_norm, l->attention_eps, narrow, D, R, D);
+    multiply(&l->qkv, l->attention_norm ? narrow : p->input, l->qkv.K, NULL, wide, R, threads);
+    attention(l, p, wide, keys, values, rooms, narrow);
+    multiply(&l->out, narrow, l->out.K, p->x, p->x, R, threads);
+    normalise_rows(p->x, D, l->feedforward_norm, l->feedforward_eps, narrow, D, R, D);
+    multiply(&l->gate_up, narrow, D, NULL, wide, R, threads);
+    gates(wide, narrow, R, l->down.K, threads);
+    multiply(&l->down, narrow, l->down.K, p->x, p->x, R, threads);
+}
+
+/* Layers one after another, whose keys and values lie key_stride and value_stride apart. The stream that enters layer
+ * aux_layer_ids[i] (ascending; `count` is what leaves the last) goes to columns i * D .. of aux_hidden_states (R, num_aux_layers * D). */
+void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *keys, int64_t key_stride, float *values,
+                    int64_t value_stride, const int64_t *aux_layer_ids, int64_t num_aux_layers, float *aux_hidden_states)
+{
+    const int64_t R = p->B * p->N;
+    int64_t next = 0;
+    for (int64_t i = 0; i <= count; i++) {
+        for (; next < num_aux_layers && aux_layer_ids[next] == i; next++)
+            for (int64_t r = 0; r < R; r++)
+                memcpy(aux_hidden_states + (r * num_aux_layers + next) * p->D, p->x + r * p->D, p->D * sizeof(float));
+        if (i < count)
+            decoder_layer(layers + i, p, keys + i * key_stride, values + i * value_stride);
+    }
+}

@@ -1,0 +1,223 @@
+"""Heads that recycle their state, on the CPU kernels: what `heads.backends.recurrent_memory.TorchRecurrent` does, a
+step of it one call.
+
+Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
+
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, E
+of them shown, d head dimension.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from heads.backends.cpu.chain import Chain
+from heads.backends.cpu.kernels import ModuleStruct, PassStruct, ProductStruct, load
+from heads.backends.cpu.stack import CpuStack
+from heads.backends.recurrent_parts import HeadParts, ModuleParts
+from heads.backends.slot_mapping import Drafted, Observed
+from heads.backends.torch.attention import GroupedAttention
+from heads.backends.torch.feedforward import GatedMLP
+from heads.backends.torch.linear import Norm, Product
+from heads.base import Observation
+from heads.target.families import additive
+from heads.tree import CompiledPick, Proposal
+
+
+@dataclass(frozen=True)
+class KernelModule:
+    """One module of a head as the kernels take it, and the tensors it points into."""
+
+    struct: ModuleStruct
+    stack: CpuStack
+    held: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class CpuDraft:
+    """A whole head, from its weights as they were when this was made."""
+
+    parts: HeadParts
+    modules: Sequence[KernelModule]
+    fuse: Product | None
+    vocab_size: int
+    """Vd"""
+
+
+def compiled_draft(parts: HeadParts, lm_head_weight: Tensor) -> CpuDraft | None:
+    """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' device and
+    dtype."""
+    if parts.weight.device.type != "cpu" or parts.weight.dtype != torch.float32 or load() is None:
+        return None
+    modules = [kernel_module(module, lm_head_weight) for module in parts.modules]
+    known = [module for module in modules if module is not None]
+    if len(known) < len(modules):
+        return None
+    fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
+    return CpuDraft(parts, known, fuse, len(lm_head_weight))
+
+
+def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
+    """One module, and the output head (Vd, D) that it may be read with; None where the kernels cannot."""
+    norms = [
+        None if norm is None else Norm(norm)
+        for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
+    ]
+    entering = None if parts.input_norm is None else Norm(parts.input_norm)
+    attention = GroupedAttention(parts.attention, "full_attention", draft=True)
+    stack = CpuStack.of([(entering, attention, Norm(parts.norm), GatedMLP(parts.mlp, draft=True))])
+    projection = None if parts.project is None else Product.of(parts.project, draft=True).packed
+    reading = Product(output, draft=True).packed
+    if stack is None or reading is None:
+        return None
+    struct = ModuleStruct(
+        stack.structs[0],
+        ProductStruct() if projection is None else projection.struct,
+        reading.struct,
+        *(None if n is None else n.weight.data_ptr() for n in norms),
+        *(0.0 if n is None else n.eps for n in norms),
+        parts.state_first,
+        parts.zero_first,
+    )
+    return KernelModule(struct, stack, (norms, projection, reading))
+
+
+class CpuRecurrent:
+    """What the modules keep of a batch, and a step over it; as `heads.backends.recurrent_memory.TorchRecurrent`."""
+
+    padding_slot = -1
+    """The slot number of padding: the kernels do not write it."""
+
+    def __init__(
+        self,
+        draft: CpuDraft,
+        embed: Callable[[Tensor], Tensor],
+        cos_sin_table: tuple[Tensor, Tensor],
+        batch_size: int,
+    ) -> None:
+        library = load()
+        assert library is not None
+        cos, sin = (table[0, 0] for table in cos_sin_table)  # (S, d) each
+        half = cos.shape[1] // 2
+        self.library, self.draft, self.embed = library, draft, embed
+        plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
+        self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
+        self.cos_sin_table = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
+        self.where = [table.data_ptr() for table in self.cos_sin_table]
+        self.references = [ctypes.byref(module.struct) for module in draft.modules]
+        self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]
+        self.rooms: dict[tuple[int, ...], Tensor] = {}
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        """(B, W, L * D), (B, W, D) -> (B, W, D)."""
+        made = self.draft.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
+        return made.view(hidden.shape)
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """Norms are a part of reading out."""
+        return recycled
+
+    def logits(self, recycled: Tensor) -> Tensor:
+        """(B, W, D) -> (B, W, Vd)."""
+        B, W, D = recycled.shape
+        states = recycled.contiguous()
+        room, logits = torch.empty_like(states), states.new_empty(B, W, self.draft.vocab_size)
+        self.library.read_out(
+            *(self.references[0], states.data_ptr(), room.data_ptr(), logits.data_ptr()),
+            *(B * W, D, torch.get_num_threads()),
+        )
+        return logits
+
+    def step(
+        self,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        rows: Tensor | None,
+        places: Observed | Drafted,
+        extent: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As `heads.backends.recurrent_memory.TorchRecurrent.step`."""
+        B, W = tokens.shape
+        D = states.shape[2]
+        if rows is not None:
+            states = states.gather(1, rows[..., None].expand(-1, -1, D))
+        visible = places.visible(module, extent)
+        reference, cache = self.references[module], self.caches[module]
+        mask = None if visible is None else additive(visible, torch.float32)
+        held = [tensor.contiguous() for tensor in (states, places.positions, places.slots(self.padding_slot))]
+        given, at, to = (tensor.data_ptr() for tensor in held)
+        made = torch.empty_like(held[0])
+        step = self._pass(module, (B, W, D, extent), at, to, None if mask is None else mask.data_ptr())
+        ids = tokens.contiguous() if self.table is not None else None
+        rows = self.table if self.table is not None else self.embed(tokens).to(states.dtype).contiguous()
+        self.library.recycle(
+            *(reference, ctypes.byref(step), None if ids is None else ids.data_ptr(), rows.data_ptr()),
+            *(given, made.data_ptr(), cache.where[0], cache.where[2]),
+        )
+        return made, made
+
+    @property
+    def single(self) -> bool:
+        """Whether to observe and to draft a chain are one call each: for one module, where embeddings are a table's
+        rows."""
+        return len(self.references) == 1 and self.table is not None
+
+    def draft_chain(
+        self,
+        pick: CompiledPick,
+        kept: Tensor,
+        recycled: Tensor,
+        root: Tensor,
+        length: Tensor,
+        depth: int,
+        extent: int,
+    ) -> Proposal:
+        """What `heads.growth.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
+        (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
+        assert self.single and self.table is not None
+        B, D = recycled.shape
+        chain, room = Chain(pick, root, length, depth, len(kept), kept), recycled.new_empty(3, B, D)
+        self.library.draft_chain(
+            *(self.references[0], ctypes.byref(self._pass(0, (B, 1, D, extent))), chain.reference),
+            *(tensor.data_ptr() for tensor in (self.table, recycled)),
+            *(self.caches[0].where[0], self.caches[0].where[2], room.data_ptr()),
+        )
+        return chain.proposal()
+
+    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+        """Take in true features, in one call, and renew what is drafted from: recycled (B, D), root (B,), length
+        (B,)."""
+        assert self.single and self.table is not None
+        (B, M), D = observation.hidden.shape[:2], recycled.shape[1]
+        states = self.start(observation.aux_hidden_states, observation.hidden).contiguous()
+        made, ids = torch.empty_like(states), root.new_empty(3, B, M)
+        step = self._pass(0, (B, M, D, extent))
+        accepted_tokens = [x.contiguous() for x in (observation.tokens, observation.start, observation.count)]
+        self.library.extend(
+            *(self.references[0], ctypes.byref(step)),
+            *(tensor.data_ptr() for tensor in (*accepted_tokens, self.table, states, made, ids)),
+            *(self.caches[0].where[0], self.caches[0].where[2]),
+            *(tensor.data_ptr() for tensor in (recycled, root, length)),
+        )
+
+    def _pass(
+        self,
+        module: int,
+        shape: tuple[int, int, int, int],
+        positions: int | None = None,
+        slots: int | None = None,
+        mask: int | None = None,
+    ) -> PassStruct:
+        """A pass through a module, of shape (B, W, D, E); the addresses of where its tokens stand, and of its mask."""
+        B, W, D, extent = shape
+        room = self.rooms.get(shape)
+        if room is None:
+            room = self.rooms[shape] = torch.empty(self.library.module_room(self.references[module], *shape))
+        return PassStruct(
+            *(None, None, *self.where, positions, slots, mask, None, room.data_ptr()),
+            *(B, 0, W, D, extent, self.caches[module].capacity, torch.get_num_threads()),
+        )

@@ -1,0 +1,154 @@
+"""Decoder layers on a CPU, in float32: all of them one call of the kernels, over a cache that lies as they read it.
+
+Letters: L layers, B rows, N tokens of a step, R = B * N, S slots a row, E slots shown, D hidden, d head dimension, K
+inputs of a first product.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heads.backends.cpu.kernels import LayerStruct, PassStruct, load
+from heads.backends.torch.attention import GroupedAttention
+from heads.backends.torch.feedforward import GatedMLP
+from heads.backends.torch.linear import Norm
+
+Block = tuple[Norm | None, GroupedAttention, Norm, GatedMLP]
+"""A layer: the norm before attention (None where the input comes normed), attention, the norm before the MLP, the
+MLP."""
+
+
+class CpuKVCache:
+    """Keys with a block of slots side by side, values with each slot's by themselves; else as `KVCache`."""
+
+    def __init__(self, stack: "CpuStack", *, batch_size: int, capacity: int) -> None:
+        block, lanes = stack.library.block_size(), stack.library.lanes()
+        L, (heads, d) = stack.num_layers, stack.key_shape
+        assert capacity % block == 0
+        self.library, self.capacity = stack.library, capacity
+        self.keys = torch.zeros(L, batch_size, heads, capacity // block, d, block)
+        self.values = torch.zeros(L, batch_size, heads, capacity, -(-d // lanes) * lanes)
+        self.where = (
+            *(self.keys.data_ptr(), self.keys[0].numel()),
+            *(self.values.data_ptr(), self.values[0].numel()),
+        )
+        self.slots = torch.arange(batch_size)[:, None]  # (B, 1), until aimed
+        self.first_row, self.extent = 0, capacity
+        self.scratch = torch.empty(0)
+
+    def aim(self, slots: Tensor, *, extent: int, row: int | None = None) -> None:
+        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
+        slots."""
+        self.slots, self.extent, self.first_row = slots, extent, row or 0
+
+    def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
+        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        is written."""
+        held = slots_from.contiguous(), slots_to.contiguous()
+        (L, B, heads, _, d, _), deep, P = self.keys.shape, self.values.shape[4], held[0].shape[1]
+        self.library.move_slots(
+            *(self.keys.data_ptr(), self.values.data_ptr(), held[0].data_ptr(), held[1].data_ptr()),
+            *(self.room(P * (d + deep)).data_ptr(), L, B, heads, self.capacity, d, P),
+        )
+
+    def room(self, size: int) -> Tensor:
+        """At least `size` floats; the same ones again and again."""
+        if len(self.scratch) < size:
+            self.scratch = torch.empty(size)
+        return self.scratch
+
+
+class CpuStack:
+    """Layers as the kernels take them, with the tensors they point into."""
+
+    def __init__(self, library: ctypes.CDLL, blocks: Sequence[Block], window: int) -> None:
+        """`window` of the layers that have one."""
+        self.library, self.held = library, tuple(blocks)
+        self.num_layers = len(blocks)
+        self.structs = (LayerStruct * len(blocks))(*(_struct(block, window) for block in blocks))
+        attention = blocks[0][1]
+        self.key_shape = attention.num_key_heads, attention.d
+        self.sizes: dict[tuple[int, ...], int] = {}
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
+        """None where the kernels cannot: another device or dtype, another activation, layers of several widths."""
+        library = load()
+        shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
+        plain = all(mlp.activation is torch.nn.functional.silu for *_, mlp in blocks)
+        packed = all(p.packed for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
+        if library is None or len(shapes) > 1 or not plain or not packed:
+            return None
+        return cls(library, blocks, window or 0)
+
+    def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
+        """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
+        return CpuKVCache(self, batch_size=batch_size, capacity=capacity)
+
+    def scratch_size(self, *shape: int) -> int:
+        """Floats of scratch that a pass of shape (B, N, D, E) needs."""
+        size = self.sizes.get(shape)
+        if size is None:
+            size = self.sizes[shape] = self.library.scratch_size(self.structs, *shape)
+        return size
+
+    def run(
+        self,
+        x: Tensor,
+        cache: CpuKVCache,
+        *,
+        positions: Tensor,
+        cos_sin_table: tuple[Tensor, Tensor],
+        given: Tensor | None = None,
+        mask: Tensor | None = None,
+        near_mask: Tensor | None = None,
+        aux_layer_ids: Sequence[int] = (),
+    ) -> Tensor:
+        """Take the residual stream x (R, D) through all layers, in place; -> what enters the auxiliary ones, side by
+        side (R, auxiliary hidden states * D).
+
+        positions (B, N); turns (positions, .., d) of all positions there are; given (R, K): the first product's input
+        where it comes normed; masks (B, 1, N, E), to be added to scores, in layers without and with a window; without
+        masks a token sees the slots up to its own.
+        """
+        B, N = positions.shape
+        R, D = x.shape
+        E, size = cache.extent, self.scratch_size(B, N, D, cache.extent)
+        held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask, given)]
+        where = [t if t is None else t.data_ptr() for t in held]
+        aux = x.new_empty(R, len(aux_layer_ids) * D)
+        step = PassStruct(
+            *(
+                x.data_ptr(),
+                where[4],
+                cos_sin_table[0].data_ptr(),
+                cos_sin_table[1].data_ptr(),
+                where[0],
+                where[1],
+                where[2],
+                where[3],
+            ),
+            *(cache.room(size).data_ptr(), B, cache.first_row, N, D, E, cache.capacity, torch.get_num_threads()),
+        )
+        wanted = (ctypes.c_int64 * len(aux_layer_ids))(*aux_layer_ids)
+        self.library.decoder_layers(
+            self.structs, self.num_layers, ctypes.byref(step), *cache.where, wanted, len(aux_layer_ids), aux.data_ptr()
+        )
+        return aux
+
+
+def _struct(block: Block, window: int) -> LayerStruct:
+    attention_norm, attention, norm, mlp = block
+    products = [product.packed for product in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
+    return LayerStruct(
+        *(product.struct for product in products if product is not None),
+        None if attention_norm is None else attention_norm.weight.data_ptr(),
+        norm.weight.data_ptr(),
+        None if attention.head_norm is None else attention.head_norm.data_ptr(),
+        0.0 if attention_norm is None else attention_norm.eps,
+        *(norm.eps, attention.head_eps, attention.scale),
+        *(attention.num_heads, attention.num_key_heads, attention.d),
+        window if attention.kind == "sliding_attention" else 0,
+    )

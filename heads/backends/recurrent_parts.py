@@ -1,0 +1,91 @@
+"""A head that recycles its state, in parts: what is computed, for forms that compute it by kernels of their own.
+
+One description serves the kernels of a CPU (`heads.backends.cpu.recurrent`) and those of a GPU
+(`heads.backends.triton.recurrent`):
+
+    x = [token_norm(e); state_norm(s)]                      side by side; `state_first`: the other way round
+    stream, x = s, x     or, with a projection,     stream = project(x), x = input_norm(stream)
+    stream = stream + attention(x);  stream = stream + mlp(norm(stream))
+    recycled = leave_norm(stream);   what the output head reads = read_norm(recycled)
+
+A norm that is not there changes nothing.
+
+Letters: R rows, D hidden, L auxiliary layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from heads.layers import MLP, Attention, RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModuleParts:
+    """One module: a decoder block of grouped-query attention, and the norms around it."""
+
+    attention: Attention
+    mlp: MLP
+    norm: nn.Module
+    """Between attention and MLP; all norms are RMS norms."""
+    token_norm: nn.Module
+    state_norm: nn.Module
+    input_norm: nn.Module | None = None
+    project: nn.Linear | None = None
+    """(D, 2 D); it and `input_norm` go together."""
+    leave_norm: nn.Module | None = None
+    read_norm: nn.Module | None = None
+    state_first: bool = False
+    zero_first: bool = False
+    """Whether e is zero for the token at position 0."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (part for part in vars(self).values() if isinstance(part, nn.Module))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadParts:
+    """A whole head but for its output head."""
+
+    modules: Sequence[ModuleParts]
+    fuse: nn.Linear | None = None
+    """(D, L * D): makes the first step's state of the auxiliary hidden states; None where that is the target's last
+    hidden state."""
+    aux_norms: Sequence[RMSNorm] = ()
+    """L of them or none: each auxiliary layer's norm before they are fused."""
+
+    @property
+    def weight(self) -> Tensor:
+        """One of the weights, for their type and place."""
+        return self.modules[0].attention.q_proj.weight
+
+    @property
+    def plain(self) -> bool:
+        """Whether products are nothing but that, and all weights of one type and in one place."""
+        parts = [part for module in self.modules for part in module] + [*self.aux_norms]
+        parts += [] if self.fuse is None else [self.fuse]
+        products = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
+        kinds = {(weight.dtype, weight.device) for part in parts for weight in part.parameters()}
+        return len(kinds) == 1 and all(type(product) is nn.Linear for product in products)
+
+    @cached_property
+    def aux_scales(self) -> Tensor:
+        """(L * D,) what normed auxiliary hidden states are multiplied with."""
+        return torch.cat([norm.weight.detach() for norm in self.aux_norms])
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor, fuse: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """The target's features, (R, L * D) and (R, D) -> the state that the first step recycles (R, D). `fuse`
+        multiplies with the weight of that name."""
+        if fuse is None:
+            return hidden.to(self.weight.dtype)
+        aux_hidden_states = aux_hidden_states.to(self.weight.dtype)
+        if self.aux_norms:
+            apart = aux_hidden_states.unflatten(-1, (len(self.aux_norms), -1))
+            aux_hidden_states = (
+                rms_norm(apart, apart.shape[-1:], eps=self.aux_norms[0].eps).flatten(-2) * self.aux_scales
+            )
+        return fuse(aux_hidden_states)

@@ -1,0 +1,149 @@
+"""Attention of the native decoders over a static cache: grouped-query heads, and DeepSeek's shared latent.
+
+Letters: B rows, N tokens of a step, R = B * N, H query heads, G query heads per key head, d head dimension, E slots
+shown, C latent width, P rotary width, W width of a slot.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heads.backends.torch.cache import KVCache
+from heads.backends.torch.linear import Norm, Product, unit
+
+
+@dataclass
+class Step:
+    """What all layers of one pass share."""
+
+    cache: KVCache
+    batch_size: int
+    cos_sin: tuple[Tensor, Tensor]  # (R, 1, d) each: cosines, and sines with the first half negative
+    masks: dict[str, Tensor]  # layer kind -> (B, 1, N, E), to be added to scores
+    folded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, kind: str, times: int = 1) -> Tensor:
+        """(B, N * times, E): the mask of a layer kind, each query's row `times` times; made once a step."""
+        made = self.folded.get((kind, times))
+        if made is None:
+            made = self.masks[kind][:, 0]
+            made = made.repeat_interleave(times, dim=1) if times > 1 else made
+            self.folded[kind, times] = made
+        return made
+
+
+class GroupedAttention:
+    """Grouped-query attention with rotary positions. A slot holds the keys of all heads, then their values."""
+
+    def __init__(self, module: Any, kind: str, *, draft: bool = False) -> None:
+        self.kind = kind
+        self.d: int = module.head_dim
+        self.scale = float(getattr(module, "scaling", self.d**-0.5))
+        self.num_heads: int = module.q_proj.out_features // self.d
+        self.num_key_heads: int = module.k_proj.out_features // self.d
+        self.qkv = Product.of(module.q_proj, module.k_proj, module.v_proj, draft=draft)
+        self.out = Product.of(module.o_proj, draft=draft)
+        self.head_norm: Tensor | None = None  # (H + Hkv, d)
+        self.head_eps = 0.0
+        if hasattr(module, "q_norm"):
+            norms = Norm(module.q_norm), Norm(module.k_norm)
+            self.head_norm = torch.cat(
+                [norms[0].weight.expand(self.num_heads, -1), norms[1].weight.expand(self.num_key_heads, -1)]
+            )
+            self.head_eps = norms[0].eps
+
+    @property
+    def slot_width(self) -> int:
+        """W."""
+        return 2 * self.num_key_heads * self.d
+
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        H, Hkv, d = self.num_heads, self.num_key_heads, self.d
+        fused = self.qkv(x)  # (R, (H + 2 Hkv) d)
+        heads = fused.view(-1, H + 2 * Hkv, d)
+        rotated = heads[:, : H + Hkv]
+        if self.head_norm is not None:
+            torch.mul(unit(rotated, self.head_eps), self.head_norm, out=rotated)
+        rotate_(rotated, step.cos_sin)
+        shown = step.cache.write(layer, fused[:, H * d :])  # (B, E, W)
+        return self.out(self.attend(heads[:, :H], shown, step), residual)
+
+    def attend(self, q: Tensor, shown: Tensor, step: Step) -> Tensor:
+        """q (R, H, d), shown (B, E, W) -> (R, H * d)."""
+        B, H, Hkv, d = step.batch_size, self.num_heads, self.num_key_heads, self.d
+        if Hkv == 1 and q.device.type == "cpu":
+            # Its query heads are as good as more queries of one head, and three small products beat the fused kernel.
+            q = q.reshape(B, -1, d)  # (B, N * H, d)
+            scores = torch.baddbmm(step.mask(self.kind, H), q, shown[..., :d].mT, alpha=self.scale)
+            return torch.bmm(scores.softmax(-1), shown[..., d:]).view(-1, H * d)
+        keys, values = shown.unflatten(2, (2, Hkv, d)).unbind(2)  # (B, E, Hkv, d)
+        out = scaled_dot_product_attention(
+            q.unflatten(0, (B, -1)).transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=step.masks[self.kind],
+            scale=self.scale,
+            enable_gqa=Hkv != H,
+        )  # (B, H, N, d)
+        return out.transpose(1, 2).reshape(-1, H * d)
+
+
+class LatentAttention:
+    """DeepSeek's multi-head latent attention (arXiv 2405.04434, section 2.1), never decompressed.
+
+    A slot holds the normed latent c (C values) and the rotary key r (P values), shared by all heads. Since the key of
+    head h is [U_h c; r], its score is [U_h^T q; q_r] . [c; r]; and since its value is V_h c, the weighted latents are
+    summed first and V_h applied to the sum.
+    """
+
+    def __init__(self, module: Any, kind: str, *, interleaved: bool) -> None:
+        self.kind, self.scale = kind, float(module.scaling)
+        self.C: int = module.kv_lora_rank
+        self.P: int = module.qk_rope_head_dim
+        self.nope: int = module.qk_nope_head_dim
+        self.low_rank = module.q_lora_rank is not None
+        self.inputs = Product.of(module.q_a_proj if self.low_rank else module.q_proj, module.kv_a_proj_with_mqa)
+        if self.low_rank:
+            self.q_norm, self.queries = Norm(module.q_a_layernorm), Product.of(module.q_b_proj)
+        self.latent_norm = Norm(module.kv_a_layernorm)
+        self.interleaved = interleaved
+        decompress = module.kv_b_proj.weight.detach().view(-1, self.nope + module.v_head_dim, self.C)
+        self.to_key, self.to_value = decompress[:, : self.nope], decompress[:, self.nope :].mT
+        self.num_heads = len(decompress)
+        self.out = Product.of(module.o_proj)
+
+    @property
+    def slot_width(self) -> int:
+        """W."""
+        return self.C + self.P
+
+    def __call__(self, x: Tensor, residual: Tensor, step: Step, layer: int) -> Tensor:
+        """(R, D) normed states, and the stream (R, D) they were made of -> the stream after it."""
+        B, H, C, P = step.batch_size, self.num_heads, self.C, self.P
+        fused = self.inputs(x)
+        q, latent = fused[:, : -C - P], fused[:, -C - P :]
+        if self.low_rank:
+            q = self.queries(self.q_norm(q))
+        q = q.unflatten(1, (H, -1))  # (R, H, nope + P)
+        cos_sin_table = [q[..., self.nope :], latent[:, None, C:]]
+        if self.interleaved:  # the pairs that turn together, side by side, go to the two halves; scores stay the same
+            cos_sin_table = [cos_sin.unflatten(-1, (-1, 2)).mT.flatten(-2) for cos_sin in cos_sin_table]
+        q_turned, key = (rotate_(cos_sin.contiguous(), step.cos_sin) for cos_sin in cos_sin_table)
+        shown = step.cache.write(layer, torch.cat([self.latent_norm(latent[:, :C]), key[:, 0]], dim=-1))  # (B, E, W)
+        absorbed = torch.bmm(q[..., : self.nope].transpose(0, 1), self.to_key)  # (H, R, C)
+        q = torch.cat([absorbed.transpose(0, 1), q_turned], dim=-1).view(B, -1, C + P)  # (B, N * H, W)
+        scores = torch.baddbmm(step.mask(self.kind, H), q, shown.mT, alpha=self.scale)  # (B, N * H, E)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        mixed = torch.bmm(scores.softmax(-1, dtype=wide).to(x.dtype), shown[..., :C])  # (B, N * H, C)
+        values = torch.bmm(mixed.view(-1, H, C).transpose(0, 1), self.to_value)  # (H, R, v)
+        return self.out(values.transpose(0, 1).flatten(1), residual)
+
+
+def rotate_(heads: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn heads (R, H, d) in place, first half against second."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return heads.mul_(cos_sin[0]).addcmul_(swapped, cos_sin[1])

@@ -1,0 +1,83 @@
+"""Matrix products and norms of a native decoder, on rows of states.
+
+Letters: R rows, K and O the inputs and outputs of a product.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm
+
+from heads.backends.cpu.kernels import MOST_ROWS, load, pack
+
+
+class Product:
+    """x W^T + b, for one projection or for several of the same input side by side."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, draft: bool = False) -> None:
+        self.weight, self.bias = weight.detach(), bias  # (O, K), (O,)
+        self.packed = pack(self.weight, bias, half=draft)
+
+    @classmethod
+    def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
+        """The target's modules go on with parts of the fused weight, so that it is kept once. A draft's may be in
+        training, so they stay as they are; and whatever it computes the target judges, so bfloat16 will do."""
+        weight = fuse([module.weight for module in modules], shared=not draft)
+        if all(module.bias is None for module in modules):
+            return cls(weight, draft=draft)
+        biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
+        return cls(weight, torch.cat(biases), draft=draft)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """(R, K) -> (R, O), the residual (R, O) added."""
+        if self.packed is not None and len(x) <= MOST_ROWS:
+            return self.packed(x, residual)
+        y = linear(x, self.weight, self.bias)
+        return y if residual is None else y.add_(residual)
+
+
+def fuse(weights: Sequence[Tensor], *, shared: bool) -> Tensor:
+    """The weights (O_i, K) as one tensor; where it is shared they become its parts."""
+    if len(weights) == 1:
+        return weights[0].detach()
+    fused = torch.cat([weight.detach() for weight in weights])
+    if not shared:
+        return fused
+    for weight, part in zip(weights, fused.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+    return fused
+
+
+class Norm:
+    """x / rms(x) * weight."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight.detach()
+        self.eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+        lean = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        self.library = load() if lean else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        if self.library is not None and x.dim() == 2 and x.stride(1) == 1:
+            y = torch.empty_like(x)
+            self.write(x, y)
+            return y
+        if x.dtype == torch.float64:
+            return unit(x, self.eps) * self.weight
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """The same by the kernel, into rows (R, D) of any distance."""
+        assert self.library is not None
+        self.library.normalise_rows(
+            x.data_ptr(), x.stride(0), self.weight.data_ptr(), self.eps, out.data_ptr(), out.stride(0), *x.shape
+        )
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """(..., D) -> x / rms(x), in float32 as the library's norms compute it, even on float64."""
+    narrow = x.float()
+    return (narrow * torch.rsqrt(narrow.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

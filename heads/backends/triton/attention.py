@@ -1,0 +1,332 @@
+"""Attention of a draft tree over a static cache: split over the keys, masked by ancestor bits.
+
+A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
+and itself, which are bits in words of 64. The queries are all nodes of a tree under test, or those of one level of a
+tree that is growing. Query heads that share a key head, and all nodes, are rows of one tile, so that keys and values
+are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts are merged in order:
+a row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
+bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
+
+Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
+2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
+
+Letters: B rows of the batch, N nodes, P nodes that have slots, W words, H query heads, Hkv key heads, G query heads a
+key head, S slots a row, d head width, dv width of values.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from heads.backends.slot_mapping import ancestors
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+
+SPLIT = 256
+"""Slots of one split. A number of the function: another one rounds differently."""
+CHUNK = 16
+"""Splits that are merged at once; likewise."""
+
+
+def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """What each node of trees of at most `depth` (K) levels sees: words (B, N, W) int64, whose word j // 64 has bit
+    j % 64 set where node j is the node itself or above it; and paths (B, N, K + 1) int64, these nodes, root first.
+
+    parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
+    """
+    if not runs_kernels(parents):
+        return ancestor_words_twin(parents, depths, depth)
+    B, N = parents.shape
+    W = -(-N // 64)
+    words, paths = parents.new_empty(B, N, W), parents.new_empty(B, N, depth + 1)
+    _ancestors[(B, W)](
+        parents.contiguous(), depths.contiguous(), words, paths, N, W, LEVELS=depth + 1, PAD=next_power_of_2(N)
+    )
+    return words, paths
+
+
+def ancestor_words_twin(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The same in torch operations."""
+    above = ancestors(parents, depth)
+    B, N, _ = above.shape
+    place = torch.where(above, depths[:, None].expand(B, N, N), depth + 1)
+    node = torch.arange(N, device=parents.device).expand(B, N, N)
+    return pack_bits(above), node.new_zeros(B, N, depth + 2).scatter_(2, place, node)[..., : depth + 1]
+
+
+def pack_bits(above: Tensor) -> Tensor:
+    """(B, N, N) bool -> (B, N, W) int64."""
+    B, N, _ = above.shape
+    W = -(-N // 64)
+    padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
+    return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
+
+
+def draft_split(slots: int) -> int:
+    """Slots of one split where no other pass must round alike: few, since one token's few heads are all there is to
+    give a GPU work by, but more in a cache of many, most of whose splits are empty."""
+    return max(128, min(512, next_power_of_2(slots) // 128))
+
+
+@cache
+def line(batch_size: int, number: int, device: torch.device) -> Tensor:
+    """(B, N, W) int64: the words of `number` (N) tokens in a row, each of which sees those before it."""
+    with torch.inference_mode(False):
+        above = torch.ones(number, number, dtype=torch.bool, device=device).tril()
+        return pack_bits(above[None]).repeat(batch_size, 1, 1)
+
+
+def tree_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor | None,
+    *,
+    behind: int | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    rope: int = 0,
+    paths: Tensor | None = None,
+    split: int = SPLIT,
+) -> Tensor:
+    """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
+
+    words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j stands at
+    position length + depth_j, which is asked only with paths or a window; behind: P, N if None; window: keys fewer
+    positions away are seen, 0 for all, and without paths only where P = N; soft_cap: scores x become
+    cap * tanh(x / cap), 0 for none; scale: of the scores, 1 / sqrt(d) if None; rope: how many of the last of d columns
+    the kernel handles apart, where d is no power of two but for them.
+
+    paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
+    decoding would find them in the cache, so that trees too are bit-identical to it. Each node is a tile of its own,
+    which reads all keys again.
+    """
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    behind = q.shape[1] if behind is None else behind
+    if runs_kernels(q):
+        return _kernel(q, keys, values, words, length, depths, behind, scale, window, soft_cap, rope, paths, split)
+    return tree_attention_twin(
+        q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
+    )
+
+
+def tree_attention_twin(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor | None,
+    *,
+    behind: int | None = None,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """The same in torch operations, in float32 or wider."""
+    B, N, H, _ = q.shape
+    S, Hkv = keys.shape[1:3]
+    P = N if behind is None else behind
+    wide = torch.promote_types(q.dtype, torch.float32)
+    slot = torch.arange(S, device=q.device)
+    node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
+    inside = (node >= 0) & (node < P)
+    at = node.clamp(0, P - 1).expand(B, N, S)
+    bit = (words.gather(2, at // 64) >> (at % 64)) & 1  # (B, N, S)
+    seen = (node < 0) | (inside & (bit == 1))
+    if window:
+        assert depths is not None and P == N
+        key_position = torch.where(node < 0, slot, length[:, None, None] + depths.gather(1, at[:, 0])[:, None])
+        seen &= (length[:, None] + depths)[:, :, None] - key_position < window
+    grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
+    scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.to(wide)) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bkgns,bskd->bnkgd", weights, values.to(wide))
+    return out.reshape(B, N, H, -1).to(q.dtype)
+
+
+def _kernel(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    words: Tensor,
+    length: Tensor,
+    depths: Tensor | None,
+    behind: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    rope: int,
+    paths: Tensor | None,
+    split: int,
+) -> Tensor:
+    B, N, H, d = q.shape
+    assert depths is not None or (paths is None and not window)
+    assert not window or paths is not None or behind == N
+    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
+    G, splits = H // Hkv, triton.cdiv(S, split)
+    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
+    small = wide or q.element_size() > 2
+    tiled = G if paths is not None else N * G
+    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    tiles = triton.cdiv(tiled, rows)
+    sums = q.new_empty(B, splits, N, H, dv, dtype=torch.float32)
+    tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
+    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
+    _split_attention[(B * Hkv, splits, tiles * (N if paths is not None else 1))](
+        q, keys, values, words if paths is None else paths, length,
+        length if depths is None else depths.contiguous(), sums, tops[0], tops[1],
+        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
+        q.stride(0), q.stride(1), q.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        G=G, W=(words if paths is None else paths).shape[2],
+        SPLIT=split, ROWS=rows, SLOTS=min(32 if small else 64, split),
+        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
+        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
+        num_warps=8 if wide else 4, num_stages=2,
+    )  # fmt: skip
+    _merge_splits[(B, N, H)](
+        sums, tops[0], tops[1], length, out, N, behind, S, H, splits,
+        SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), CHUNK=CHUNK,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _split_attention(  # type: ignore[no-untyped-def]
+    Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES,
+    scale, soft_cap, N, P, S, HKV, splits, window, tiles,
+    q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    G: constexpr, W: constexpr, SPLIT: constexpr, ROWS: constexpr, SLOTS: constexpr,
+    D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
+    WINDOW: constexpr, CAP: constexpr, OWN_PATH: constexpr,
+):  # fmt: skip
+    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses.
+
+    WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
+    """
+    b, h = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
+    part = tl.program_id(1).to(tl.int64)
+    length = tl.load(LENGTH + b)
+    end = tl.minimum(length + P, S)
+    if part * SPLIT >= end:  # nothing stands here, and the merge does not look
+        return
+    if OWN_PATH:
+        r = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
+        only = tl.program_id(2) // tiles
+        live, node, head = r < G, only + tl.zeros([ROWS], tl.int32), h * G + r
+        own_depth = tl.load(DEPTHS + b * N + only)
+    else:
+        r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+        live, node, head = r < N * G, r // G, h * G + r % G
+    d, dv = tl.arange(0, PAD_D), tl.arange(0, PAD_DV)
+    q_at = Q + b * q_b + node * q_n + head * q_h
+    q = tl.load(q_at[:, None] + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+    if ROPE > 0:
+        rotated = tl.arange(0, ROPE)
+        q_rope = tl.load(q_at[:, None] + D + rotated[None], mask=live[:, None], other=0.0)
+    if WINDOW:
+        position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, PAD_DV], tl.float32)
+    for start in range(0, SPLIT, SLOTS):
+        slot = part * SPLIT + start + tl.arange(0, SLOTS)
+        here = slot < end
+        j = slot - length
+        in_tree = here & (j >= 0)
+        place = slot
+        if OWN_PATH:
+            here = here & (j <= own_depth)
+            above = tl.load(WORDS + (b * N + only) * W + j, mask=here & (j >= 0), other=0)
+            place = tl.where(j < 0, slot, length + above)
+        k_at = K + b * k_b + place * k_s + h * k_h
+        k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
+        x = tl.dot(q, k, input_precision="ieee")
+        if ROPE > 0:
+            k_rope = tl.load(k_at[None] + D + rotated[:, None], mask=here[None], other=0.0)
+            x += tl.dot(q_rope, k_rope, input_precision="ieee")
+        x = x * scale
+        if CAP:
+            e = tl.exp(-2.0 * tl.abs(x / soft_cap))
+            x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
+        if OWN_PATH:
+            seen = live[:, None] & here[None]
+            if WINDOW:
+                seen = seen & (position[:, None] - slot[None] < window)
+        else:
+            word = tl.load(
+                WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
+            )
+            bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
+            seen = here[None] & ((j < 0)[None] | (bit == 1))
+            if WINDOW:
+                depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
+                seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
+        x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
+        newer = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(newer == -float("inf"), 0.0, newer)
+        shrink, p = tl.exp2(top - base), tl.exp2(x - base[:, None])
+        v_at = V + b * v_b + place * v_s + h * v_h
+        v = tl.load(v_at[:, None] + dv[None], mask=here[:, None] & (dv < DV)[None], other=0.0)
+        mass = mass * shrink + tl.sum(p, 1)
+        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+        top = newer
+    at = ((b * splits + part) * N + node) * (HKV * G) + head
+    tl.store(TOPS + at, top, mask=live)
+    tl.store(MASSES + at, mass, mask=live)
+    tl.store(SUMS + at[:, None] * DV + dv[None], total, mask=live[:, None] & (dv < DV)[None])
+
+
+@jit
+def _merge_splits(  # type: ignore[no-untyped-def]
+    SUMS, TOPS, MASSES, LENGTH, OUT, N, P, S, H, splits,
+    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, CHUNK: constexpr,
+):  # fmt: skip
+    """The splits of one (row, node, head), first to last, CHUNK at a time: a fixed number, so that the order of the
+    sums does not change with the cache's size."""
+    b, n, h = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    end = tl.minimum(tl.load(LENGTH + b) + P, S)
+    dv = tl.arange(0, PAD_DV)
+    top, mass = -float("inf"), 0.0
+    total = tl.zeros([PAD_DV], tl.float32)
+    first = b * 0
+    while first * SPLIT < end:
+        part = first + tl.arange(0, CHUNK)
+        used = part * SPLIT < end
+        at = ((b * splits + part) * N + n) * H + h
+        own = tl.load(TOPS + at, mask=used, other=-float("inf"))
+        newer = tl.maximum(top, tl.max(own, 0))
+        base = tl.where(newer == -float("inf"), 0.0, newer)
+        old, new = tl.exp2(top - base), tl.exp2(own - base)
+        sums = tl.load(SUMS + at[:, None] * DV + dv[None], mask=used[:, None] & (dv < DV)[None], other=0.0)
+        total = total * old + tl.sum(new[:, None] * sums, 0)
+        mass = mass * old + tl.sum(new * tl.load(MASSES + at, mask=used, other=0.0), 0)
+        top = newer
+        first += CHUNK
+    tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
+
+
+@jit
+def _ancestors(PARENTS, DEPTHS, WORDS, PATHS, N, W, LEVELS: constexpr, PAD: constexpr):  # type: ignore[no-untyped-def]
+    """One word of every node of one row: walk up from each, a level at a time."""
+    b, w, j = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
+    real = j < N
+    at = j.to(tl.int64)
+    depth = tl.load(DEPTHS + b * N + j, mask=real, other=0)
+    word = tl.zeros([PAD], tl.int64)
+    for back in range(0, LEVELS):
+        word = word | tl.where(at // 64 == w, tl.full([PAD], 1, tl.int64) << (at % 64), 0)
+        if w == 0:
+            # The path ends at the node itself; behind it stand zeros.
+            place = tl.where(back <= depth, depth - back, back)
+            tl.store(PATHS + (b * N + j) * LEVELS + place, tl.where(back <= depth, at, 0), mask=real)
+        at = tl.load(PARENTS + b * N + at, mask=real, other=0)
+    tl.store(WORDS + (b * N + j) * W + w, word, mask=real)

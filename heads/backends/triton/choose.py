@@ -1,0 +1,126 @@
+"""The chosen token straight from the output head's tiles: no (M, V) logits are ever written.
+
+    choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
+
+A program forms one tile of logits in float32 for all M rows, adds the noise of `heads.backends.torch.noise.gumbel` and
+keeps the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole
+distribution and take the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it
+by a constant.
+
+Letters: B rows of the batch, M hidden states, as many of each, D width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.backends.torch.noise import gumbel
+from heads.backends.triton.noise import key_of, noise_of
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+
+TILE = 64
+"""Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
+DEPTH = 64
+ROWS = 64
+"""Of hidden states that a program takes, at most: more would not fit its registers."""
+
+
+def choose(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
+) -> Tensor:
+    """hidden (M, D), weight (V, D), temperature (B,) float32, seeds (B,) and positions (M,) int64 -> (M,) int64 ids.
+
+    The batch's rows stand one after another in M. `noisy`: whether any row has a temperature above 0. Scaled or
+    soft-capped logits are not for this.
+    """
+    if runs_kernels(hidden):
+        return _kernel(hidden, weight, temperature, seeds, positions, noisy)
+    return choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy)
+
+
+def choose_twin(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
+) -> Tensor:
+    """The same with logits."""
+    logits = hidden.float() @ weight.float().T  # (M, V)
+    if not noisy:
+        return logits.argmax(-1)
+    row = torch.arange(len(hidden), device=hidden.device) // (len(hidden) // len(seeds))
+    temperature, seeds = temperature[row], seeds[row]
+    hot = (temperature > 0)[:, None]
+    noise = gumbel(seeds, positions[:, None], torch.arange(len(weight), device=hidden.device))[:, 0]
+    return torch.where(hot, logits / torch.where(hot, temperature[:, None], 1.0) + noise, logits).argmax(-1)
+
+
+def _kernel(
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, noisy: bool
+) -> Tensor:
+    (M, D), V = hidden.shape, len(weight)
+    tiles = triton.cdiv(V, TILE)
+    rows = min(ROWS, max(16, next_power_of_2(M)))
+    best = hidden.new_empty(tiles, M, dtype=torch.float32)
+    ids = hidden.new_empty(tiles, M, dtype=torch.int64)
+    out = hidden.new_empty(M, dtype=torch.int64)
+    _best_of_tile[(triton.cdiv(M, rows), tiles)](
+        hidden, weight, temperature, seeds, positions.contiguous(), best, ids, M, V, M // len(seeds),
+        hidden.stride(0), weight.stride(0),
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=noisy, WRITE=False,
+    )  # fmt: skip
+    _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
+    return out
+
+
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole distribution."""
+    if not runs_kernels(hidden):
+        return hidden.float() @ weight.float().T
+    (M, D), V = hidden.shape, len(weight)
+    out = hidden.new_empty(M, V, dtype=torch.float32)
+    rows = min(ROWS, max(16, next_power_of_2(M)))
+    _best_of_tile[(triton.cdiv(M, rows), triton.cdiv(V, TILE))](
+        hidden, weight, out, out, out, out, out, M, V, 1, hidden.stride(0), weight.stride(0),
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=False, WRITE=True,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _best_of_tile(  # type: ignore[no-untyped-def]
+    HIDDEN, WEIGHT, TEMPERATURE, SEEDS, POSITIONS, BEST, IDS, M, V, each, h_m, w_v,
+    D: constexpr, DEPTH: constexpr, TILE: constexpr, ROWS: constexpr, NOISY: constexpr, WRITE: constexpr,
+):  # fmt: skip
+    """The best score and id of one tile of the vocabulary, for ROWS rows; with WRITE the tile's logits, to BEST.
+
+    All rows' programs of one tile run side by side, so that its weights come from memory once.
+    """
+    m, tile = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    v = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    live, real = m < M, v < V
+    logits = tl.zeros([ROWS, TILE], tl.float32)
+    for start in range(0, D, DEPTH):
+        d = start + tl.arange(0, DEPTH)
+        x = tl.load(HIDDEN + m[:, None] * h_m + d[None], mask=live[:, None] & (d < D)[None], other=0.0)
+        w = tl.load(WEIGHT + v[None] * w_v + d[:, None], mask=real[None] & (d < D)[:, None], other=0.0)
+        logits += tl.dot(x, w, input_precision="ieee")
+    if WRITE:
+        tl.store(BEST + m[:, None].to(tl.int64) * V + v[None], logits, mask=live[:, None] & real[None])
+        return
+    if NOISY:
+        temperature = tl.load(TEMPERATURE + m // each, mask=live, other=0.0)
+        seed, position = tl.load(SEEDS + m // each, mask=live, other=0), tl.load(POSITIONS + m, mask=live, other=0)
+        hot = temperature > 0
+        warm = logits / tl.where(hot, temperature, 1.0)[:, None] + noise_of(key_of(seed, position)[:, None], v[None])
+        logits = tl.where(hot[:, None], warm, logits)
+    logits = tl.where(real[None], logits, -float("inf"))
+    best = tl.max(logits, 1)
+    first = tl.min(tl.where(logits == best[:, None], v[None], V), 1)
+    tl.store(BEST + tile * M + m, best, mask=live)
+    tl.store(IDS + tile * M + m, first.to(tl.int64), mask=live)
+
+
+@jit
+def _best_of_tiles(BEST, IDS, OUT, M, tiles, PAD: constexpr):  # type: ignore[no-untyped-def]
+    """The best tile of one row, the first on ties."""
+    m, t = tl.program_id(0), tl.arange(0, PAD)
+    best = tl.load(BEST + t * M + m, mask=t < tiles, other=-float("inf"))
+    ids = tl.load(IDS + t * M + m, mask=t < tiles, other=2**62)
+    tl.store(OUT + m, tl.min(tl.where(best == tl.max(best, 0), ids, 2**62), 0))

@@ -1,0 +1,89 @@
+"""What a round decided, taken into the state of all rows by one kernel: `eval.runtime.state` on a GPU.
+
+A program is one row and one warp: each fact is read before it is written, which a single warp does in that order.
+
+Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
+"""
+
+from torch import Tensor
+
+from heads.backends.round_state import CommitResult, RoundState
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
+
+
+def commit(
+    state: RoundState, eos: Tensor, result: CommitResult, accepted: Tensor, emitted: Tensor, depths: Tensor | None
+) -> None:
+    """As `eval.runtime.state.Commit`, in place; what becomes known goes to `result`.
+
+    eos (any number of them,) int64; accepted (B,), emitted (B, M), depths (B, N) or None int64.
+    """
+    B, M = emitted.shape
+    T, N = state.report.shape[1] - 3, 0 if depths is None else depths.shape[1]
+    _commit[(B,)](
+        accepted, emitted.contiguous(), emitted if depths is None else depths, eos,
+        state.length, state.root, state.done, state.limit, state.heeds_eos, state.output, state.output_length,
+        state.rounds, state.accepted, state.reached, state.report, result.tokens, result.start, result.count,
+        N, 0 if depths is None else depths.stride(0), state.output.shape[1], state.accepted.shape[1],
+        M=M, T=T, PAD_M=next_power_of_2(M), PAD_N=next_power_of_2(max(N, 1)), PAD_T=next_power_of_2(T),
+        TREE=depths is not None, NUM_EOS=len(eos), num_warps=1,
+    )  # fmt: skip
+
+
+@jit
+def _commit(  # type: ignore[no-untyped-def]
+    ACCEPTED, EMITTED, DEPTHS, EOS,
+    LENGTH, ROOT, DONE, LIMIT, HEEDS_EOS, OUTPUT, OUTPUT_LENGTH, ROUNDS, KEPT, REACHED, REPORT, TOKENS, START, COUNT,
+    N, depths_b, output_width, record_width,
+    M: constexpr, T: constexpr, PAD_M: constexpr, PAD_N: constexpr, PAD_T: constexpr, TREE: constexpr,
+    NUM_EOS: constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    i, t = tl.arange(0, PAD_M), tl.arange(0, PAD_T)
+    accepted, length, root = tl.load(ACCEPTED + b), tl.load(LENGTH + b), tl.load(ROOT + b)
+    done, rounds, before = tl.load(DONE + b) != 0, tl.load(ROUNDS + b), tl.load(OUTPUT_LENGTH + b)
+    room, heeds_eos = tl.load(LIMIT + b) - before, tl.load(HEEDS_EOS + b) != 0
+    token = tl.load(EMITTED + b * M + i, mask=i < M, other=-1)
+    newest = tl.load(EMITTED + b * M + accepted)
+
+    is_eos = i < 0
+    for e in range(0, NUM_EOS):
+        is_eos = is_eos | (token == tl.load(EOS + e))
+    upto_eos = tl.min(tl.where(is_eos & heeds_eos & (i < M), i + 1, M + 1), 0).to(tl.int64)
+    count = accepted + 1
+    kept = tl.minimum(count, room)
+    ended = (count >= room) | (upto_eos <= kept)
+    kept = tl.where(done, 0, tl.minimum(kept, upto_eos))
+    over = done | ended
+
+    if M > 1:
+        levels = tl.full([], M - 1, tl.int64)
+        if TREE:
+            j = tl.arange(0, PAD_N)
+            levels = tl.max(tl.load(DEPTHS + b * depths_b + j, mask=j < N, other=0), 0)
+        at = b * record_width + rounds
+        tl.store(KEPT + at, tl.minimum(accepted, kept))
+        tl.store(REACHED + at, tl.minimum(tl.minimum(count, kept), levels))
+
+    # The report's tokens that are new come from what was emitted, since nothing says when stores can be read again.
+    now = before + kept
+    place = tl.maximum(now - T + t, 0)
+    old = tl.load(OUTPUT + b * output_width + place, mask=(t < T) & (place < before), other=0)
+    new = tl.load(EMITTED + b * M + place - before, mask=(t < T) & (place >= before), other=0)
+    report = REPORT + b * (3 + T)
+    tl.store(report + 3 + t, tl.where(place < before, old, new), mask=t < T)
+    tl.store(OUTPUT + b * output_width + before + i, token, mask=i < M)
+
+    taken = tl.where(over, 0, count)
+    tl.store(TOKENS + b * (M + 1), root)
+    tl.store(TOKENS + b * (M + 1) + 1 + i, token, mask=i < M)
+    tl.store(START + b, length)
+    tl.store(COUNT + b, taken)
+    tl.store(LENGTH + b, length + taken)
+    tl.store(ROOT + b, newest)
+    tl.store(DONE + b, over)
+    tl.store(OUTPUT_LENGTH + b, now)
+    tl.store(ROUNDS + b, rounds + tl.where(done, 0, 1))
+    tl.store(report, tl.where(over, 1, 0).to(tl.int64))
+    tl.store(report + 1, now)
+    tl.store(report + 2, length + taken)

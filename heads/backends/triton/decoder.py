@@ -1,0 +1,242 @@
+"""A native decoder's pass by kernels, on a GPU: about eight of them a layer, and no mask is ever written.
+
+Attention takes ancestors as bits, so that the slots shown cost nothing where no token stands. The weights are the
+decoder's own. What no kernel does (how a router ranks experts, how latent attention turns) are torch's operations, row
+by row, as in `heads.backends.torch`. Whatever sums over a row's own numbers does so in an order that no other row
+changes.
+
+Letters: B rows, N tokens of a step, R = B * N, S slots a row, P tokens that have slots behind the length, D hidden, H
+query heads, Hkv key heads, d head dimension, C latent width.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers.activations import ACT2FN
+
+from heads.backends.torch.attention import GroupedAttention, LatentAttention, rotate_
+from heads.backends.torch.cache import KVCache
+from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.torch.feedforward import Experts, GatedMLP
+from heads.backends.torch.linear import Product
+from heads.backends.triton.attention import SPLIT, tree_attention
+from heads.backends.triton.compaction import compact
+from heads.backends.triton.experts import MOST_ROWS, expert_mm, weigh_visits
+from heads.backends.triton.layers import add_norm, rope_write, silu_mul
+from heads.backends.triton.per_head import per_head_mm
+from heads.backends.triton.products import Products, choose_products
+from heads.target.frozen import Features
+
+SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+MOST_BYTES = 1 << 29
+"""Of the parts of one attention."""
+DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the tokens of one pass stand, and what each sees of the tokens behind the length."""
+
+    length: Tensor  # (B,) slots that all of them see
+    behind: int
+    """P"""
+    words: Tensor  # (B, N, W), of `heads.backends.triton.attention.ancestor_words`
+    depths: Tensor | None  # (B, N), for windows and paths
+    paths: Tensor | None  # (B, N, K + 1), for attention by paths
+    slots: Tensor  # (R,) in flat storage
+    cos_sin: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
+    positions: Tensor | None = None  # (R,)
+    split: int = SPLIT
+    """Slots of one split of attention."""
+
+    def of(self, rows: slice) -> "Tree":
+        """What attention must know of some rows."""
+        depths = None if self.depths is None else self.depths[rows]
+        paths = None if self.paths is None else self.paths[rows]
+        return replace(self, length=self.length[rows], words=self.words[rows], depths=depths, paths=paths)
+
+
+def grouped(
+    attention: GroupedAttention,
+    x: Tensor,
+    tree: Tree,
+    store: Tensor,
+    rows: slice,
+    products: Products,
+    window: int = 0,
+) -> Tensor:
+    """Grouped-query attention over store (B', S, 2, Hkv, d), whose `rows` are the tokens': (R, D) normed states ->
+    (R, D) to be added to the stream."""
+    H, Hkv, d = attention.num_heads, attention.num_key_heads, attention.d
+    B, N = tree.words.shape[:2]
+    norms: dict[str, Any] = {}
+    if attention.head_norm is not None:
+        norms = {"q_norm": attention.head_norm[0], "k_norm": attention.head_norm[H], "eps": attention.head_eps}
+    keys, values = store.view(-1, 2, Hkv, d).unbind(1)
+    qkv = products(x, attention.qkv.weight, attention.qkv.bias)
+    q = rope_write(qkv, *tree.cos_sin, tree.slots, keys, values, num_heads=H, positions=tree.positions, **norms)
+    keys, values = store[rows].unbind(2)  # (B, S, Hkv, d)
+    mixed = attend(q.view(B, N, H, d), keys, values, tree, attention.scale, window)
+    return products(mixed.view(B * N, H * d), attention.out.weight, attention.out.bias)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, window: int, rope: int = 0) -> Tensor:
+    """`tree_attention` of a pass; a row at a time where the parts of all would fill the memory, as prompts' may."""
+    (B, N, H, _), splits = q.shape, -(-keys.shape[1] // tree.split)
+    if B > 1 and 4 * B * splits * N * H * values.shape[3] > MOST_BYTES:
+        rows = [slice(b, b + 1) for b in range(B)]
+        return torch.cat([attend(q[b], keys[b], values[b], tree.of(b), scale, window, rope) for b in rows])
+    return tree_attention(
+        q, keys, values, tree.words, tree.length, tree.depths,
+        behind=tree.behind, scale=scale, window=window, rope=rope, paths=tree.paths, split=tree.split,
+    )  # fmt: skip
+
+
+def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
+    """(R, D) normed states -> (R, D) to be added to the stream."""
+    fused = products(x, block.gate_up.weight, block.gate_up.bias)
+    return products(activated(fused, block), block.down.weight, block.down.bias)
+
+
+def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
+    """Gate and up side by side -> the gated product."""
+    act: Any = block.activation
+    if act is silu or isinstance(act, SILU):
+        return silu_mul(fused)
+    gate, up = fused.chunk(2, dim=-1)
+    made: Tensor = act(gate) * up
+    return made
+
+
+class DecoderPass:
+    """The passes of one batch over one cache."""
+
+    def __init__(
+        self, decoder: NativeDecoder, *, batch_size: int, capacity: int, positions: int, rows: Collection[int]
+    ) -> None:
+        """`positions` 0 .. may be asked for; `rows`: how many tokens the passes have, in all, whose products are worth
+        being measured."""
+        self.decoder = decoder
+        table = decoder.embedding
+        self.cache = KVCache(
+            num_layers=len(decoder.layers),
+            batch_size=batch_size,
+            capacity=capacity,
+            width=decoder.layers[0].attention.slot_width,
+            dtype=table.dtype,
+            device=table.device,
+        )
+        cos, sin = decoder.cos_sin_table(positions)
+        half = cos.shape[2] // 2
+        self.cos, self.sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()  # (positions, d / 2)
+        self.slot = torch.arange(capacity, device=table.device)
+        self.products = choose_products(self.weights(), rows)
+        self.window = int(getattr(decoder.config, "sliding_window", None) or 0)
+
+    def weights(self) -> list[Tensor]:
+        """The weights of all products of a step but the output head's, those of experts and those of each head."""
+        found = []
+        for layer in self.decoder.layers:
+            parts: list[Any] = [layer.attention, layer.feedforward]
+            if isinstance(layer.feedforward, Experts):
+                parts.append(layer.feedforward.shared)
+                found.append(layer.feedforward.router.weight)
+            for part in parts:
+                found += [p.weight for p in vars(part).values() if isinstance(p, Product)] if part is not None else []
+        return found
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions (R,), (R, d / 2) each."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+    def features(
+        self, tokens: Tensor, tree: Tree, aux_layer_ids: Sequence[int] = (), row: int | None = None
+    ) -> Features:
+        """One pass over tokens (B, N); `row`: the one that they are of, None for all."""
+        B, N = tokens.shape
+        rows = slice(0, B) if row is None else slice(row, row + 1)
+        x = self.decoder.embedding.index_select(0, tokens.flatten())  # (R, D), the residual stream
+        streams: dict[int, Tensor] = {}
+        added: Tensor | None = None
+        for i, layer in enumerate(self.decoder.layers):
+            normed = add_norm(x, added, layer.attention_norm.weight, layer.attention_norm.eps)
+            if i in aux_layer_ids:
+                streams[i] = x.clone()
+            added = self.attention(layer.attention, normed, tree, i, rows)
+            normed = add_norm(x, added, layer.feedforward_norm.weight, layer.feedforward_norm.eps)
+            added = self.feed(layer.feedforward, normed)
+        hidden = add_norm(x, added, self.decoder.norm.weight, self.decoder.norm.eps)
+        streams[len(self.decoder.layers)] = x
+        aux = torch.cat([streams[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
+        return Features(aux.view(B, N, -1), hidden.view(B, N, -1))
+
+    def compact(self, length: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """What stands `path` (B, K + 1) slots behind the length (B,) moves to the first of these slots, in order, as
+        far as accepted (B,)."""
+        L, _, width = self.cache.store.shape
+        compact(self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, width), length, path, accepted)
+
+    def multiply(self, x: Tensor, product: Product) -> Tensor:
+        """(R, K) -> (R, O)."""
+        return self.products(x, product.weight, product.bias)
+
+    def attention(
+        self, attention: GroupedAttention | LatentAttention, x: Tensor, tree: Tree, layer: int, rows: slice
+    ) -> Tensor:
+        """(R, D) normed states -> (R, D) to be added to the stream; windowed where the layer's kind is."""
+        window = self.window if attention.kind == "sliding_attention" else 0
+        slots = self.cache.flat[layer].view(self.cache.batch_size, self.cache.capacity, -1)  # (B', S, width)
+        if isinstance(attention, LatentAttention):
+            return self.latent(attention, x, tree, slots, rows, window)
+        store = slots.unflatten(2, (2, attention.num_key_heads, attention.d))
+        return grouped(attention, x, tree, store, rows, self.products, window)
+
+    def latent(
+        self, attention: LatentAttention, x: Tensor, tree: Tree, store: Tensor, rows: slice, window: int
+    ) -> Tensor:
+        """The same by `heads.backends.torch.attention.LatentAttention`, absorbed, over store (B', S, C + rotary
+        width)."""
+        H, C, rotary_width = attention.num_heads, attention.C, attention.P
+        B, N = tree.words.shape[:2]
+        fused = self.multiply(x, attention.inputs)
+        q, latent = fused[:, : -C - rotary_width], fused[:, -C - rotary_width :]
+        if attention.low_rank:
+            normed = add_norm(q.contiguous(), None, attention.q_norm.weight, attention.q_norm.eps)
+            q = self.multiply(normed, attention.queries)
+        q = q.unflatten(1, (H, -1))  # (R, H, nope + turned)
+        cos_sin_table = [q[..., attention.nope :], latent[:, None, C:]]
+        if attention.interleaved:
+            cos_sin_table = [cos_sin.unflatten(-1, (-1, 2)).mT.flatten(-2) for cos_sin in cos_sin_table]
+        cos, sin = (half[:, None] for half in tree.cos_sin)
+        signed = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        rotated, key = (rotate_(cos_sin.contiguous(), signed) for cos_sin in cos_sin_table)
+        weight, eps = attention.latent_norm.weight, attention.latent_norm.eps
+        normed = add_norm(latent[:, :C].contiguous(), None, weight, eps)
+        store.flatten(0, 1).index_copy_(0, tree.slots, torch.cat([normed, key[:, 0]], dim=-1))
+        absorbed = q.new_empty(B * N, H, C + rotary_width)
+        per_head_mm(q[..., : attention.nope], attention.to_key, absorbed[..., :C])
+        absorbed[..., C:] = rotated
+        keys, q = store[rows][:, :, None], absorbed.view(B, N, H, C + rotary_width)  # (B, S, 1, width)
+        mixed = attend(q, keys, keys[..., :C], tree, attention.scale, window, rope=rotary_width)
+        values = per_head_mm(mixed.view(-1, H, C), attention.to_value)  # (R, H, v)
+        return self.multiply(values.flatten(1), attention.out)
+
+    def feed(self, block: GatedMLP | Experts, x: Tensor) -> Tensor:
+        """(R, D) normed states -> (R, D) to be added to the stream."""
+        if isinstance(block, GatedMLP):
+            return gated(block, x, self.products)
+        weights, ids = block.router(x, self.products)
+        # In parts, since to sort rows by expert the host would have to know how many each has.
+        parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
+        tile = min(len(x), MOST_ROWS)
+        visits = torch.cat([self.visit(block, *part, tile) for part in parts])
+        return weigh_visits(visits, weights, None if block.shared is None else gated(block.shared, x, self.products))
+
+    def visit(self, block: Experts, x: Tensor, ids: Tensor, tile: int) -> Tensor:
+        """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""
+        fused = expert_mm(x, ids, block.gate_up, tile)  # (R, A, 2 I)
+        return expert_mm(activated(fused.flatten(0, 1), block).view(*ids.shape, -1), ids, block.down, tile)

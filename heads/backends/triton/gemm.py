@@ -1,0 +1,95 @@
+"""Products of a few rows with a large weight, for which general libraries have no good tile.
+
+At M up to 64 rows a product only streams its weight, so the weight is the operand with rows (tiles of some of its rows
+by some of its columns) and the few tokens are the other one: no tokens are padded to a tile of 64. Where the weight has
+too few rows to give every processor a tile, its columns are cut into a fixed number of parts, whose sums are added in
+order: a row's result depends neither on its neighbours nor on M. Which tile streams a weight fastest is measured
+(`heads.backends.triton.products`); each rounds in its own way.
+
+Letters: M rows, K columns of the weight, N rows of the weight.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program takes of a weight at a time."""
+
+    outs: int
+    depth: int
+    stages: int
+    """Tiles under way at once: with the tile's bytes, what a processor has asked memory for."""
+
+    def __str__(self) -> str:
+        return f"kernel {self.outs}x{self.depth}"
+
+
+TILES = (Tile(64, 128, 4), Tile(32, 256, 4))
+"""Few: each is compiled for every shape of weight."""
+MOST_ROWS = 64
+PROCESSORS = 132
+"""Streaming processors of an H100 or H200: parts are cut until there are as many programs."""
+
+
+def parts_of(N: int, K: int, tile: Tile) -> int:
+    """Into how many parts the columns are cut: a function of the shapes of weight and tile alone."""
+    parts = 1
+    while parts < 16 and parts * -(-N // tile.outs) < PROCESSORS and K // (2 * parts) >= 4 * tile.depth:
+        parts *= 2
+    return parts
+
+
+def skinny_mm(x: Tensor, weight: Tensor, tile: Tile = TILES[0]) -> Tensor:
+    """x (M, K), weight (N, K), M at most 64 -> x @ weight.T (M, N) in x's dtype, summed in float32."""
+    if not runs_kernels(x) or len(x) > MOST_ROWS:
+        return skinny_mm_twin(x, weight)
+    (M, K), N = x.shape, len(weight)
+    parts, depth = parts_of(N, K, tile), tile.depth if x.element_size() < 4 else 32  # registers hold no more of float32
+    out = x.new_empty(M, N)
+    sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else out
+    _skinny[(triton.cdiv(N, tile.outs), parts)](
+        x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * depth) * depth,
+        TOKENS=max(16, next_power_of_2(M)), OUTS=tile.outs, DEPTH=depth, num_warps=4, num_stages=tile.stages,
+    )  # fmt: skip
+    if parts > 1:
+        _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=parts, BLOCK=1024)
+    return out
+
+
+def skinny_mm_twin(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by the library."""
+    return x @ weight.T
+
+
+@jit
+def _skinny(  # type: ignore[no-untyped-def]
+    X, WEIGHT, SUMS, M, N, K, x_m, w_n,
+    PART: constexpr, TOKENS: constexpr, OUTS: constexpr, DEPTH: constexpr,
+):  # fmt: skip
+    """OUTS rows of the weight by one part of its columns."""
+    n, part = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS), tl.program_id(1)
+    m, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
+    total = tl.zeros([OUTS, TOKENS], tl.float32)
+    for start in range(0, PART, DEPTH):
+        k = part * PART + start + depth
+        w = tl.load(WEIGHT + n[:, None] * w_n + k[None], mask=(n < N)[:, None] & (k < K)[None], other=0.0)
+        x = tl.load(X + m[None] * x_m + k[:, None], mask=(m < M)[None] & (k < K)[:, None], other=0.0)
+        total += tl.dot(w, x, input_precision="ieee")
+    at = SUMS + (part * M + m[None]) * N + n[:, None]
+    tl.store(at, total.to(SUMS.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None])
+
+
+@jit
+def _add_parts(SUMS, OUT, M, N, PARTS: constexpr, BLOCK: constexpr):  # type: ignore[no-untyped-def]
+    """The parts of one row's block, first to last."""
+    m, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(0, PARTS):
+        total += tl.load(SUMS + (part * M + m) * N + n, mask=n < N, other=0.0)
+    tl.store(OUT + m * N + n, total.to(OUT.dtype.element_ty), mask=n < N)

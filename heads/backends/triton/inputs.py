@@ -1,0 +1,277 @@
+"""What a step of a draft begins and ends with, one kernel each.
+
+    stand        where the tokens stand, and the bits of what they see
+    enter        the same for a head that recycles its state, and beside it the tokens' embeddings and the states that
+                 they stand beside, each normed, side by side; and the states themselves, which the stream begins with
+    take_newest  what was made of the last true token of each row becomes what is drafted from
+
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, V vocabulary, S cache slots a row, P nodes that have slots
+behind the observed ones, A states of each row.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.backends.slot_mapping import Drafted, Observed
+from heads.backends.torch.linear import Norm
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What `stand` gives."""
+
+    positions: Tensor  # (R,) int64
+    slots: Tensor  # (R,) int64, in flat storage
+    words: Tensor  # (B, W, P / 64, rounded up) int64, as `attention.ancestor_words`; none if observed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What `enter` gives."""
+
+    x: Tensor  # (R, 2 D)
+    stream: Tensor  # (R, D)
+    at: Stand
+
+
+def stand(places: Observed | Drafted, *, behind: int) -> Stand:
+    """behind: P; what is not true goes to the last slot of its row."""
+    if not runs_kernels(places.slot):
+        return stand_twin(places, behind=behind)
+    made, given, options = _rows(places, behind)
+    _stand[(len(made.positions),)](*given, **options)
+    return made
+
+
+def stand_twin(places: Observed | Drafted, *, behind: int) -> Stand:
+    """The same in torch operations."""
+    (B, W), S, positions = places.positions.shape, len(places.slot), places.positions
+    words = positions.new_zeros(B, W, 0)
+    if isinstance(places, Drafted):
+        word, paths = torch.arange(-(-behind // 64), device=positions.device), places.paths[..., None]
+        words = torch.where(paths // 64 == word, 1 << (paths % 64), 0).sum(2)
+    slots = places.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
+    return Stand(positions.flatten(), slots.flatten(), words)
+
+
+def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
+    """What is to be filled in, and the arguments of the kernels that do, which `_place` takes."""
+    S = len(places.slot)
+    if isinstance(places, Drafted):
+        first, paths, count = places.length, places.paths, None
+        B, W, level = paths.shape
+        words = first.new_empty(B, W, -(-behind // 64))
+    else:
+        first, paths, count = places.start, places.slot[None, None], places.count
+        B, W, level = len(first), places.number, 1
+        words = first.new_empty(B, W, 0)
+    positions, slots = first.new_empty(2, B * W)
+    given = (
+        *(first, first if count is None else count, paths, positions, slots, words),
+        *(W, S, level, paths.stride(0), paths.stride(1)),
+    )
+    options = {
+        "DRAFTED": isinstance(places, Drafted),
+        "ALL": count is None,
+        "WORDS": words.shape[2],
+        "LEVELS": next_power_of_2(level),
+    }
+    return Stand(positions, slots, words), given, options
+
+
+def enter(
+    tokens: Tensor,
+    embedded: Tensor,
+    states: Tensor,
+    rows: Tensor | None,
+    places: Observed | Drafted,
+    token_norm: Norm,
+    state_norm: Norm,
+    *,
+    behind: int,
+    state_first: bool = False,
+    zero_first: bool = False,
+) -> Entry:
+    """tokens (B, W) int64; embedded: a table (V, D), or each token's own row (B, W, D); states (B, A, D); rows (B, W)
+    int64: which of its row's states each token stands beside, its own if None; behind: P; zero_first: read the token at
+    position 0 as zeros."""
+    if not runs_kernels(states):
+        return enter_twin(
+            tokens, embedded, states, rows, places, token_norm, state_norm,
+            behind=behind, state_first=state_first, zero_first=zero_first,
+        )  # fmt: skip
+    (B, W), (A, D) = tokens.shape, states.shape[1:]
+    x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
+    at, given, options = _rows(places, behind)
+    parents = tokens if rows is None else rows
+    _enter[(B * W, 2)](
+        tokens, embedded, states.contiguous(), parents, token_norm.weight, state_norm.weight, x, stream,
+        token_norm.eps, state_norm.eps, A, tokens.stride(0), tokens.stride(1), parents.stride(0), parents.stride(1),
+        *given, **options, D=D, PAD=next_power_of_2(D), TABLE=embedded.dim() == 2, PARENTS=rows is not None,
+        STATE_FIRST=state_first, ZERO_FIRST=zero_first, num_warps=8 if D > 2048 else 4,
+    )  # fmt: skip
+    return Entry(x, stream, at)
+
+
+def enter_twin(
+    tokens: Tensor,
+    embedded: Tensor,
+    states: Tensor,
+    rows: Tensor | None,
+    places: Observed | Drafted,
+    token_norm: Norm,
+    state_norm: Norm,
+    *,
+    behind: int,
+    state_first: bool = False,
+    zero_first: bool = False,
+) -> Entry:
+    """The same in torch operations."""
+    table = embedded[tokens] if embedded.dim() == 2 else embedded
+    if zero_first:
+        table = table.masked_fill((places.positions == 0)[..., None], 0.0)
+    above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
+    halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
+    x = torch.cat(halves[::-1] if state_first else halves, dim=1)
+    return Entry(x, above.flatten(0, 1).clone(), stand_twin(places, behind=behind))
+
+
+STEPS = ("W", "S", "level", "path_b", "path_w")
+"""What differs from level to level."""
+
+
+@partial(jit, plain=STEPS)
+def _stand(  # type: ignore[no-untyped-def]
+    FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    _place(r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS)
+
+
+@jit
+def _place(  # type: ignore[no-untyped-def]
+    r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+):  # fmt: skip
+    """Of one token; -> its position."""
+    b, w = r // W, r % W
+    first = tl.load(FIRST + b)
+    if DRAFTED:
+        path, j = PATHS + b * path_b + w * path_w, tl.arange(0, LEVELS)
+        position = first - 1 + level
+        tl.store(POSITIONS + r, position)
+        tl.store(SLOTS + r, b * S + first + tl.load(path + level - 1))
+        for k in tl.static_range(WORDS):
+            above = tl.load(path + j, mask=j < level, other=0)
+            bits = tl.where(above // 64 == k, tl.full([LEVELS], 1, tl.int64) << (above % 64), 0)
+            tl.store(BITS + r * WORDS + k, tl.sum(tl.where(j < level, bits, 0), 0))  # no node twice
+    else:
+        position = tl.minimum(first + w, S - 2)
+        tl.store(POSITIONS + r, position)
+        true = position if ALL else tl.where(w < tl.load(COUNT + b), position, S - 1)
+        tl.store(SLOTS + r, b * S + true)
+    return position
+
+
+@partial(jit, plain=(*STEPS, "A", "token_b", "token_w", "row_b", "row_w"))
+def _enter(  # type: ignore[no-untyped-def]
+    TOKENS, EMBEDDED, STATES, ROWS, TOKEN_NORM, STATE_NORM, X, STREAM,
+    token_eps, state_eps, A, token_b, token_w, row_b, row_w,
+    FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
+    DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
+    D: constexpr, PAD: constexpr, TABLE: constexpr, PARENTS: constexpr, STATE_FIRST: constexpr, ZERO_FIRST: constexpr,
+):  # fmt: skip
+    """Half a row of x, the token's or the state's; who does the token's says where it stands, too."""
+    r, half, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PAD)
+    b, w, inside = r // W, r % W, i < D
+    if half == 0:
+        position = _place(
+            r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w, DRAFTED, ALL, WORDS, LEVELS,
+        )  # fmt: skip
+        at = tl.load(TOKENS + b * token_b + w * token_w) if TABLE else r
+        x = tl.load(EMBEDDED + at * D + i, mask=inside, other=0.0).to(X.dtype.element_ty).to(tl.float32)
+        if ZERO_FIRST:
+            x = tl.where(position == 0, 0.0, x)
+        weight = tl.load(TOKEN_NORM + i, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + token_eps)
+        goal = X + r * 2 * D + (D if STATE_FIRST else 0)
+    else:
+        at = b * A + (tl.load(ROWS + b * row_b + w * row_w) if PARENTS else w)
+        state = tl.load(STATES + at * D + i, mask=inside, other=0.0)
+        tl.store(STREAM + r * D + i, state, mask=inside)
+        x = state.to(tl.float32)
+        weight = tl.load(STATE_NORM + i, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / D + state_eps)
+        goal = X + r * 2 * D + (0 if STATE_FIRST else D)
+    tl.store(goal + i, (x * scale * weight).to(X.dtype.element_ty), mask=inside)
+
+
+def take_newest(
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    root: Tensor,
+    length: Tensor,
+    *,
+    previous: Tensor | None = None,
+    recycled: Tensor | None = None,
+    made: Tensor | None = None,
+) -> None:
+    """tokens (B, M + 1), of which `count` (B,) and the next are true, from position `start` (B,) on. Renews, in rows
+    that have any, root and length (B,); previous (B,), the token before the root; and recycled (B, D), what was made of
+    the tokens but the first, made (B, M, D)."""
+    if not runs_kernels(tokens):
+        take_newest_twin(tokens, start, count, root, length, previous=previous, recycled=recycled, made=made)
+        return
+    (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
+    _take_newest[(B,)](
+        tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,
+        root if recycled is None else recycled, root if made is None else made, M, tokens.stride(0), tokens.stride(1),
+        D=D, PAD=next_power_of_2(D), PREVIOUS=previous is not None, RECYCLED=recycled is not None,
+    )  # fmt: skip
+
+
+def take_newest_twin(
+    tokens: Tensor,
+    start: Tensor,
+    count: Tensor,
+    root: Tensor,
+    length: Tensor,
+    *,
+    previous: Tensor | None = None,
+    recycled: Tensor | None = None,
+    made: Tensor | None = None,
+) -> None:
+    """The same in torch operations."""
+    live, last = count > 0, (count - 1).clamp_min(0)
+    if previous is not None:
+        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
+    if recycled is not None and made is not None:
+        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
+        recycled.copy_(torch.where(live[:, None], final, recycled))
+    root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
+    length.copy_(torch.where(live, start + count, length))
+
+
+@partial(jit, plain=("M", "token_b", "token_w"))
+def _take_newest(  # type: ignore[no-untyped-def]
+    TOKENS, START, COUNT, ROOT, LENGTH, PREVIOUS_TOKEN, STATES, MADE, M, token_b, token_w,
+    D: constexpr, PAD: constexpr, PREVIOUS: constexpr, RECYCLED: constexpr,
+):  # fmt: skip
+    b, i = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
+    count = tl.load(COUNT + b)
+    if count > 0:
+        newest = TOKENS + b * token_b + count * token_w
+        if PREVIOUS:
+            tl.store(PREVIOUS_TOKEN + b, tl.load(newest - token_w))
+        if RECYCLED:
+            made = tl.load(MADE + (b * M + count - 1) * D + i, mask=i < D)
+            tl.store(STATES + b * D + i, made, mask=i < D)
+        tl.store(ROOT + b, tl.load(newest))
+        tl.store(LENGTH + b, tl.load(START + b) + count)

@@ -1,0 +1,191 @@
+"""The small parts of a decoder layer, one kernel each, where single operations would each read and write memory once.
+
+    add_norm      residual <- residual + x;  RMS norm of it                       (Zhang and Sennrich, arXiv 1910.07467)
+    rope_write    q and k normed by head if asked, turned by their positions, k and v written to their cache slots
+    silu_mul      SiLU(gate) * up of a fused projection's two halves
+
+Statistics are in float32 whatever the tensors are. A row is one program: its sums never depend on its neighbours.
+
+Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d head width, I intermediate width.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+
+
+def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum."""
+    if not runs_kernels(residual):
+        return add_norm_twin(residual, x, weight, eps)
+    M, D = residual.shape
+    out = torch.empty_like(residual)
+    _add_norm[(M,)](
+        residual,
+        residual if x is None else x,
+        weight,
+        out,
+        eps,
+        D=D,
+        PAD=next_power_of_2(D),
+        ADD=x is not None,
+        num_warps=8 if D > 2048 else 4,
+    )
+    return out
+
+
+def add_norm_twin(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The same in torch operations."""
+    if x is not None:
+        residual.add_(x)
+    wide = residual.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
+
+
+@jit
+def _add_norm(RESIDUAL, X, WEIGHT, OUT, eps, D: constexpr, PAD: constexpr, ADD: constexpr):  # type: ignore[no-untyped-def]
+    row, d = tl.program_id(0), tl.arange(0, PAD)
+    inside = d < D
+    x = tl.load(RESIDUAL + row * D + d, mask=inside, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(X + row * D + d, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(RESIDUAL + row * D + d, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+    weight = tl.load(WEIGHT + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * D + d, (wide * scale * weight).to(OUT.dtype.element_ty), mask=inside)
+
+
+def rope_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The queries (M, H, d), turned; keys and values go to their slots.
+
+    qkv (M, (H + 2 Hkv) * d), a fused projection's output; cos, sin (M, d / 2): of each row's position, or with
+    `positions` (M,) int64 of all there are; slots (M,) int64 into keys and values (slots in all, Hkv, d); q_norm,
+    k_norm (d,): RMS norms of each head before the turn (Qwen3).
+    """
+    M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
+    if not runs_kernels(qkv):
+        return rope_write_twin(
+            qkv, cos, sin, slots, keys, values,
+            num_heads=num_heads, positions=positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+    queries = qkv.new_empty(M, num_heads, d)
+    some = cos if q_norm is None else q_norm
+    _rope_write[(M, num_heads + 2 * Hkv)](
+        qkv, cos, sin, slots, slots if positions is None else positions, queries, keys, values, some,
+        some if k_norm is None else k_norm, eps, qkv.stride(0), keys.stride(0), values.stride(0),
+        H=num_heads, HKV=Hkv, HALF=d // 2, PAD=next_power_of_2(d // 2), NORM=q_norm is not None,
+        LOOK_UP=positions is not None,
+    )  # fmt: skip
+    return queries
+
+
+def rope_write_twin(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The same in torch operations."""
+    M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
+    q, k, v = qkv.view(M, -1, d).split([num_heads, Hkv, Hkv], dim=1)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    rotated = []
+    for x, norm in ((q, q_norm), (k, k_norm)):
+        wide = x.float()
+        if norm is not None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
+            wide = wide.to(qkv.dtype).float()
+        first, second = wide.chunk(2, dim=-1)
+        c, s = cos.float()[:, None], sin.float()[:, None]
+        rotated.append(torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(qkv.dtype))
+    keys.index_copy_(0, slots, rotated[1].to(keys.dtype))
+    values.index_copy_(0, slots, v.to(values.dtype))
+    return rotated[0]
+
+
+@jit
+def _rope_write(  # type: ignore[no-untyped-def]
+    QKV, COS, SIN, SLOTS, POSITIONS, QUERIES, KEYS, VALUES, Q_NORM, K_NORM, eps, row_stride, key_stride, value_stride,
+    H: constexpr, HKV: constexpr, HALF: constexpr, PAD: constexpr, NORM: constexpr, LOOK_UP: constexpr,
+):  # fmt: skip
+    """One head of one row: a query, a key or a value."""
+    row, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
+    inside = i < HALF
+    source = QKV + row * row_stride + head * 2 * HALF
+    first = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + i, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(SLOTS + row)
+    if head >= H + HKV:
+        goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
+        tl.store(goal + i, first.to(VALUES.dtype.element_ty), mask=inside)
+        tl.store(goal + HALF + i, second.to(VALUES.dtype.element_ty), mask=inside)
+    else:
+        if NORM:
+            scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+            norm = Q_NORM if head < H else K_NORM
+            kind = QKV.dtype.element_ty  # rounded as a norm of its own would be
+            first = (first * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
+            second = (second * scale * tl.load(norm + HALF + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
+            first, second = first.to(tl.float32), second.to(tl.float32)
+        at = tl.load(POSITIONS + row) if LOOK_UP else row
+        cos = tl.load(COS + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
+        sin = tl.load(SIN + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
+        left, right = first * cos - second * sin, second * cos + first * sin
+        if head < H:
+            goal = QUERIES + (row * H + head) * 2 * HALF
+            tl.store(goal + i, left.to(QUERIES.dtype.element_ty), mask=inside)
+            tl.store(goal + HALF + i, right.to(QUERIES.dtype.element_ty), mask=inside)
+        else:
+            goal = KEYS + slot * key_stride + (head - H) * 2 * HALF
+            tl.store(goal + i, left.to(KEYS.dtype.element_ty), mask=inside)
+            tl.store(goal + HALF + i, right.to(KEYS.dtype.element_ty), mask=inside)
+
+
+def silu_mul(fused: Tensor) -> Tensor:
+    """fused (M, 2 I): gate, then up -> SiLU(gate) * up (M, I)."""
+    if not runs_kernels(fused):
+        return silu_mul_twin(fused)
+    M, I = fused.shape[0], fused.shape[1] // 2  # noqa: E741 - the field's letter
+    out = fused.new_empty(M, I)
+    block = min(1024, next_power_of_2(I))
+    _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(0), BLOCK=block)
+    return out
+
+
+def silu_mul_twin(fused: Tensor) -> Tensor:
+    """The same in torch operations."""
+    gate, up = fused.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(fused.dtype)
+
+
+@jit
+def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+    row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < I
+    gate = tl.load(FUSED + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(FUSED + row * row_stride + I + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * I + i, (gate / (1.0 + tl.exp(-gate)) * up).to(OUT.dtype.element_ty), mask=inside)

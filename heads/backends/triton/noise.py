@@ -1,0 +1,34 @@
+"""The noise of `eval.runtime.distribution.gumbel` inside kernels: its bits and formula, so the very same numbers."""
+
+from heads.backends.triton.runtime import jit, tl
+
+
+@jit
+def key_of(seed, position):  # type: ignore[no-untyped-def]
+    """What the noise of all tokens at one position comes of."""
+    return _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * _golden())
+
+
+@jit
+def noise_of(key, token):  # type: ignore[no-untyped-def]
+    """Gumbel noise of a token id, float32; log(1 - w) loses what small w say, and w / (1 - (1 - w)) times it gives that
+    back (Kahan's log1p)."""
+    bits = _mix(key + token.to(tl.uint64) * _golden())
+    w = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    u = 1.0 - w
+    log1p = tl.where(u == 1.0, -w, tl.log(u) * (w / (1.0 - u)))
+    return (-tl.log(-log1p)).to(tl.float32)
+
+
+@jit
+def _golden():  # type: ignore[no-untyped-def]
+    """splitmix64's stride, 2^64 over the golden ratio."""
+    return tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+
+
+@jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    """splitmix64's finaliser on unsigned integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)

@@ -1,0 +1,58 @@
+"""Products of a few rows with a small weight for each head: latent attention's absorbed projections.
+
+A program takes one head, a tile of its outputs and a tile of the rows, whose size follows from the number of rows in
+all; it sums over the inputs in one order, so that a row's result depends on no other row and not on where it stands.
+
+Letters: M rows, H heads, K inputs and N outputs of one head.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+
+OUTS, DEPTH, ROWS = 64, 64, 64
+"""A tile's outputs, its inputs at a time, and its rows at most."""
+
+
+def per_head_mm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x (M, H, K), weight (H, K, N) -> (M, H, N) in x's dtype, summed in float32; written to `out` if it is given.
+
+    Any strides, but for the last of x and of `out`, which are 1.
+    """
+    if not runs_kernels(x):
+        return per_head_mm_twin(x, weight, out)
+    (M, H, K), N = x.shape, weight.shape[2]
+    out = x.new_empty(M, H, N) if out is None else out
+    assert x.stride(2) == out.stride(2) == 1
+    rows = min(ROWS, max(16, next_power_of_2(M)))
+    _per_head[(triton.cdiv(N, OUTS), H, triton.cdiv(M, rows))](
+        x, weight, out, M, N, x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), weight.stride(2),
+        out.stride(0), out.stride(1), K=K, OUTS=OUTS, DEPTH=DEPTH if x.element_size() < 4 else 32, ROWS=rows,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def per_head_mm_twin(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """The same by the library."""
+    made = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return made if out is None else out.copy_(made)
+
+
+@jit
+def _per_head(  # type: ignore[no-untyped-def]
+    X, WEIGHT, OUT, M, N, x_m, x_h, w_h, w_k, w_n, out_m, out_h,
+    K: constexpr, OUTS: constexpr, DEPTH: constexpr, ROWS: constexpr,
+):  # fmt: skip
+    n, h = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.program_id(1).to(tl.int64)
+    m, depth = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    total = tl.zeros([OUTS, ROWS], tl.float32)
+    for start in range(0, K, DEPTH):
+        k = start + depth
+        w_at = WEIGHT + h * w_h + n[:, None] * w_n + k[None] * w_k
+        w = tl.load(w_at, mask=(n < N)[:, None] & (k < K)[None], other=0.0)
+        x = tl.load(X + h * x_h + m[None] * x_m + k[:, None], mask=(m < M)[None] & (k < K)[:, None], other=0.0)
+        total += tl.dot(w, x, input_precision="ieee")
+    at = OUT + h * out_h + m[None] * out_m + n[:, None]
+    tl.store(at, total.to(OUT.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None])

@@ -1,0 +1,120 @@
+"""Which code forms each matrix product of a step: the library's, or the kernel for few rows.
+
+The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
+whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
+of as many rows gives (`Engine(pinned=...)`). What is chosen for a shape is chosen once in a process, so that all
+engines agree.
+
+Letters: M rows, K inputs, N outputs of a product.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm
+from heads.backends.triton.runtime import runs_kernels
+from heads.backends.triton.timing import device_seconds
+
+logger = logging.getLogger("draftsmith")
+
+Shape = tuple[int, int, torch.dtype]
+"""Of a weight: N, K, dtype."""
+COLD = 1 << 28
+"""Bytes of weights taken in turn: several times what a card caches."""
+MOST_COPIES = 64
+"""Of a weight that is too small to matter much."""
+_chosen: dict[tuple[int, Shape, torch.device], str] = {}
+
+
+def in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """The kernel over as many rows as it takes at a time."""
+    if len(x) <= MOST_ROWS:
+        return skinny_mm(x, weight, tile)
+    return torch.cat([skinny_mm(part, weight, tile) for part in x.split(MOST_ROWS)])
+
+
+MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "library": linear,
+    **{str(tile): partial(in_parts, tile=tile) for tile in TILES},
+}
+
+
+class Products:
+    """The products of steps of some numbers of rows; other steps (prompts) take the library's."""
+
+    def __init__(self, makers: dict[int, dict[Shape, str]]) -> None:
+        """`makers`: by M, for each shape of weight one of MAKERS, where it is not the library."""
+        self.makers = makers
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (M, K), weight (N, K), bias (N,) or None -> (M, N)."""
+        maker = self.makers.get(len(x), {}).get(shape_of(weight), "library")
+        if maker == "library":
+            return linear(x, weight, bias)
+        y = MAKERS[maker](x, weight)
+        return y if bias is None else y.add_(bias)
+
+
+def shape_of(weight: Tensor) -> Shape:
+    """Of a weight (N, K)."""
+    return weight.shape[0], weight.shape[1], weight.dtype
+
+
+def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Products:
+    """Measure, on the device, every shape among the weights (N, K) for steps of so many `rows`, each of those.
+
+    A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
+    """
+    by_shape: dict[Shape, list[Tensor]] = {}
+    for weight in weights:
+        by_shape.setdefault(shape_of(weight), []).append(weight)
+    makers: dict[int, dict[Shape, str]] = {M: {} for M in rows}
+    for M in rows:
+        for shape, own in by_shape.items():
+            known = M, shape, own[0].device
+            if known not in _chosen:
+                _chosen[known] = choose_maker(own, M)
+            if _chosen[known] != "library":
+                makers[M][shape] = _chosen[known]
+    return Products(makers)
+
+
+def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
+    """One of MAKERS for weights (N, K) of one shape."""
+    weight = weights[0]
+    if not (weight.is_cuda and runs_kernels(weight)):
+        return "library"
+    sound = [name for name, multiply in MAKERS.items() if rows_are_independent(multiply, weight, rows)]
+    if not sound:
+        N, K = weight.shape
+        logger.warning("products of %d rows with a weight of %d x %d depend on the other rows: near-ties may turn "
+                       "another way than in plain decoding", rows, N, K)  # fmt: skip
+        return "library"
+    return min(sound, key=lambda name: product_seconds(MAKERS[name], weights, rows))
+
+
+def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int) -> bool:
+    """Whether a row's product is the same, bit for bit, wherever it stands and whatever stands beside it."""
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    x = torch.randn(rows, weight.shape[1], generator=draw).to(weight)
+    made = multiply(x, weight)
+    for _ in range(2):
+        order = torch.randperm(rows, generator=draw).to(x.device)
+        if not torch.equal(multiply(x[order], weight), made[order]):
+            return False
+    alone = torch.zeros_like(x)
+    alone[rows // 2] = x[rows // 2]
+    return torch.equal(multiply(alone, weight)[rows // 2], made[rows // 2])
+
+
+def product_seconds(multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: int) -> float:
+    """Seconds of one product, with every weight in turn; of a draft, which has one of a shape, with copies."""
+    enough = min(COLD // (weights[0].numel() * weights[0].element_size()), MOST_COPIES)
+    cos_sin_table = [*weights, *(weights[0].clone() for _ in range(enough - len(weights)))]
+    x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
+    return device_seconds(lambda: [multiply(x, weight) for weight in cos_sin_table], x.device) / len(cos_sin_table)

@@ -1,0 +1,154 @@
+"""Heads that recycle their state, on a GPU: what `heads.backends.recurrent_memory.TorchRecurrent` does, a step of it
+some fourteen kernels.
+
+    enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
+
+and the output head's product. A draft streams its weights once a step, at 4.8 TB/s 10 microseconds for 50 MB, so that
+every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
+
+Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers, Vd draft vocabulary, S cache slots, H
+query heads, Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from heads.backends.recurrent_parts import HeadParts
+from heads.backends.slot_mapping import Drafted, Observed
+from heads.backends.torch.attention import GroupedAttention
+from heads.backends.torch.feedforward import GatedMLP
+from heads.backends.torch.linear import Norm, Product
+from heads.backends.triton.attention import draft_split, line
+from heads.backends.triton.decoder import DTYPES, Tree, gated, grouped
+from heads.backends.triton.gemm import MOST_ROWS
+from heads.backends.triton.inputs import enter, take_newest
+from heads.backends.triton.layers import add_norm
+from heads.backends.triton.products import choose_products
+from heads.backends.triton.runtime import runs_kernels
+from heads.base import Observation
+from heads.tree import TreeShape, level_widths, scratch_slots
+
+
+def triton_drafts(parts: HeadParts) -> bool:
+    """Whether the kernels know such a head and run where its weights are: one module, normed once after its layer, of
+    numbers that they take."""
+    once = all((module.leave_norm is None) != (module.read_norm is None) for module in parts.modules)
+    return len(parts.modules) == 1 and once and parts.weight.dtype in DTYPES and runs_kernels(parts.weight)
+
+
+class TritonRecurrent:
+    """What the module keeps of a batch, and a step over it, by its weights as they were when this was made; fused ones
+    are copies."""
+
+    single = True
+    """It observes by itself."""
+
+    def __init__(
+        self,
+        parts: HeadParts,
+        embed: Callable[[Tensor], Tensor],
+        lm_head_weight: Tensor,
+        cos_sin_table: tuple[Tensor, Tensor],
+        *,
+        batch_size: int,
+        shape: TreeShape,
+    ) -> None:
+        """lm_head_weight (Vd, D); turns (1, 1, S, d) each; for trees of `shape` and for shorter chains."""
+        (module,), like = parts.modules, parts.weight
+        self.parts, self.embed, self.lm_head_weight = parts, embed, lm_head_weight
+        self.table = embed.weight.detach() if type(embed) is nn.Embedding else None
+        self.attention = GroupedAttention(module.attention, "full_attention", draft=True)
+        self.mlp = GatedMLP(module.mlp, draft=True)
+        self.fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
+        self.project = None if module.project is None else Product.of(module.project, draft=True)
+        self.token_norm, self.state_norm, self.norm = (
+            Norm(module.token_norm),
+            Norm(module.state_norm),
+            Norm(module.norm),
+        )
+        self.input_norm, self.leave_norm, self.read_norm = (
+            None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
+        )
+        self.state_first, self.zero_first = module.state_first, module.zero_first
+        half = cos_sin_table[0].shape[3] // 2
+        self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
+        self.split = draft_split(len(self.cos))
+        self.behind = max(shape.depth, scratch_slots(shape))
+        self.slot = torch.arange(len(self.cos), device=like.device)
+        Hkv, d = self.attention.num_key_heads, self.attention.d
+        self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
+        products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
+        weights = [product.weight for product in products if product is not None] + [lm_head_weight]
+        rows = {batch_size * width for width in (1, *level_widths(shape))}
+        self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
+
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
+        fuse = None if self.fuse is None else partial(self.products, weight=self.fuse.weight, bias=self.fuse.bias)
+        return self.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), fuse).view(hidden.shape)
+
+    def normed(self, recycled: Tensor) -> Tensor:
+        """(B, W, D): what the output head reads of a recycled state."""
+        if self.read_norm is None:
+            return recycled
+        read = add_norm(recycled.flatten(0, 1), None, self.read_norm.weight, self.read_norm.eps)
+        return read.view(recycled.shape)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """(B, W, D) -> (B, W, Vd)."""
+        return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
+
+    def step(
+        self,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        rows: Tensor | None,
+        places: Observed | Drafted,
+        extent: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As `heads.backends.recurrent_memory.TorchRecurrent.step`; whatever the extent, what is read is where tokens
+        stand."""
+        B, W = tokens.shape
+        embedded = self.embed(tokens) if self.table is None else self.table
+        entry = enter(
+            tokens, embedded, states, rows, places, self.token_norm, self.state_norm,
+            behind=self.behind, state_first=self.state_first, zero_first=self.zero_first,
+        )  # fmt: skip
+        x, stream = entry.x, entry.stream
+        if self.project is not None and self.input_norm is not None:
+            stream = self.products(x, self.project.weight, self.project.bias)
+            x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
+        if isinstance(places, Drafted):
+            seen = places.length, self.behind, entry.at.words
+        else:
+            seen = places.start, W, line(B, W, tokens.device)
+        cos_sin = self.cos, self.sin
+        tree = Tree(
+            *seen,
+            depths=None,
+            paths=None,
+            slots=entry.at.slots,
+            cos_sin=cos_sin,
+            positions=entry.at.positions,
+            split=self.split,
+        )
+        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products)
+        x = add_norm(stream, added, self.norm.weight, self.norm.eps)
+        added = gated(self.mlp, x, self.products)
+        last = self.read_norm or self.leave_norm
+        assert last is not None
+        read = add_norm(stream, added, last.weight, last.eps)
+        recycled = read if self.read_norm is None else stream
+        return recycled.view(B, W, -1), read.view(B, W, -1)
+
+    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
+        """Take in true features, and renew what is drafted from: recycled (B, D), root (B,), length (B,)."""
+        tokens, start, count = observation.tokens, observation.start.contiguous(), observation.count.contiguous()
+        states = self.start(observation.aux_hidden_states, observation.hidden)
+        places = Observed(start, count, self.slot, states.shape[1])
+        made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
+        take_newest(tokens, start, count, root, length, recycled=recycled, made=made)

@@ -1,0 +1,173 @@
+"""The language model inside a `draft` head: a smaller one by path, kept layers of the target, or a fresh one.
+
+Whichever it is, it ends with as many vocabulary rows as the target has, and drafts only tokens that both knew before.
+"""
+
+import copy
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from heads.errors import UserError, first_line
+from heads.target.encoder_decoder import auto_class
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+
+DECIDED = frozenset(
+    {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
+)
+"""Names of a model's config that `fresh` may not set."""
+
+
+def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
+    """The causal LM at `path`, in float32. UserError if it cannot be masked as a draft is, or has another tokenizer."""
+    check_tokenizers(path, target.name)
+    loaded = load_target(path, dtype=torch.float32)
+    if loaded.start_token not in (None, target.start_token):
+        raise UserError(
+            f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "
+            + ("are the text going on" if target.start_token is None else f"with {target.start_token}")
+            + "; a draft model must read the same sequences"
+        )
+    model = loaded.model
+    model.requires_grad_(True)
+    return model
+
+
+def check_tokenizers(path: str, target: str) -> None:
+    """Refuse a draft whose token ids are not the target's, naming the first that differs."""
+    vocabularies = [load_tokenizer(name).get_vocab() for name in (target, path)]
+    ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
+    for number in sorted(ours.keys() | theirs.keys()):
+        if ours.get(number) != theirs.get(number):
+            raise UserError(
+                f"{path}: its tokenizer is not that of {target}: token {number} is {theirs.get(number)!r} here and "
+                f"{ours.get(number)!r} there; a draft model must share the target's tokenizer"
+            )
+
+
+def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
+    """A copy of the target with the decoder layers `layers` alone; embeddings, final norm and output head stay."""
+    n = target.num_layers
+    for k in layers:
+        if not 0 <= k < n:
+            raise UserError(f"head.layers: {k} is not a layer of a target with {n}; use 0 to {n - 1}")
+    if not layers or list(layers) != sorted(set(layers)) or len(layers) == n:
+        raise UserError(f"head.layers: expected some of the target's {n} layers, ascending, got {list(layers)}")
+    config = _own_config(target)
+    for name, value in config.to_dict().items():
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == n:
+            setattr(config, name, [value[k] for k in layers])  # what is said of each layer
+    if target.start_token is None:
+        config.num_hidden_layers = len(layers)
+    else:
+        config.num_decoder_layers = len(layers)  # the encoder stays whole
+    model = _build(config, target)
+    prefix = next(name for name, module in target.model.named_modules() if module is target.layers) + "."
+    weights: dict[str, Tensor] = {}
+    for name, tensor in target.model.state_dict().items():
+        if name.startswith(prefix):
+            number, rest = name.removeprefix(prefix).split(".", 1)
+            if int(number) in layers:
+                weights[f"{prefix}{list(layers).index(int(number))}.{rest}"] = tensor
+        else:
+            weights[name] = tensor
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"head.layers: layers {list(layers)} of {target.name} do not make a {target.config.model_type} of their "
+            f"own ({first_line(error)}); keep others, or name a smaller model with head.path"
+        ) from error
+    return model
+
+
+def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedModel:
+    """A random model of the target's family: the target's config with `changes`."""
+    config = _own_config(target)
+    settings = config.to_dict()
+    known = sorted(settings.keys() | (config.attribute_map or {}).keys())
+    for name in changes:
+        if name in DECIDED:
+            raise UserError(f"head.fresh.{name}: decided by the target; leave it out")
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"head.fresh.{name}: a {config.model_type} has no such setting{hint}")
+    dropped = {"architectures", "transformers_version", "dtype"} | changes.keys()
+    if "num_hidden_layers" in changes:
+        dropped |= {
+            name for name, value in settings.items() if name.endswith("layer_types") and isinstance(value, list)
+        }
+    if settings.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        dropped.add("head_dim")  # the target's own follows from its width
+    kept = {name: value for name, value in settings.items() if name not in dropped and name != "model_type"}
+    try:
+        return _build(AutoConfig.for_model(config.model_type, **kept, **changes), target)
+    except UserError:
+        raise
+    except Exception as error:  # each family's config refuses in its own way
+        raise UserError(f"head.fresh: no {config.model_type} can be made of it ({first_line(error)})") from error
+
+
+def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
+    """Bring a model to `vocab_size` rows of input and output embeddings; -> the first so many tokens it may draft.
+
+    Families pad their vocabularies to different sizes. What only the target has is never drafted; its rows are the
+    mean of the others, because engines do read them.
+    """
+    untyped: Any = model
+    ends: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
+    if getattr(ends[1], "bias", None) is not None:
+        raise UserError(
+            f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have; "
+            "use another"
+        )
+    rows: int = ends[1].weight.shape[0]
+    if rows != vocab_size:
+        untyped.resize_token_embeddings(vocab_size, mean_resizing=False)
+        with torch.no_grad():
+            for end in (untyped.get_input_embeddings(), untyped.get_output_embeddings()):
+                end.weight[rows:] = end.weight[:rows].mean(0)
+    return min(rows, vocab_size)
+
+
+def empty_model(record: dict[str, Any]) -> PreTrainedModel:
+    """The model that `model_record` described, with weights yet to come."""
+    kept = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
+    return _from_config(AutoConfig.for_model(record["model_type"], **kept))
+
+
+def model_record(model: PreTrainedModel) -> dict[str, Any]:
+    """A model's config as plain values."""
+    record: dict[str, Any] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    for name in ("dtype", "_name_or_path"):
+        record.pop(name, None)
+    return record
+
+
+def _own_config(target: FrozenTarget) -> Any:
+    if target.model.config is not target.config:
+        raise UserError(
+            f"{target.name}: a {type(target.model).__name__} holds more than a language model, so no draft can be made "
+            "from it; name one with head.path"
+        )
+    return copy.deepcopy(target.config)
+
+
+def _build(config: Any, target: FrozenTarget) -> PreTrainedModel:
+    model = _from_config(config)
+    if type(model) is not type(target.model):
+        raise UserError(
+            f"{target.name}: a {type(target.model).__name__} is not what transformers makes of its config; name a "
+            "draft with head.path"
+        )
+    return model
+
+
+def _from_config(config: Any) -> PreTrainedModel:
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+    return model

@@ -1,0 +1,63 @@
+"""Which residual streams of the target a head reads, and how large they are.
+
+Letters: L auxiliary layers, D hidden.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's low, middle and high auxiliary hidden states: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section
+    3.1)."""
+    aux_layer_ids = (2, num_layers // 2, num_layers - 3)
+    if num_layers == 1:
+        raise UserError("a target of one layer has no two residual streams that engines capture; use another head")
+    if not 0 < aux_layer_ids[0] < aux_layer_ids[1] < aux_layer_ids[2]:
+        raise UserError(
+            f"a target of {num_layers} layers is too shallow for the default auxiliary layers {list(aux_layer_ids)}: "
+            f"name them, as in head.aux_layer_ids: {shallow_aux_layer_ids(num_layers)} (0 = embeddings; "
+            f"engines take two or more below {num_layers})"
+        )
+    return aux_layer_ids
+
+
+def shallow_aux_layer_ids(num_layers: int) -> list[int]:
+    """Three distinct auxiliary hidden states for a shallow target of two layers or more, spread over its depth, or two
+    where it has no more that every engine captures: below the last layer's output."""
+    return sorted({min(1, num_layers - 2), num_layers // 2, num_layers - 1})
+
+
+def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The auxiliary hidden states in ascending order, or a UserError that names the bad one. Some train that no engine
+    serves: a single one, and the last layer's output (`heads.formats.contract`)."""
+    for k in aux_layer_ids:
+        if not 0 <= k <= num_layers:
+            raise UserError(
+                f"head.aux_layer_ids: {k} is not a residual stream of a target with {num_layers} layers; "
+                f"use 0 to {num_layers}"
+            )
+    if len(set(aux_layer_ids)) != len(aux_layer_ids) or not aux_layer_ids:
+        raise UserError(f"head.aux_layer_ids: {list(aux_layer_ids)} must name at least one layer, each once")
+    return tuple(sorted(aux_layer_ids))
+
+
+@torch.no_grad()
+def aux_scales(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Tensor:
+    """(L,) the root mean square of each auxiliary hidden states, over tokens drawn as often as they are labels.
+
+    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
+    auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
+    tokens = tokens.to(target.device)
+    positions = torch.arange(64, device=target.device).expand(4, -1)
+    streams = target.packed_features(tokens, positions, torch.zeros_like(positions), aux_layer_ids).aux_hidden_states
+    by_layer: Tensor = streams.float().unflatten(-1, (len(aux_layer_ids), -1))  # (4, 64, L, D)
+    return by_layer.square().mean((0, 1, 3)).sqrt().cpu()

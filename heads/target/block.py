@@ -1,0 +1,104 @@
+"""Decoder layers of the target's own class as blocks of a head: latent attention, experts, gates and biases with them.
+
+The class is transformers'. Its attention function is replaced by the head's own `attend`, which is handed through the
+layer as a keyword, so that training and drafting see the same keys whatever the layer does before and after.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModel
+
+from heads.errors import UserError
+from heads.layers import Attend
+
+ATTENTION = "draftsmith"
+"""The name under which transformers finds our attention function."""
+BLOCK_FAMILY = {"mimo": "qwen2"}
+"""Model types of checkpoints that transformers does not know, and the type whose decoder layer they have."""
+NOT_OF_A_LAYER = (
+    *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
+    *("label2id", "problem_type", "transformers_version"),
+)
+FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3", "proportional")
+"""Kinds of rotary positions that do not depend on how long the text is."""
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, scaling: float, attend: Attend, **_: Any
+) -> tuple[Tensor, None]:
+    # `attend` divides scores by the root of the width, as attention does unless its family says otherwise.
+    factor = scaling * query.shape[-1] ** 0.5
+    if abs(factor - 1) > 1e-6:
+        query = query * factor
+    # Under autocast some layers rotate in float32 what they projected in bfloat16.
+    return attend(query.to(value.dtype), key.to(value.dtype), value).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def block_record(config: Any, count: int) -> dict[str, Any]:
+    """The Hugging Face `config` cut down to what `count` full-attention layers of its last layer's kind are made from.
+
+    As JSON gives it back; nothing of it is about the target's own layers or vocabulary.
+    """
+    record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    for name in NOT_OF_A_LAYER:
+        record.pop(name, None)
+    record["model_type"] = BLOCK_FAMILY.get(record["model_type"], record["model_type"])
+    record |= {"num_hidden_layers": count, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None}
+    record |= {"eos_token_id": None, "tie_word_embeddings": False}
+    if record.get("layer_types") is not None:
+        record["layer_types"] = ["full_attention"] * count
+    if record.get("mlp_layer_types") is not None:
+        record["mlp_layer_types"] = record["mlp_layer_types"][-1:] * count
+    if "first_k_dense_replace" in record:  # the modules are mixtures of experts, as the last layers are
+        record["first_k_dense_replace"] = 0
+    if "mlp_only_layers" in record:
+        record["mlp_only_layers"] = []
+    if "sliding_window" in record:
+        record |= {"sliding_window": None, "use_sliding_window": False}
+    return record
+
+
+class BlockMaker:
+    """Layers, norms and rotary positions of one family, from `block_record`."""
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        config = AutoConfig.for_model(**record)
+        kind = (config.rope_parameters or {}).get("rope_type", "default")
+        if kind not in FIXED_ROTATIONS:
+            raise UserError(f"rotary positions of kind {kind} depend on the text's length; such modules cannot be used")
+        decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        if "experts" in str(decoder):  # the loop over experts knows every type of number, autocast and float64 included
+            decoder.set_experts_implementation("eager")
+        self.layers: list[nn.Module] = [TargetBlock(layer) for layer in decoder.layers]
+        self.norm: Callable[[], nn.Module] = lambda: type(decoder.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary: nn.Module = decoder.rotary_emb
+
+
+class TargetBlock(nn.Module):
+    """One decoder layer, called as the blocks of `heads.mtp` are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        cos, sin = cos_sin
+        out = self.layer(x, position_embeddings=(cos[:, 0], sin[:, 0]), attention_mask=None, attend=attend)
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        return hidden
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
+        """A router's correction of its scores keeps its width: in bfloat16 it would choose other experts."""
+        kept = {name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            self.get_submodule(owner).register_buffer(leaf, buffer.to(self.get_buffer(name).device))
+        return self

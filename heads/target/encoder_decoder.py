@@ -1,0 +1,216 @@
+"""Encoder-decoder models of the T5 family (arXiv 1910.10683) in the form of a causal LM: one sequence, one cache.
+
+    [input tokens ... </s>] [start] [answer tokens ...]
+     read by the encoder     read by the decoder, which also sees the encoder's states of the input
+
+Everything before the first start token of a document is the encoder's input. So prompts, packed documents, masks,
+caches and draft trees are what they are for any other target; only the pass over the tokens is this file's. Relative
+position biases are formed from the positions given: T5's own count cache slots, which rows of different lengths and
+trees make wrong.
+
+The decoder also runs over the input, where nothing reads its states, so that shapes depend on no token. Input tokens
+attend to input tokens there, and answer tokens to answer tokens.
+
+Letters: B rows, N tokens of a step, S key slots, D hidden, H heads, L decoder layers.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import EncoderDecoderCache
+
+from heads.backends.huggingface import HFCache
+from heads.errors import UserError
+from heads.target.families import additive
+
+FAMILIES = ("t5", "mt5")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}{{ eos_token + start_token + message['content'] + eos_token }}"
+    "{%- elif loop.index0 and messages[loop.index0 - 1]['role'] == 'assistant' -%}"
+    "{{ raise_exception('an encoder-decoder answers one turn') }}"
+    "{%- else -%}{{ message['content'] + (' ' if message['role'] == 'system' else '') }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ eos_token + start_token }}{%- endif -%}"
+)
+"""Conversations of one turn as such sequences; tokenizers of the family have no template of their own."""
+
+
+class EncoderDecoder(nn.Module):
+    """A model's two stacks, read as one decoder."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        super().__init__()
+        config: Any = model.config
+        if config.model_type not in FAMILIES:
+            raise UserError(
+                f"{name}: encoder-decoder targets here are {' or '.join(FAMILIES)}, got {config.model_type}; "
+                "use one of these, or a causal language model"
+            )
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is None and model.generation_config is not None:
+            start = model.generation_config.decoder_start_token_id
+        if start is None:
+            raise UserError(f"{name}: its config names no decoder_start_token_id, which begins every answer; add it")
+        self.start: int = start
+        self.encoder: Any = model.get_encoder()
+        self.decoder: Any = model.get_decoder()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's."""
+        layers: nn.ModuleList = self.decoder.block
+        return layers
+
+    def forward(
+        self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
+    ) -> Tensor:
+        """The decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`.
+
+        A step that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
+        """
+        embedded = self.decoder.embed_tokens(tokens)
+        is_input = self.is_input(tokens, visible, cache)  # (B, N)
+        keys_are_input = is_input if cache is None else mark(cache, is_input)  # (B, S)
+        states = None
+        if cache is None or cache.prompt:
+            states = self.encode(embedded, is_input, positions, visible if cache is None else None)
+        pair = None if cache is None else RowPair(cache, len(self.layers))
+        dtype = embedded.dtype
+        same_part = keys_are_input[:, None] == is_input[:, :, None]
+        own, cross = additive(visible & same_part, dtype), additive(visible & keys_are_input[:, None], dtype)
+        bias = self.bias(self.decoder, positions, key_positions, bidirectional=False)
+        hidden = embedded
+        for layer in self.layers:
+            # The encoder's states are read where there are some; else their keys are in the cache, and only that there
+            # is an encoder matters.
+            source = embedded if states is None else states
+            hidden = layer(hidden, own, bias, source, cross, None, past_key_values=pair)[0]
+        normed: Tensor = self.decoder.final_layer_norm(hidden)
+        return normed
+
+    def is_input(self, tokens: Tensor, visible: Tensor, cache: HFCache | None) -> Tensor:
+        """(B, N) bool: tokens of the encoder's input, before the first start token of their document."""
+        starts = tokens == self.start
+        if cache is None:
+            return ~(visible & starts[:, None]).any(-1)
+        if cache.prompt:
+            return starts.cumsum(1) == 0
+        return torch.zeros_like(starts)
+
+    def encode(self, embedded: Tensor, is_input: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
+        """The encoder's states (B, N, D), padding outside of the input. `visible` tells packed documents apart."""
+        seen = is_input[:, None] if visible is None else (visible | visible.mT) & is_input[:, None]
+        mask = additive(seen.expand(-1, embedded.shape[1], -1), embedded.dtype)
+        bias = self.bias(self.encoder, positions, positions, bidirectional=True)
+        hidden = embedded
+        for layer in self.encoder.block:
+            hidden = layer(hidden, mask, bias)[0]
+        normed: Tensor = self.encoder.final_layer_norm(hidden)
+        return normed
+
+    def bias(self, stack: Any, positions: Tensor, key_positions: Tensor, *, bidirectional: bool) -> Tensor:
+        """(B, H, N, S) what a stack adds to its scores, by the distance from query to key."""
+        attention = stack.block[0].layer[0].SelfAttention
+        bucket = attention._relative_position_bucket(
+            key_positions[:, None] - positions[:, :, None],
+            bidirectional=bidirectional,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )
+        by_head: Tensor = attention.relative_attention_bias(bucket)  # (B, N, S, H)
+        return by_head.permute(0, 3, 1, 2)
+
+    def alone(self, tokens: Tensor) -> Tensor:
+        """The states (B, n, D) of the last n tokens, the start token's first, as the model itself forms them.
+
+        All rows have their first start token at the same place.
+        """
+        inputs, answers = self.split(tokens)
+        source = self.encoder(input_ids=inputs).last_hidden_state
+        hidden: Tensor = self.decoder(
+            input_ids=answers, encoder_hidden_states=source, use_cache=False
+        ).last_hidden_state
+        return hidden
+
+    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The encoder's input and what the decoder reads, its start token first."""
+        start = int((tokens[0] == self.start).nonzero()[0])
+        return tokens[:, :start], tokens[:, start:]
+
+
+class CrossCache:
+    """Layers L .. 2L - 1 of a row cache: keys and values of the encoder's states, each in the slot of its token."""
+
+    def __init__(self, cache: HFCache, num_layers: int) -> None:
+        self.cache, self.first = cache, num_layers
+        shown = cache.row_layers[num_layers:]
+        self.layers = [
+            SimpleNamespace(keys=layer.shown_keys, values=layer.shown_values) if layer.is_initialized else None
+            for layer in shown
+        ]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Keep what the encoder said of a prompt."""
+        return self.cache.update(key_states, value_states, self.first + layer_idx)
+
+
+class RowPair(EncoderDecoderCache):
+    """One row cache as the pair that the family's layers ask for; made anew for every step."""
+
+    def __init__(self, cache: HFCache, num_layers: int) -> None:
+        untyped: Any = self  # annotated with the library's own kinds of cache
+        untyped.self_attention_cache, untyped.cross_attention_cache = cache, CrossCache(cache, num_layers)
+        self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not read: every bias is given."""
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+
+def mark(cache: HFCache, is_input: Tensor) -> Tensor:
+    """Note which of the slots aimed at hold input (B, N); -> (B, S) bool, of all slots shown."""
+    if cache.marks is None:
+        cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)
+    cache.marks.view(-1).index_copy_(0, cache.slots, is_input.flatten())
+    return cache.marks[cache.rows, : cache.extent]
+
+
+def find_base(model: PreTrainedModel, name: str) -> nn.Module:
+    """What reads tokens in a model, without its output head."""
+    untyped: Any = model
+    if model.config.is_encoder_decoder:
+        return EncoderDecoder(model, name)
+    base: nn.Module = untyped.get_decoder()
+    return base
+
+
+def decoder_of(base: nn.Module) -> nn.Module:
+    """The part that writes answers."""
+    decoder: nn.Module = base.decoder if isinstance(base, EncoderDecoder) else base
+    return decoder
+
+
+def count_layers(base: nn.Module, config: Any) -> int:
+    """Decoder layers."""
+    return len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
+
+
+def cache_layers(base: nn.Module, config: Any) -> int:
+    """Layers of the row cache that it takes: with an encoder, a second one for each decoder layer."""
+    return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
+
+
+def auto_class(config: Any) -> Any:
+    """The class by which transformers makes a language model of this config."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:
+    """Teach a tokenizer without a chat template to write a question and its answer as one sequence."""
+    if tokenizer.chat_template is None:
+        token = tokenizer.convert_ids_to_tokens(start)
+        tokenizer.chat_template = TEMPLATE.replace("start_token", repr(token))

@@ -1,0 +1,182 @@
+"""How Hugging Face families of causal LMs differ, where a draft head has to know it: masks, layers, the output head.
+
+Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from heads.errors import UserError
+
+
+class MiMoConfig(Qwen2Config):
+    """config.json as MiMo's checkpoints have it."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    """The model without its modules, which `heads.formats.mtp.read_native` reads."""
+
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it
+
+
+def register_mimo() -> None:
+    """Let transformers load MiMo's checkpoints without code of theirs."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
+
+
+READABLE_LAYERS = {"full_attention", "sliding_attention"}
+OTHER_PARTS = re.compile(
+    r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
+    r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
+)
+MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
+PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+"""What tells a module of multi-token prediction from a decoder layer, where families number it behind those."""
+
+
+def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
+    """Refuse families whose past is more than keys and values behind a mask: recurrent state, attention in chunks."""
+    named = set(getattr(config, "layer_types", None) or ())
+    kinds = sorted(named - READABLE_LAYERS)
+    if not named and getattr(model, "_is_stateful", False):
+        kinds = ["recurrent state"]
+    if kinds:
+        raise UserError(
+            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, which cannot be masked by document; "
+            "use a target with full or sliding-window attention only"
+        )
+
+
+def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
+    """The weights of a checkpoint without which its model, of so many decoder layers, is another one.
+
+    `unexpected`: those that its class has no place for and does not know itself to be left out. Of no account are
+    modules of multi-token prediction, whatever family's, other modalities' parts, and masks and frequencies that old
+    checkpoints hold beside the weights.
+    """
+    names = sorted(unexpected)
+    modules = {match[0] for name in names if (match := MODULE.match(name)) and int(match[2]) >= num_layers}
+    prediction = {module for module in modules if any(f"{module}{part}" in names for part in PREDICTION)}
+    return [
+        name
+        for name in names
+        if not OTHER_PARTS.search(name) and not ((match := MODULE.match(name)) and match[0] in prediction)
+    ]
+
+
+def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
+    """The decoder layers: the first module list of the right length."""
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UserError(
+        f"{name}: {type(base).__name__} holds no list of {num_layers} decoder layers; it cannot be auxiliary"
+    )
+
+
+@torch.no_grad()
+def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
+    """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
+
+    The norm is asked by what it makes of +1, -1, +1, ..., which RMS and layer norms alike leave as it is: some families
+    store the scale less one, some have a bias.
+    """
+    inside = set(layers.modules())
+    norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
+    norms = [m for m in norms if m.weight.shape == (hidden_size,)]
+    if not norms:
+        return torch.ones(hidden_size)
+    sign = torch.ones_like(norms[-1].weight)
+    sign[1::2] = -1
+    scale: Tensor = sign * (norms[-1](sign) - norms[-1](-sign)) / 2
+    return scale.float().cpu()
+
+
+def attention_masks(
+    config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
+) -> Tensor | dict[str, Tensor]:
+    """The mask that the family's decoder hands to its layers unchanged; arguments as in `FrozenTarget.features`.
+
+    Decoders take one mask for all layers; those with layers of both kinds take a dict of two. `layer_types` says which
+    layers have the window; without it all of them do.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
+    full = additive(visible, dtype)
+    if window is None or kinds == {"full_attention"}:
+        return full
+    near = positions[:, :, None] - key_positions[:, None, :] < window
+    windowed = additive(visible & near, dtype)
+    if kinds == {"sliding_attention"}:
+        return windowed
+    return {"full_attention": full, "sliding_attention": windowed}
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, S) bool -> (B, 1, N, S) to be added to scores, which is what every attention kernel understands.
+
+    Eager attention would add a boolean mask as 0 and 1, and -inf turns a row that sees nothing into NaN.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+class OutputHead:
+    """Hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft cap."""
+
+    def __init__(self, head: Any, config: Any) -> None:
+        self.head = head
+        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        if getattr(config, "scale_decoder_outputs", False):  # T5's first form
+            self.scale *= config.hidden_size**-0.5
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits
+
+
+def rope_theta(config: Any) -> float:
+    """The target's rotary base; transformers 5 keeps it in `rope_parameters`, by layer type where there are several."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in parameters:
+        parameters = parameters.get("full_attention", {})
+    return float(parameters.get("rope_theta", 10_000.0))
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a generation: the generation config's, which chat models extend, else the model config's."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def block_settings(config: Any, num_heads: int | None = None) -> dict[str, Any]:
+    """A decoder block shaped as the target's own, as settings of a head; `num_heads` in place of the target's."""
+    D, heads = config.hidden_size, num_heads or config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
+        key_heads = heads
+    return {
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": getattr(config, "head_dim", None) or D // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": rope_theta(config),
+    }

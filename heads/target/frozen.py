@@ -1,0 +1,353 @@
+"""The frozen target: auxiliary hidden states, last hidden state and embeddings and output head of any Hugging Face
+causal LM.
+
+A auxiliary layer h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last layer's
+output before the final norm). Hooks read the auxiliary layers only. What a query may see is given by the caller, slot
+by slot, and a sliding window is worked out from positions, so that packed documents and draft trees need no code of
+their own.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from heads.base import SharedLayers
+from heads.errors import UserError, first_line
+from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
+from heads.target.families import (
+    OutputHead,
+    attention_masks,
+    check_layers,
+    eos_ids,
+    find_layers,
+    register_mimo,
+    unused_weights,
+)
+from heads.target.hub import MODEL, is_here, repo_and_revision
+from heads.target.quantization import quantize_layers
+
+FINGERPRINT_SAMPLES = 512
+"""Weights read of each parameter: enough to tell two fine-tunes apart, little enough for a 70B model."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What heads see of the target's forward pass."""
+
+    aux_hidden_states: Tensor  # (B, N, L * D), ascending; width 0 without auxiliary hidden states
+    hidden: Tensor  # (B, N, D), after the final norm
+
+
+class FrozenTarget:
+    """A causal LM that is never trained, seen as features in the middle and embeddings and output head."""
+
+    def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
+        untyped: Any = model
+        untyped.eval()
+        self.model = model.requires_grad_(False)
+        self.name = name
+        self.config = config = model.config.get_text_config()
+        check_layers(model, config, name)
+        self.base = find_base(model, name)
+        self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
+        """What parts the encoder's input from the decoder's tokens in every sequence; None without an encoder."""
+        self.head: Any = untyped.get_output_embeddings()
+        if self.head is None:
+            raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
+        self.num_layers = count_layers(self.base, config)
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.head.weight.shape[0]
+        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
+        self.layers = find_layers(decoder_of(self.base), self.num_layers, name)
+        self.shared = SharedLayers(
+            embed_tokens=model.get_input_embeddings(),
+            lm_head=OutputHead(self.head, config),
+            lm_head_weight=self.head.weight,
+        )
+        self.eos_token_ids = eos_ids(model)
+        self.quantize = quantize
+        self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.adapter: dict[str, Any] | None = None
+        """What is said of the adapter in its weights, if there is one; the fingerprint is of the weights without."""
+        if quantize:
+            quantize_layers(self.layers, quantize, name)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.head.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.head.weight.dtype
+        return dtype
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D) the output embeddings, tied or not."""
+        weight: Tensor = self.head.weight
+        return weight
+
+    @property
+    def logit_scale(self) -> float:
+        """What the family multiplies the output head's products with; heads with an output head of their own, which
+        has no such factor, begin with it in their weights."""
+        distribution = self.shared.lm_head
+        return distribution.scale if isinstance(distribution, OutputHead) else 1.0
+
+    @torch.no_grad()
+    def features(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor,
+        visible: Tensor,
+        key_positions: Tensor,
+        cache: Cache | None = None,
+        aux_layer_ids: Sequence[int] = (),
+    ) -> Features:
+        """One forward pass without logits.
+
+        tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots each query may see before any
+        sliding window (S = N without a cache); key_positions (B, S), the position each slot holds.
+        """
+        caught: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for k in aux_layer_ids:
+                hooks.callback(self._aux(k, caught).remove)
+            hidden = decode(
+                self.base,
+                self.config,
+                self.dtype,
+                tokens,
+                positions=positions,
+                visible=visible,
+                key_positions=key_positions,
+                cache=cache,
+            )
+        return Features(
+            torch.cat([caught[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else hidden[..., :0], hidden
+        )
+
+    def packed_features(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
+    ) -> Features:
+        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
+        visible = packed_visible(documents)
+        return self.features(
+            tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
+        )
+
+    def _aux(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+        if k == self.num_layers:
+
+            def after(_: nn.Module, __: Any, output: Any) -> None:
+                caught[k] = output[0] if isinstance(output, tuple) else output
+
+            return self.layers[-1].register_forward_hook(after)
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught[k] = args[0] if args else kwargs["hidden_states"]
+
+        return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
+
+    def sample(self, length: int, starts: Sequence[int]) -> Tensor:
+        """(1, length) some token ids; with an encoder, `starts` are where answers begin, and only those."""
+        ids = (torch.arange(length, device=self.device) + 1) * self.vocab_size // (length + 2)
+        if self.start_token is not None:
+            ids[ids == self.start_token] = (self.start_token + 1) % self.vocab_size
+            ids[list(starts)] = self.start_token
+        return ids[None]
+
+    def arguments(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the model itself is called with for whole sequences (B, T); its logits are those of the last slots."""
+        if not isinstance(self.base, EncoderDecoder):
+            return {"input_ids": tokens}
+        inputs, answers = self.base.split(tokens)
+        return {"input_ids": inputs, "decoder_input_ids": answers}
+
+    @torch.no_grad()
+    def alone(self, tokens: Tensor) -> Tensor:
+        """The states after the final norm as the model forms them of whole sequences (B, T) by its own masks: of the
+        last slots, with an encoder; else of all."""
+        if isinstance(self.base, EncoderDecoder):
+            return self.base.alone(tokens)
+        hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model whose logits are not what `packed_features` and `shared` make of it.
+
+        A short document packed behind another must get the logits that the model itself gives it alone. Encoders,
+        masks that are not heeded and unknown scalings of the logits fail that.
+        """
+        slot = torch.arange(12, device=self.device)[None]
+        ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
+        damaged = False
+        try:
+            features = self.packed_features(ids, slot - 5 * document, document, ())
+            own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
+            damaged = not bool(own.isfinite().all())
+            ours = self.shared.lm_head(features.hidden[:, -own.shape[1] :])
+            own = own.to(ours.dtype)
+            distance = float((ours - own).norm() / own.norm())
+            reason = f"its logits differ by {distance:.0%}"
+            fits = distance < (0.2 if self.dtype.itemsize < 4 else 0.01)
+        except Exception as error:  # each family fails in its own way at arguments it does not know
+            fits, reason = False, first_line(error)
+        if damaged:
+            raise UserError(f"{self.name}: its logits are not finite: its weights are damaged; fetch or make it again")
+        if not fits:
+            made = " ".join(self.model.config.architectures or ["?"])
+            raise UserError(
+                f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
+                f"got {type(self.model).__name__} from a {made} ({reason}); use another target"
+            )
+
+
+def decode(
+    base: nn.Module,
+    config: Any,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    positions: Tensor,
+    visible: Tensor,
+    key_positions: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
+    """A Hugging Face decoder's states after its final norm, (B, N, D); arguments as in `FrozenTarget.features`."""
+    if isinstance(base, EncoderDecoder):
+        whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
+        return whole
+    hidden: Tensor = base(
+        input_ids=tokens,
+        attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+    return hidden
+
+
+def packed_visible(documents: Tensor) -> Tensor:
+    """(B, T, T) bool: attention that is causal and stays inside each document of a packed row, documents (B, T)."""
+    T = documents.shape[1]
+    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
+    return causal & (documents[:, :, None] == documents[:, None, :])
+
+
+def check_one_width(target: FrozenTarget, kind: str) -> None:
+    """Refuse a target whose output head reads another width than its layers have, for heads that begin with its
+    matrix."""
+    width = target.lm_head_weight.shape[1]
+    if width != target.hidden_size:
+        raise UserError(
+            f"{target.name}: its embeddings are {width} wide and its hidden states {target.hidden_size}; "
+            f"{kind} needs one width, use another target"
+        )
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
+    bfloat16."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
+        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_target(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    quantize: str | None = None,
+) -> FrozenTarget:
+    """Load a target from a folder or the hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
+    named. `quantize`: one of `heads.target.quantization.SCHEMES`.
+
+    Raises UserError where there is nothing at `path`, where it is damaged, and where it is not a causal LM that can be
+    auxiliary and masked.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    what = "no causal language model with safetensors weights can be loaded"
+    how: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
+    try:
+        repo, how["revision"] = repo_and_revision(path)
+        loaded: Any = auto_class(config).from_pretrained(
+            repo, config=config, trust_remote_code=trust_remote_code, **how
+        )
+    except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
+        raise _fault(path, what, error, "name a folder or hub id of one") from error
+    model, info = loaded
+    absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    if absent:  # transformers makes them up at random, with a warning
+        made = " ".join(config.architectures or ["?"])
+        raise UserError(
+            f"{path}: a {made} that lacks {len(absent)} weights of {type(model).__name__}, {absent[0]} first; "
+            "expected a whole causal language model"
+        )
+    layers = model.config.get_text_config().num_hidden_layers
+    if unused := unused_weights(info["unexpected_keys"], layers):
+        raise UserError(
+            f"{path}: {len(unused)} of its weights have no place in the {type(model).__name__} of {layers} layers that "
+            f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
+        )
+    target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
+    model.to(device)
+    target.check()
+    return target
+
+
+def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of the model at `path`, or a UserError that says what is missing."""
+    if is_here(path) and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{path}: expected a model folder, found no config.json in it")
+    register_mimo()
+    repo, revision = repo_and_revision(path)
+    try:
+        return AutoConfig.from_pretrained(repo, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # OSError, ValueError, KeyError and the validators' own
+        raise _fault(path, "no model that can be read", error, "mend its config.json, or name another") from error
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the target, or a UserError."""
+    repo, revision = repo_and_revision(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            repo, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # the tokenizer backends raise bare Exception, TypeError and OSError alike
+        remedy = "put tokenizer.json beside config.json"
+        raise _fault(path, "no tokenizer that can be loaded", error, remedy) from error
+    return tokenizer
+
+
+def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
+    """What a loader of transformers raised, in one line."""
+    if "trust_remote_code" in str(error):
+        return UserError(
+            f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "
+            "target.trust_remote_code=true in the recipe, or --trust-remote-code on the command line"
+        )
+    if not is_here(path) and not MODEL.fullmatch(repo_and_revision(path)[0]):
+        return UserError(f"{path}: no such folder; expected one with config.json, or a hub id (OWNER/NAME)")
+    if not is_here(path):
+        return UserError(f"{path}: neither a folder here nor found on the hub ({first_line(error)}); check the name")
+    return UserError(f"{path}: {what} ({first_line(error)}); {remedy}")

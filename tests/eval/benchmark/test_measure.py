@@ -1,0 +1,117 @@
+"""The comparison of plain and speculative decoding, and the audit that compares their tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmark.audit import audit, find_divergences, first_difference, top_two_margin
+from eval.benchmark.figures import split_near_ties
+from eval.benchmark.measure import Comparison, VariantSpec, compare, split_units, trace
+from eval.benchmark.metrics import tau
+from eval.benchmark.prompts import Prompt
+from eval.runtime.identity import Flip
+from eval.runtime.sampling import Sampling
+from heads.target.frozen import FrozenTarget
+from heads.tree import parse_shape
+
+SHAPES = [parse_shape("chain:3"), parse_shape("tree:3x2x6")]
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
+def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> Comparison:
+    sampling = Sampling(temperature=request.param, seed=5)
+    entries = [VariantSpec(pair_head, shape) for shape in SHAPES]
+    return compare(tiny_target, entries, tiny_prompts, sampling, max_new_tokens=24, batch_size=2, repeats=2)
+
+
+def test_every_variant_decodes_every_prompt_in_every_repeat(run: Comparison) -> None:
+    for variant in [run.plain, *run.drafting]:
+        assert [sorted(outputs) for outputs in variant.outputs] == [[0, 1, 2, 3, 4, 5]] * 2
+        assert all(variant.unit_seconds(unit) > 0 for unit in range(3))
+    assert run.tokens(0) == 2 * sum(len(run.plain.outputs[0][i].tokens) - 1 for i in (0, 1))
+
+
+def test_drafts_are_accepted_and_the_text_is_the_targets(
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for variant in run.drafting:
+        assert find_divergences(run, variant, tiny_target, tiny_tokenizer) == []
+    if run.requests[0].sampling.temperature == 0:
+        assert all(tau([trace(o) for o in c.outputs[0].values()]) > 1.2 for c in run.drafting)
+
+
+def test_a_round_is_broken_into_phases(run: Comparison) -> None:
+    for breakdown in run.breakdowns:
+        assert set(breakdown) == {"draft", "verify", "accept", "commit", "plain"}
+        assert all(seconds > 0 for seconds in breakdown.values())
+
+
+def test_requests_sample_with_seeds_of_their_own(run: Comparison) -> None:
+    assert [request.sampling.seed for request in run.requests] == [5, 6, 7, 8, 9, 10]
+
+
+def test_a_divergence_is_recorded_with_its_place_tokens_and_margin(
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    variant = run.drafting[0]
+    i = next(i for i, output in run.plain.outputs[0].items() if len(output.tokens) == 24)
+    tokens = variant.outputs[1][i].tokens
+    kept, tokens[7] = tokens[7], (tokens[7] + 1) % 128
+    try:
+        (found,) = find_divergences(run, variant, tiny_target, tiny_tokenizer)
+    finally:
+        tokens[7] = kept
+    assert (found["prompt"], found["position"], found["repeat"], found["tree"]) == (str(i), 7, 1, "chain:3")
+    assert (found["plain_token"], found["token"]) == (kept, (kept + 1) % 128)
+    assert found["top_two_margin"] > 0
+
+
+def test_the_margin_is_by_how_much_the_chosen_token_won(run: Comparison, tiny_target: FrozenTarget) -> None:
+    prompt, request = run.prompts[0], run.requests[0]
+    output = run.plain.outputs[0][0].tokens
+    ids = [*prompt.ids, *output[:5]]
+    margin = top_two_margin(tiny_target, ids, request.sampling)
+    assert margin > 0
+    if request.sampling.temperature == 0:
+        logits = tiny_target.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+        best = logits.topk(2)
+        assert int(best.indices[0]) == output[5]
+        assert margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+
+
+def test_first_difference_sees_a_missing_end() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], [4]) == 0
+
+
+def test_units_hold_one_suite_and_category_each() -> None:
+    def prompt(suite: str, category: str) -> Prompt:
+        return Prompt("0", suite, category, "", (1,))
+
+    prompts = [prompt("a", "x")] * 3 + [prompt("a", "y")] * 2 + [prompt("b", "y")]
+    assert split_units(prompts, 2) == [[0, 1], [2], [3, 4], [5]]
+    assert split_units(prompts, 1) == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_in_narrow_numbers_near_ties_of_trees_are_given_from_errors(
+    run: Comparison, tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is then plain decoding in steps of as many nodes, and chains must repeat it without exception."""
+    monkeypatch.setattr("eval.benchmark.audit.is_narrow", lambda target: True)
+    assert all(not found for found in audit(run, tiny_target, tiny_tokenizer))
+    for variant in run.drafting:
+        output = variant.outputs[1][2]
+        changed = replace(output, tokens=[*output.tokens[:3], (output.tokens[3] + 1) % 128, *output.tokens[4:]])
+        monkeypatch.setitem(variant.outputs[1], 2, changed)
+    for gap, near in ((9.0, [False, False]), (0.1, [False, True])):  # the chain, the tree
+        flips = [Flip(3, 5, 6, gap, 0.125)]
+        monkeypatch.setattr("eval.benchmark.audit.find_flips", lambda pinned, request, tokens, flips=flips: flips)
+        found = audit(run, tiny_target, tiny_tokenizer)
+        assert [(d["position"], d["repeat"], d["near_tie"]) for (d,) in found] == [(3, 1, n) for n in near]
+        wrong, rest = split_near_ties([d for part in found for d in part])
+        assert len(wrong) == near.count(False) and len(rest.get("near_ties", [])) == near.count(True)

@@ -1,0 +1,147 @@
+"""The figures, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.benchmark.metrics import (
+    Interval,
+    Trace,
+    acceptance_by_depth,
+    accepted_histogram,
+    is_loop,
+    loop_share,
+    predicted_speedup,
+    rate_ratio,
+    rate_ratio_interval,
+    ratio_interval,
+    speedup,
+    speedup_interval,
+    tau,
+    tau_interval,
+    token_percentiles,
+    token_seconds,
+    tokens_per_second,
+)
+
+WHOLE = Trace(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2))  # 3+1, 0+1, 1+1 tokens
+CUT = Trace(emitted=5, accepted=(2, 2), reached=(3, 2))  # 2+1, then 2 and the text ended
+
+
+def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
+    assert tau([WHOLE]) == 7 / 3
+    assert tau([WHOLE, CUT]) == 12 / 5  # not the mean of 7/3 and 5/2
+    assert tau([Trace(9, (0,) * 9, (0,) * 9)]) == 1  # plain decoding
+    assert math.isnan(tau([Trace(0, (), ())]))  # the text ended with the prefill's token
+
+
+def test_acceptance_is_conditional_on_the_depths_before() -> None:
+    # depth 1: 2 of 3; depth 2: 1 of 2; depth 3: 1 of 1
+    assert acceptance_by_depth([WHOLE], 3) == [2 / 3, 1 / 2, 1.0]
+
+
+def test_a_cut_round_is_no_evidence_of_the_depth_it_never_reached() -> None:
+    # depth 3 was tested by the first round only, and refused
+    assert acceptance_by_depth([CUT], 3) == [1.0, 1.0, 0.0]
+    assert acceptance_by_depth([Trace(1, (1,), (1,))], 2) == [1.0, None]
+
+
+def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
+    rng = np.random.default_rng(0)
+    accepted = tuple(int(x) for x in rng.integers(0, 5, size=200))
+    trace = Trace(sum(accepted) + 200, accepted, tuple(min(n + 1, 4) for n in accepted))
+    reach = np.cumprod([alpha or 0.0 for alpha in acceptance_by_depth([trace], 4)])
+    assert 1 + reach.sum() == pytest.approx(tau([trace]))
+    histogram = accepted_histogram([trace], 4)
+    assert sum(k * n for k, n in enumerate(histogram)) / 200 + 1 == pytest.approx(tau([trace]))
+
+
+def test_histogram_counts_rounds() -> None:
+    assert accepted_histogram([WHOLE, CUT], 3) == [1, 1, 2, 1]
+
+
+def test_speed_is_total_over_total() -> None:
+    assert tokens_per_second([100, 10], [1.0, 1.0]) == 55
+    assert speedup([3.0, 1.0], [1.0, 1.0]) == 2.0  # not the mean of 3 and 1 weighted by anything else
+    assert predicted_speedup(3.0, plain_seconds=4e-3, draft=2e-3, verify=5e-3, rest=1e-3) == pytest.approx(1.5)
+
+
+def there(interval: Interval | None) -> Interval:
+    assert interval is not None
+    return interval
+
+
+def test_intervals_hold_the_estimate_and_shrink_with_more_prompts() -> None:
+    rng = np.random.default_rng(1)
+    rounds = rng.integers(20, 60, size=400)
+    emitted = [int(r * x) for r, x in zip(rounds, rng.uniform(1.5, 3.5, size=400), strict=True)]
+    few, many = (there(ratio_interval(emitted[:n], [float(r) for r in rounds[:n]])) for n in (20, 400))
+    assert many[0] < sum(emitted) / rounds.sum() < many[1]
+    assert many[1] - many[0] < few[1] - few[0]
+
+
+def test_a_bootstrap_interval_covers_a_known_mean_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(100):
+        low, high = there(ratio_interval(list(rng.normal(2.0, 1.0, size=60)), [1.0] * 60))
+        hits += low <= 2.0 <= high
+    assert 88 <= hits <= 100
+
+
+def test_pairing_removes_what_prompts_have_in_common() -> None:
+    rng = np.random.default_rng(3)
+    plain = [float(x) for x in rng.uniform(1, 50, size=40)]  # prompts differ fiftyfold in length
+    low, high = there(speedup_interval(plain, [p / 2 for p in plain]))
+    assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
+
+
+def test_rates_are_compared_each_by_its_own_gains_and_costs() -> None:
+    assert rate_ratio(([6, 4], [2.0, 2.0]), ([3, 2], [2.0, 2.0])) == pytest.approx(2.0)
+    rng = np.random.default_rng(4)
+    lengths = [float(x) for x in rng.uniform(1, 50, size=40)]  # what is common to both drops out
+    shorter = [length / 3 for length in lengths]
+    low, high = there(rate_ratio_interval((lengths, shorter), (lengths, lengths)))
+    assert low == pytest.approx(3.0) and high == pytest.approx(3.0)
+    noisy = [float(x) for x in rng.uniform(0.5, 1.5, size=40)]
+    low, high = there(rate_ratio_interval((noisy, [1.0] * 40), ([1.0] * 40, [1.0] * 40)))
+    assert low < sum(noisy) / 40 < high
+    assert rate_ratio_interval(([], []), ([], [])) is None
+
+
+def test_the_same_figures_give_the_same_interval() -> None:
+    traces = [WHOLE, CUT, Trace(4, (0, 0, 1), (1, 1, 2))]
+    assert tau_interval(traces) == tau_interval(traces)
+    assert tau_interval([]) is None
+
+
+def test_one_unit_that_gave_something_has_no_interval() -> None:
+    nothing = Trace(0, (), ())
+    assert tau_interval([WHOLE]) is None
+    assert tau_interval([nothing, WHOLE, nothing]) is None
+    assert tau_interval([nothing, WHOLE, CUT]) is not None
+    assert speedup_interval([0.0, 2.0], [0.0, 1.0]) is None
+    assert rate_ratio_interval(([0, 4], [0.0, 2.0]), ([0, 4], [0.0, 1.0])) is None
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 16])
+def test_a_loop_is_a_tail_that_repeats(period: int) -> None:
+    assert is_loop([99, 98, *(i % period for i in range(48))])
+
+
+def test_what_is_no_loop() -> None:
+    assert not is_loop([i % 17 for i in range(200)])  # too long a period
+    assert not is_loop([0] * 47)  # ended by itself before
+    assert not is_loop([0] * 100 + [1])
+    assert loop_share([[0] * 48, list(range(48))]) == 0.5
+    assert loop_share([]) == 0.0
+
+
+def test_a_rounds_time_is_shared_among_its_tokens() -> None:
+    seconds = token_seconds([3, 1, 2], [0.3, 0.2, 0.1])
+    assert seconds == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.05, 0.05])
+    assert sum(seconds) == pytest.approx(0.6), "no time is lost or counted twice"
+    spread = token_percentiles([0.001 * n for n in range(1, 102)])
+    assert spread == pytest.approx({"p50": 51.0, "p95": 96.0, "p99": 100.0})
+    assert all(math.isnan(value) for value in token_percentiles([]).values())

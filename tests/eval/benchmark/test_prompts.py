@@ -1,0 +1,177 @@
+"""Prompt suites: what is read, what is refused and where the message points."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eval.benchmark import prompts as module
+from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
+from heads.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+    return loaded
+
+
+@pytest.fixture
+def plain_tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+    loaded.chat_template = None
+    return loaded
+
+
+def write(path: Path, *records: Any) -> str:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return str(path)
+
+
+def load(path: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Prompt]:
+    return load_prompts(path, tokenizer, **{"max_prompt_tokens": 400, **settings})
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"turns": ["hello there", "and then"]}, "hello there"),
+        ({"prompt": "def f():", "task_id": "HumanEval/0"}, "def f():"),
+        ({"prompt": ["first", "second"], "prompt_id": 7}, "first"),
+        ({"question": "how many", "answer": "18"}, "how many"),
+        ({"instruction": "sum up", "input": "a text", "output": "x"}, "sum up\n\na text"),
+        ({"text": "write a function", "code": "..."}, "write a function"),
+        ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, "hi"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_every_form_of_record_becomes_its_first_user_turn(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], text: str, suffix: str
+) -> None:
+    (prompt,) = load(write(tmp_path / f"my_suite{suffix}", record), plain_tokenizer)
+    assert prompt.text == text and plain_tokenizer.decode(list(prompt.ids)) == text
+    assert prompt.suite == "my_suite"
+
+
+def test_a_chat_template_is_used_and_no_special_token_doubled(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    record = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]}
+    (prompt,) = load(write(tmp_path / "a.jsonl", record), tokenizer)
+    assert prompt.text == "<s><|system|>be kind<|user|>hi<|assistant|>"
+    assert prompt.ids.count(tokenizer.bos_token_id) == 1 and prompt.ids[-1] == tokenizer.convert_tokens_to_ids(
+        "<|assistant|>"
+    )
+
+
+def test_a_second_turn_follows_the_targets_own_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    record = {"question_id": 81, "category": "writing", "turns": ["one", "two"]}
+    (first,) = load(write(tmp_path / "a.jsonl", record), tokenizer)
+    second = follow_up(first, "an answer", tokenizer)
+    assert second.text == "<s><|user|>one<|assistant|>an answer</s><|user|>two<|assistant|>"
+    assert (second.id, second.category, second.later_turns) == ("81#2", "writing", ())
+
+
+def test_fewer_prompts_are_spread_over_the_suite(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": f"p{i}", "category": str(i // 10)} for i in range(40)))
+    chosen = load(path, tokenizer, num_prompts=4)
+    assert [prompt.category for prompt in chosen] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "a.jsonl: the file is empty"),
+        ('{"prompt": "x"}\n{"prompt": \n', "a.jsonl:2: expected a JSON record"),
+        ('{"prompt": "x"}\n\n[1]\n', "a.jsonl:3: expected a JSON object with keys, got list"),
+        ('{"answer": "x"}\n', "a.jsonl:1: expected one of turns, messages"),
+        ('{"prompt": ""}\n', "a.jsonl:1: prompt: expected a prompt, got ''; write one"),
+        ('{"turns": []}\n', r"a.jsonl:1: turns: expected a prompt, got \[\]"),
+        ('{"turns": [1, 2]}\n', "a.jsonl:1: turns: expected text"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl:1: messages: expected a message of role"),
+        ('{"messages": ["x"]}\n', "a.jsonl:1: messages\\[0\\]: expected a turn"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str, message: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        load(str(tmp_path / "a.jsonl"), tokenizer)
+
+
+def test_a_truncated_gzip_file_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    whole = gzip.compress(b'{"prompt": "x"}\n' * 1000)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: broken gzip data"):
+        load(str(tmp_path / "a.jsonl.gz"), tokenizer)
+
+
+def test_an_unknown_suite_lists_the_known_ones(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match="no suite of that name; known suites: python-heldout, spec_bench"):
+        load("speck_bench", tokenizer)
+
+
+def test_a_long_prompt_is_refused_or_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "short"}, {"prompt": "x" * 500})
+    with pytest.raises(UserError, match=r"a.jsonl:2: the prompt has 50\d tokens where at most 400 fit"):
+        load(path, tokenizer)
+    assert [prompt.id for prompt in load(path, tokenizer, skip_long=True)] == ["1"]
+
+
+def fake_split(*, held_out: bool) -> Any:
+    assert held_out
+    for name in ("one.py", "pkg/two.py", "short.py"):
+        lines = 4 if name == "short.py" else 80
+        yield name, "".join(f"{name[0]}_{i} = call({i}, 'text')\n" for i in range(lines))
+
+
+def test_held_out_prompts_are_64_to_128_tokens_from_the_start_of_a_line(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.setattr(module, "read_split", fake_split)
+    prompts = load("python-heldout", tokenizer, num_prompts=10)
+    assert len(prompts) == 10 and len({prompt.text for prompt in prompts}) == 10
+    texts = dict(fake_split(held_out=True))
+    for prompt in prompts:
+        name, line = prompt.id.rsplit(":", 1)
+        assert 64 <= len(prompt.ids) <= 128
+        assert "".join(texts[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.text)
+        assert name != "short.py"
+
+
+def test_held_out_prompts_depend_on_the_seed_and_on_no_other_module(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.setattr(module, "read_split", fake_split)
+    first = load("python-heldout", tokenizer, num_prompts=2)
+    assert prompts_hash(first) == prompts_hash(load("python-heldout", tokenizer, num_prompts=2))
+    assert prompts_hash(first) != prompts_hash(load("python-heldout", tokenizer, num_prompts=2, seed=1))
+    monkeypatch.setattr(module, "read_split", lambda held_out: list(fake_split(held_out=held_out))[1:])
+    assert load("python-heldout", tokenizer, num_prompts=1)[0] == first[1]
+
+
+def test_a_machine_without_held_out_modules_is_given(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.setattr(module, "read_split", lambda held_out: iter(()))
+    with pytest.raises(UserError, match="no held-out module"):
+        load("python-heldout", tokenizer)
+
+
+def test_a_file_may_have_commas_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b.jsonl", "c.jsonl", "d,e,f.jsonl"):
+        Path(name).touch()
+    assert split_prompts("a,b.jsonl") == ["a,b.jsonl"]
+    assert split_prompts("mt_bench, a,b.jsonl,c.jsonl") == ["mt_bench", "a,b.jsonl", "c.jsonl"]
+    assert split_prompts("d,e,f.jsonl,gsm8k") == ["d,e,f.jsonl", "gsm8k"]
+    assert split_prompts("c.jsonl,") == ["c.jsonl", ""]
+    assert split_prompts("no,file.jsonl") == ["no", "file.jsonl"]

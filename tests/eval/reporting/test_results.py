@@ -1,0 +1,230 @@
+"""results.json and what is said of it."""
+
+import io
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmark.figures import headline, pieces, pooled_exactness
+from eval.benchmark.sweep_file import figures_of
+from eval.command import exit_status
+from eval.files import write_text
+from eval.reporting.charts import head_charts
+from eval.reporting.format import (
+    audit_line,
+    count,
+    exact_cell,
+    is_exact,
+    number,
+    percent,
+    sampling_text,
+    short_name,
+    with_interval,
+)
+from eval.reporting.html import render_page
+from eval.reporting.report import model_card, print_report, report_command
+from eval.reporting.results import read_results, write_results
+from eval.runtime.engine import Output
+from heads.errors import UserError
+from tests.mutations import damage_bytes, mutate
+
+
+def output(tokens: list[int], accepted: list[int]) -> Output:
+    return Output(tokens, "length", len(accepted), accepted, accepted)
+
+
+def test_pieces_know_their_round_and_who_made_them(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = list(tiny_tokenizer("abcdefg")["input_ids"])
+    assert len(tokens) == 6  # "de" is one token
+    found = pieces(output(tokens, [2, 1]), tiny_tokenizer)
+    assert [piece["round"] for piece in found] == [0, 1, 1, 1, 2, 2]
+    assert [piece["drafted"] for piece in found] == [False, True, True, False, True, False]
+    assert "".join(piece["text"] for piece in found) == "abcdefg"
+
+
+def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = list(tiny_tokenizer("abcfg")["input_ids"])
+    assert [piece["drafted"] for piece in pieces(output(tokens, [1, 2]), tiny_tokenizer)] == [
+        *(False, True, False),
+        *(True, True),
+    ]
+
+
+class Halves:
+    """A tokenizer whose tokens 1 and 2 are the two bytes of one character."""
+
+    def decode(self, ids: list[int], **how: Any) -> str:
+        return b"".join({0: b"a", 1: b"\xc3", 2: b"\xa9"}[i] for i in ids).decode(errors="replace")
+
+
+def test_a_character_of_two_tokens_comes_whole() -> None:
+    tokenizer: Any = Halves()
+    found = pieces(output([0, 1, 2, 0], [1, 0]), tokenizer)
+    assert [piece["text"] for piece in found] == ["a", "", "é", "a"]
+
+
+def measurement(tree: str, temperature: float, speed: float | None) -> dict[str, Any]:
+    speedup = None if speed is None else {"measured": speed}
+    exact = {"prompts": 2, "identical": 2, "divergences": []}
+    return {"tree": tree, "temperature": temperature, "speedup": speedup, "exact": exact}
+
+
+def test_near_ties_are_given_of_wherever_identity_is() -> None:
+    without, tied = measurement("chain:3", 0, 1.2), measurement("tree:3x2x6", 0, 1.3)
+    tied["exact"]["near_ties"] = [{"prompt": "1"}]
+    results = {"exact": pooled_exactness([without, tied], []), "measurements": [without, tied], "target": {}}
+    line = "output identical to plain decoding: 4 of 4 prompts (2 prompts x 2 settings), 1 of them but for near-ties"
+    assert audit_line(results) == line and is_exact(results)
+    assert [exact_cell(m) for m in (without, tied)] == ["2 of 2", "2 of 2, 1 of them but for near-ties"]
+
+
+def test_the_headline_is_the_fastest_at_the_first_temperature() -> None:
+    slow, fast, hot = measurement("a", 0, 1.2), measurement("b", 0, 1.5), measurement("b", 1, 1.9)
+    assert headline([slow, fast, hot]) == 1
+    assert headline([slow, measurement("b", 0, None), hot]) == 0
+
+
+def test_plain_decoding_that_does_not_repeat_itself_fails_the_audit() -> None:
+    exact = pooled_exactness([measurement("a", 0, 1.2), measurement("b", 0, 1.5)], [{"prompt": "1"}])
+    assert (exact["prompts"], exact["identical"], len(exact["divergences"])) == (4, 3, 1)
+
+
+def test_what_is_no_number_becomes_null(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.json"
+    write_results({"schema_version": 1, "tau": (math.nan, 1.5), "out": Path("x")}, path)
+    assert json.loads(path.read_text()) == {"schema_version": 1, "tau": [None, 1.5], "out": "x"}
+    assert [file.name for file in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
+        write_text(path, "new")
+    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99}', "{"])
+def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(UserError, match=r"results\.json: expected a results\.json"):
+        read_results(tmp_path / "results.json")
+
+
+def refuse_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
+    """Render the report of a file; whether it was refused, which is told in one line that names the file."""
+    capsys.readouterr()
+    status = exit_status(lambda: report_command(path))
+    said = capsys.readouterr()
+    if status == 2:
+        assert said.err.startswith(f"error: {path}: ") and said.err.count("\n") == 1 and not said.out, said.err
+    assert status in (0, 2), said.err
+    return status == 2
+
+
+def test_a_whole_results_file_is_rendered(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results["measurements"][1]["speedup"]["ci95"] = [1.625, 1.75]  # beside the point itself, as of few prompts
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert not refuse_in_one_line(tmp_path / "results.json", capsys)
+    assert {"report.html", "README.md", "plots"} < {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("tau",), None),
+        (("tau", "mean"), "1.5"),
+        (("tau", "mean"), 1e300),
+        (("tau", "ci95"), [1.0]),
+        (("baseline",), []),
+        (("measurements",), []),
+        (("measurements", 0, "depth"), 10**30),
+        (("measurements", 0, "tree"), "$\\frac$"),
+        (("measurements", 1, "speedup", "ci95"), [None, 1.0]),
+        (("speculative", "plain_step_ms"), 0),
+        (("speculative", "breakdown_ms"), {"draft": 1.0}),
+        (("accepted_histogram",), [1, -1]),
+        (("exact", "divergences"), [{}]),
+        (("exact", "kind"), "distribution"),
+        (("exact", "identical"), None),
+        (("auto", 0, "chosen"), None),
+        (("auto", 0, "proposed"), ["chain:9"]),
+        (("target", "parameters"), float("nan")),
+        (("head", "config", "depth"), "two"),
+        (("settings", "suites"), "code"),
+        (("samples", 0, "pieces", 0, "round"), None),
+        (("measured_at",), "yesterday"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    keys: tuple[Any, ...], value: Any, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder: Any = results
+    for key in keys[:-1]:
+        holder = holder[key]
+    holder[keys[-1]] = value
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results))
+    assert refuse_in_one_line(path, capsys)
+    with pytest.raises(UserError, match=f"json: ({'|'.join(map(str, keys))}|the whole)"):
+        read_results(path)
+
+
+def test_speeds_of_an_audit_that_failed_are_refused(failed_results: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(failed_results))
+    assert not is_exact(read_results(path))
+    for place in (failed_results, failed_results["measurements"][1], failed_results["suites"]["code"]):
+        place["speedup"] = {"measured": 2.0, "ci95": None, "predicted": 2.0}
+        path.write_text(json.dumps(failed_results))
+        with pytest.raises(UserError, match="expected null"):
+            read_results(path)
+        place["speedup"] = None
+
+
+@pytest.mark.filterwarnings("ignore:Creating legend")  # said where the machine is busy
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_mutated_results_are_rendered_or_refused_in_one_line(
+    count: int, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, path, refused = random.Random(0), tmp_path / "results.json", 0
+    whole = json.dumps(results).encode()
+    for n in range(count):
+        if n % 4:
+            path.write_text(json.dumps(mutate(results, rng)))
+        else:
+            path.write_bytes(damage_bytes(whole, rng))
+        try:
+            found = read_results(path)
+        except UserError as error:
+            assert "\n" not in str(error) and str(error).startswith(f"{path}: ")
+            refused += 1
+            continue
+        print_report(found, Console(file=io.StringIO()))
+        assert render_page(found, head_charts(found)) and model_card(found) and figures_of(found)
+        if count > 60 and n % 5 == 0:  # plots take half a second
+            assert not refuse_in_one_line(path, capsys)
+    assert count / 2 < refused < count
+
+
+def test_figures_are_put_into_words() -> None:
+    assert with_interval(1.618, [1.5, 1.75], unit="x") == "1.62x [1.50, 1.75]"
+    assert with_interval(1.618, None) == "1.62" and with_interval(1.618, [None, None]) == "1.62"
+    assert number(None) == percent(None) == "\N{EN DASH}" and percent(0.641) == "64%"
+    assert [count(n) for n in (12, 1_240, 7_300_000, 8e9)] == ["12", "1.2k", "7.3M", "8.0B"]
+    assert sampling_text(0) == "greedy" and sampling_text(0.7) == "T = 0.7"
+    paths = ["Qwen/Qwen3-8B", "recipes/quickstart/target", "/data/models/llama-8b/", "./x", "runs/a/head"]
+    assert [short_name(p) for p in paths] == ["Qwen/Qwen3-8B", "quickstart/target", "llama-8b", "x", "a/head"]

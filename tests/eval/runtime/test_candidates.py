@@ -1,0 +1,247 @@
+"""Drafts that change from round to round change no token, and a head that rested knows all it missed."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from eval.runtime import pending
+from eval.runtime.adaptive import Controller, Span
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.prefill import read_prompts
+from eval.runtime.sampling import Sampling
+from heads.backends.cpu import pending as cpu
+from heads.errors import UserError
+from heads.registry import build_head, build_untrained
+from heads.target.frozen import FrozenTarget
+from heads.tree import parse_shape
+
+TargetOf = Callable[[str], FrozenTarget]
+HeadType = Callable[..., Any]
+SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=3))
+KINDS = ("eagle3", "mtp", "medusa", "draft", "lookup", "early_exit")
+
+
+@dataclass
+class Restless(Controller):
+    """Goes to any candidate at any time."""
+
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def note(self, span: Span) -> None:
+        super().note(span)
+        if self.chance.random() < 0.5:
+            self.spans.clear()
+            self._cos_sin(self.chance.randrange(len(self.shapes)))
+
+
+def make_restless(engine: Engine) -> Engine:
+    assert engine.candidates is not None
+    engine.candidates.controller = Restless(engine.candidates.controller.shapes)
+    return engine
+
+
+def make_head(kind: str, target: FrozenTarget) -> Any:
+    if kind in ("lookup", "early_exit"):
+        return build_untrained(f"{kind}:2", target)
+    torch.manual_seed(1)
+    known: dict[str, dict[str, Any]] = {
+        "eagle3": {"aux_layer_ids": [1, 2, 3]},
+        "draft": {"layers": [0, 2]},
+        "mtp": {"num_modules": 2, "depth": 3},
+    }
+    head = build_head(kind, known.get(kind, {}), target, torch.ones(target.vocab_size))
+    return head.to(target.dtype)
+
+
+def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
+    """Requests of either sampling, of different lengths."""
+    return [Request(p, 30 - 4 * (i % 3), SAMPLINGS[i % 2], ignore_eos=i % 3 > 0) for i, p in enumerate(prompts)]
+
+
+def texts(outputs: Sequence[Output]) -> list[tuple[list[int], str]]:
+    return [(output.tokens, output.finish_reason) for output in outputs]
+
+
+@pytest.mark.parametrize("poll_interval", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_changes_whatever_is_drafted(
+    kind: str,
+    batch_size: int,
+    poll_interval: int,
+    target_of: TargetOf,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pending, "PENDING", 4)
+    monkeypatch.setattr(pending, "PATIENCE", 2)  # full now and then
+    target = target_of("llama")
+    requests = make_requests(prompts[:8])
+    plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
+    engine = Engine(
+        target,
+        make_head(kind, target),
+        shape=parse_shape("chain:4"),
+        batch_size=batch_size,
+        max_length=192,
+        poll_interval=poll_interval,
+        adaptive=True,
+    )
+    outputs = make_restless(engine).generate(requests)
+    assert texts(outputs) == texts(plain)
+    assert len(engine.timings.candidates) >= 3
+    assert sum(engine.timings.candidates.values()) == engine.timings.rounds
+    for output in outputs:
+        assert output.rounds == len(output.accepted) == len(output.reached)
+        assert sum(output.emitted()) == len(output.tokens) - 1
+        assert all(a <= r <= min(a + 1, 4) for a, r in zip(output.accepted, output.reached, strict=True))
+
+
+@pytest.mark.parametrize("shape", ["chain:5", "tree:3x3x9"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_what_the_head_is_given_has_no_gaps(
+    shape: str,
+    batch_size: int,
+    target_of: TargetOf,
+    scripted_head: HeadType,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scripted head compares with the target's own features whatever it observes, and where."""
+    monkeypatch.setattr(pending, "PENDING", 4)
+    target = target_of("llama")
+    requests = make_requests(prompts)
+    plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
+    known = [[*request.prompt, *output.tokens] for request, output in zip(requests, plain, strict=True)]
+    head = scripted_head(target, known, right=0.6)
+    engine = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=192, adaptive=True)
+    make_restless(engine)
+    for _ in range(2):  # rows are used again
+        assert texts(engine.generate(requests)) == texts(plain)
+    assert head.observations > 50
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_rested_drafts_as_if_it_had_not(
+    kind: str, compiler: bool, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever both drafted, both drafted the same."""
+    monkeypatch.setattr(pending, "PENDING", 8)
+    if not compiler:
+        monkeypatch.setattr(cpu, "load", lambda: None)
+    target = target_of("llama")
+    head = make_head(kind, target)
+    propose = head.propose
+    drafts: dict[int, list[int]] = {}
+
+    def noted(state: Any, pick: Any) -> Any:
+        proposal = propose(state, pick)
+        drafts[int(state.length[0])] = proposal.tokens[0].tolist()
+        return proposal
+
+    head.propose = noted
+    request = Request(prompts[4], 120, SAMPLINGS[1], ignore_eos=True)
+    Engine(target, head, shape=parse_shape("chain:2"), max_length=192).generate([request])
+    always, drafts = drafts, {}
+    make_restless(Engine(target, head, shape=parse_shape("chain:4"), max_length=192, adaptive=True)).generate([request])
+    common = sorted(always.keys() & drafts.keys())
+    assert len(common) > 15
+    assert {len(drafts[at]) for at in common} == {2, 3, 4, 5}, "chains of all lengths, and their roots"
+    for at in common:
+        depth = min(len(always[at]), len(drafts[at]))
+        assert drafts[at][:depth] == always[at][:depth], at
+
+
+class FakeClock:
+    """Seconds that pass with what is asked of target and head, and not otherwise."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        step = engine.decoder.step
+        verify, head = step.verify, engine.head
+
+        def timed_verify(proposal: Any, *rest: Any) -> Any:
+            nodes = proposal.tokens.shape[1]
+            self.now += 1.0 + (0.2 + 0.02 * nodes if nodes > 1 else 0.0)
+            return verify(proposal, *rest)
+
+        monkeypatch.setattr(step, "verify", timed_verify)
+        monkeypatch.setattr(engine, "clock", lambda: self.now)
+        if head is not None:
+            propose, extend = head.propose, head.extend
+
+            def timed_propose(state: Any, pick: Any) -> Any:
+                self.now += 0.1 * state.shape.depth
+                return propose(state, pick)
+
+            def timed_extend(state: Any, observation: Any) -> None:
+                self.now += 0.05 + 0.002 * observation.hidden.shape[1]
+                extend(state, observation)
+
+            monkeypatch.setattr(head, "propose", timed_propose)
+            monkeypatch.setattr(head, "extend", timed_extend)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
+    batch_size: int,
+    target_of: TargetOf,
+    scripted_head: HeadType,
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = target_of("llama")
+    requests = [Request(p, 150, SAMPLINGS[i % 2], ignore_eos=True) for i, p in enumerate(prompts[3:6])]
+    plain = Engine(target, batch_size=batch_size, max_length=192)
+    FakeClock(plain, monkeypatch)
+    expected = plain.generate(requests)
+    known = [[*request.prompt, *output.tokens] for request, output in zip(requests, expected, strict=True)]
+    speedups, shares = [], []
+    for right in (0.0, 0.9):
+        head = scripted_head(target, known, right=right, aux_layer_ids=())
+        monkeypatch.setattr(head, "check_features", lambda *observed: None)
+        engine = Engine(
+            target, head, shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True
+        )
+        FakeClock(engine, monkeypatch)
+        assert texts(engine.generate(requests)) == texts(expected)
+        speedups.append(plain.timings.decode_seconds / engine.timings.decode_seconds)
+        shares.append(engine.timings.candidates)
+    assert speedups[0] > 0.95
+    assert shares[0]["none"] > 0.85 * sum(shares[0].values())
+    assert speedups[1] > 1.8
+    assert shares[1]["chain:4"] > 0.7 * sum(shares[1].values())
+
+
+def test_neither_resting_nor_catching_up_waits_for_the_host(
+    target_of: TargetOf, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "load", lambda: None)  # as on a GPU, like the next
+    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+    target = target_of("llama")
+    requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
+    head = make_head("eagle3", target)
+    engine = Engine(target, head, shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
+    candidates = engine.candidates
+    assert candidates is not None
+    with torch.inference_mode():
+        read_prompts(candidates.idle, dict(enumerate(requests)))
+        with no_waiting():
+            for candidate in (3, 3, 0, 3, 1):
+                candidates.controller.candidate = candidate
+                candidates.begin(1).round(128)
+        assert torch.equal(engine.decoder.head_state.length, engine.decoder.state.length)
+
+
+def test_what_cannot_be_adaptive_is_refused(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    with pytest.raises(UserError, match="adaptive drafts need a head"):
+        Engine(target, max_length=64, adaptive=True)
+    with pytest.raises(UserError, match="rule block with adaptive drafts"):
+        head = make_head("draft", target)
+        Engine(target, head, shape=parse_shape("chain:2"), max_length=64, rule="block", adaptive=True)

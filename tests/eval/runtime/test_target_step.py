@@ -1,0 +1,115 @@
+"""A tree step through a model equals the model run on each path by itself."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.runtime.engine import Engine
+from eval.runtime.target_step import TargetStep, check_family
+from heads.backends.slot_mapping import ancestors
+from heads.errors import UserError, warn_once
+from heads.target.frozen import FrozenTarget
+from heads.tree import Proposal
+
+TargetOf = Callable[[str], FrozenTarget]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral-window", "deepseek_v3", "gpt_oss", "gpt2"])
+@torch.no_grad()
+def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: TargetOf) -> None:
+    target = target_of(family)
+    step = TargetStep(target, batch_size=2, capacity=100, aux_layer_ids=(1,))
+    prompts = [torch.randint(3, 61, (n,)) for n in (23, 4)]
+    for row, prompt in enumerate(prompts):
+        padded = torch.zeros(1, 32, dtype=torch.int64)
+        padded[0, : len(prompt)] = prompt
+        step.prefill(row, padded, 0)
+    tokens = torch.randint(3, 61, (2, 6))
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    above = ancestors(parents, 4)
+    depths = above.sum(-1) - 1
+    proposal = Proposal(tokens, parents, depths, torch.zeros(2, 6))
+    features = step.verify(proposal, above, torch.tensor([23, 4]), 64, 4)
+    logits = step.logits(features.hidden)
+    for b, prompt in enumerate(prompts):
+        for j in range(6):
+            path = torch.cat([prompt, tokens[b, above[b, j]]])[None]
+            true = target.model(path, use_cache=False, output_hidden_states=True)
+            torch.testing.assert_close(logits[b, j].double(), true.logits[0, -1].double(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                features.aux_hidden_states[b, j], true.hidden_states[1][0, -1], atol=1e-5, rtol=1e-5
+            )
+
+
+@torch.no_grad()
+def test_a_prompt_in_chunks_equals_a_prompt_at_once(target_of: TargetOf) -> None:
+    target = target_of("gemma3_text")
+    tokens = torch.randint(3, 61, (1, 80))
+    whole = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=()).prefill(0, tokens, 0)
+    step = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=())
+    parts = [step.prefill(0, tokens[:, start : start + 16], start).hidden for start in range(0, 80, 16)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole.hidden, atol=1e-6, rtol=1e-6)
+
+
+def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
+    step = TargetStep(target_of("llama"), batch_size=1, capacity=64, aux_layer_ids=())
+    assert not step.pads and [step.chunk_size(n) for n in (1, 100, 1000)] == [1, 100, 256]
+    step.pads = True
+    assert {step.chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
+    assert all(step.chunk_size(n) >= min(n, 256) for n in range(1, 2000))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bloom", "falcon", "mamba", "llama4_text"])
+def test_families_without_tree_masks_are_refused(family: str) -> None:
+    extra: dict[str, dict[str, int]] = {
+        "falcon": {"alibi": True},
+        "qwen3_next": {"num_experts": 4},
+        "llama4_text": {"num_local_experts": 2, "intermediate_size": 32, "intermediate_size_mlp": 32},
+    }
+    size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**size, **extra.get(family, {})}))
+    with pytest.raises(UserError, match="its name: "):
+        check_family(FrozenTarget(model, "its name"))
+
+
+def test_flex_attention_is_refused(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    monkeypatch.setattr(target.config, "_attn_implementation_internal", "flex_attention")
+    with pytest.raises(UserError, match="takes no 4-D mask"):
+        check_family(target)
+
+
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
+    ignored: str, target_of: TargetOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("llama")
+    forward = target.base.forward
+
+    def deaf(**given: Any) -> Any:
+        if given["use_cache"]:  # the model's own pass stays as it is
+            given[ignored] = given[ignored] * 0
+        return forward(**given)
+
+    monkeypatch.setattr(target.base, "forward", deaf)
+    with pytest.raises(UserError, match="does not take tree masks and positions"):
+        Engine(target, max_length=64, native=False)
+
+
+def test_a_target_without_a_native_decoder_is_given_of_once(
+    target_of: TargetOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
+    warn_once.cache_clear()
+    for _ in range(2):
+        Engine(target_of("gpt2"), max_length=64)
+    said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
+    assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
+    caplog.clear()
+    Engine(target_of("gpt2"), max_length=64, native=False)  # as asked for
+    Engine(target_of("llama"), max_length=64)
+    assert not caplog.records

@@ -1,0 +1,318 @@
+"""With every kernel on, in Triton's interpreter, a target decodes as by torch's operations."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from eval.runtime.target_step import TargetStep
+from eval.runtime.triton_step import kernels_fit, why_no_kernels
+from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.architectures import native_decoder
+from heads.backends.triton import decoder
+from heads.backends.triton.attention import tree_attention
+from heads.backends.triton.gemm import TILES
+from heads.backends.triton.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
+from heads.backends.triton.runtime import why_not
+from heads.errors import warn_once
+from heads.target.frozen import FrozenTarget
+from heads.tree import Proposal, parse_shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+BASE: dict[str, Any] = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+    eos_token_id=2,
+)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": dict(head_dim=16),
+    "mistral": dict(sliding_window=8),
+    "qwen3_moe": dict(head_dim=16, num_experts=6, decoder_sparse_step=1, **EXPERTS),
+    "deepseek_v3": dict(
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        **EXPERTS,
+    ),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Switches the kernels on and off."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", on)
+
+    yield switch
+
+
+@pytest.fixture(scope="module")
+def target_of_float32() -> Callable[[str], FrozenTarget]:
+    def make(family: str) -> FrozenTarget:
+        config = AutoConfig.for_model(family, **{**BASE, **FAMILIES[family]})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if "experts" in str(model):
+            model.set_experts_implementation("eager")
+        return FrozenTarget(model, family)
+
+    return make
+
+
+def some_tree() -> tuple[Proposal, Tensor]:
+    """Two rows of six nodes."""
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    above = ancestors(parents, 4)
+    tokens = torch.randint(3, 61, (2, 6), generator=torch.Generator().manual_seed(1))
+    return Proposal(tokens, parents, above.sum(-1) - 1, torch.zeros(2, 6)), above
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("llama", "deepseek_v3") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+@torch.no_grad()
+def test_a_tree_gets_the_same_features_and_choices(
+    family: str, kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+) -> None:
+    target = target_of_float32(family)
+    proposal, above = some_tree()
+    length = torch.tensor([19, 4])
+    found = []
+    for on in (True, False):
+        kernels(on)
+        decoder = native_decoder(target)
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (0, 1, 2), "nodes": 6}
+        step = TargetStep(target, decoder=decoder, **options)
+        assert (step.kernels is not None) == on
+        if step.kernels is not None:  # every product by the kernel
+            weights = step.kernels.weights()
+            step.kernels.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
+            assert len(weights) >= 4 + ("experts" in str(target.model))
+        for row, n in enumerate(length.tolist()):
+            step.prefill(row, torch.arange(3, 3 + n)[None], 0)
+        features = step.verify(proposal, None if on else above, length, 64, 4)
+        found.append((features.hidden, features.aux_hidden_states, step.logits(features.hidden)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "shape"), [("llama", "tree:2x2x5"), ("qwen3", "chain:2"), ("deepseek_v3", "tree:2x2x5")]
+)
+def test_rounds_with_every_kernel_decode_the_same_text(
+    family: str,
+    shape: str,
+    kernels: Callable[[bool], None],
+    target_of_float32: Callable[[str], FrozenTarget],
+    scripted_head: Any,
+) -> None:
+    """Greedy, sampled and filtered rows side by side; the drafts are often right and end within a round."""
+    target = target_of_float32(family)
+    requests = [
+        Request([5, 6, 7], 7),
+        Request([9, 8], 6, Sampling(temperature=0.9, seed=3), ignore_eos=True),
+        Request([11] * 4, 6, Sampling(temperature=0.8, top_k=9, seed=5)),
+    ]
+    kernels(False)
+    plain = Engine(target, batch_size=3, max_length=64).generate(requests)
+    kernels(True)
+    known = [[*r.prompt, *o.tokens] for r, o in zip(requests, plain, strict=True)]
+    head = scripted_head(target, known, right=0.8, aux_layer_ids=(1,))
+    head.check_features = lambda *arguments: None  # to more digits than float32 has
+    engine = Engine(target, head, shape=parse_shape(shape), batch_size=3, max_length=64)
+    outputs = engine.generate(requests)
+    assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+    assert sum(sum(o.accepted) for o in outputs) > 0
+
+
+def test_a_request_alone_samples_as_it_would_by_torch(
+    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget], scripted_head: Any
+) -> None:
+    """One row, several nodes: all of them have the row's temperature and seed."""
+    target, requests = target_of_float32("llama"), [Request([5, 6, 7], 9, Sampling(0.9, seed=3), ignore_eos=True)]
+    kernels(False)
+    plain = Engine(target, max_length=64).generate(requests)
+    kernels(True)
+    head = scripted_head(target, [[*requests[0].prompt, *plain[0].tokens]], right=1.0, aux_layer_ids=(1,))
+    head.check_features = lambda *arguments: None
+    outputs = Engine(target, head, shape=parse_shape("chain:2"), max_length=64).generate(requests)
+    assert outputs[0].tokens == plain[0].tokens and outputs[0].rounds < plain[0].rounds
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
+    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+) -> None:
+    """And so is a tree with strict attention; in bfloat16, where every other order of sums shows."""
+    kernels(True)
+    config = AutoConfig.for_model("llama", **BASE)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "llama")
+    tokens = torch.tensor([[9, 30, 31, 32]])
+    tree = torch.tensor([[9, 50, 30, 31]]), torch.tensor([[0, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]])
+    depths = torch.arange(4)[None]
+    hidden: dict[str, Tensor] = {}
+    for name, strict in (("chain", False), ("tree", True), ("pinned", False), ("strict pinned", True)):
+        step = TargetStep(
+            target, decoder=native_decoder(target), batch_size=1, capacity=64, aux_layer_ids=(), nodes=4, strict=strict
+        )
+        assert step.kernels is not None
+        weights = step.kernels.weights()
+        step.kernels.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
+        step.prefill(0, torch.arange(3, 20)[None], 0)
+        chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
+        if name == "chain":
+            hidden[name] = step.verify(chain, None, torch.tensor([17]), 64, 3).hidden[0]
+        elif name == "tree":
+            proposal = Proposal(*tree, torch.zeros(1, 4))
+            hidden[name] = step.verify(proposal, None, torch.tensor([17]), 64, 2).hidden[0]
+        else:
+            rows = []
+            for i in range(3):
+                padded = Proposal(tokens[:, [i] * 4], chain.parents, depths, chain.scores)
+                rows.append(step.verify(padded, None, torch.tensor([17 + i]), 64, 3).hidden[0, 0])
+            hidden[name] = torch.stack(rows)
+    assert torch.equal(hidden["chain"][:3], hidden["pinned"])
+    assert torch.equal(hidden["tree"][[0, 2, 3]], hidden["strict pinned"])
+
+
+def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> None:
+    kernels(True)
+    weight = torch.randn(24, 40)
+    for name, multiply in MAKERS.items():
+        assert name == "library" or rows_are_independent(multiply, weight, 5)
+
+    def mixed(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w.T
+        return torch.cat([y[:1] * (1 + 1e-6), y[1:]])
+
+    assert not rows_are_independent(mixed, weight, 5)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
+    kernels: Callable[[bool], None],
+    target_of_float32: Callable[[str], FrozenTarget],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit what they get together."""
+    kernels(True)
+    target, (proposal, _) = target_of_float32("mistral"), some_tree()
+    hidden, rows = [], []
+
+    def recorded(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        rows.append(len(q))
+        return tree_attention(q, *arguments, **options)
+
+    monkeypatch.setattr(decoder, "tree_attention", recorded)
+    for most, strict in ((1 << 29, False), (64, False), (64, True)):
+        monkeypatch.setattr(decoder, "MOST_BYTES", most)
+        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (), "nodes": 6, "strict": strict}
+        step = TargetStep(target, decoder=native_decoder(target), **options)
+        rows.clear()
+        hidden.append(step.verify(proposal, None, torch.tensor([19, 4]), 64, 4).hidden)
+        assert set(rows) == ({2} if most > 64 else {1})
+    assert torch.equal(hidden[0], hidden[1])
+    torch.testing.assert_close(hidden[0], hidden[2])
+
+
+def test_products_are_timed_on_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone weight is joined by copies; those of many layers are not."""
+
+    def seconds(work: Callable[[], list[Tensor]], device: torch.device) -> float:
+        return float(len(work()))
+
+    monkeypatch.setattr("heads.backends.triton.products.device_seconds", seconds)
+    monkeypatch.setattr("heads.backends.triton.products.COLD", 5 * 4 * 24 * 40)
+    seen: list[int] = []
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append(weight.data_ptr())
+        return x @ weight.T
+
+    for given, taken in ((1, 5), (5, 5), (8, 8)):
+        seen.clear()
+        assert product_seconds(multiply, [torch.randn(24, 40) for _ in range(given)], 3) == 1
+        assert len(set(seen)) == taken
+
+
+def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Callable[[str], FrozenTarget]) -> None:
+    from heads.errors import UserError
+
+    target = target_of_float32("llama")
+    with pytest.raises(UserError, match="plain decoding in steps of 4 nodes has no head"):
+        Engine(target, scripted_head(target, []), shape=parse_shape("chain:2"), max_length=64, pinned=4)
+    requests = [Request([5, 6, 7], 20), Request([4], 9, Sampling(temperature=1.0, seed=1))]
+    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
+    pinned = Engine(target, batch_size=2, max_length=64, pinned=4).generate(requests)
+    assert [o.tokens for o in pinned] == [o.tokens for o in plain] and pinned[0].rounds == plain[0].rounds
+
+
+def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("heads.backends.triton.runtime.launch_once", lambda device: None)
+    why_not.cache_clear()
+    gpu = torch.device("cuda", 7)
+    assert why_no_kernels(torch.bfloat16, gpu) is None
+    assert why_no_kernels(torch.float64, gpu) == "kernels take no float64"
+    monkeypatch.setattr("heads.backends.triton.runtime.triton", None)
+    why_not.cache_clear()
+    assert why_no_kernels(torch.bfloat16, gpu) == "Triton is not installed"
+    why_not.cache_clear()
+
+
+def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Triton is there but finds no compiler for what it must build at a first launch."""
+
+    class OnGpu:
+        device, dtype, name = torch.device("cuda", 7), torch.bfloat16, "some target"
+
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+    monkeypatch.setattr("heads.backends.triton.runtime.launch_once", refuse)
+    warn_once.cache_clear()
+    target: Any = OnGpu
+    for capability, reason in (
+        ((7, 5), "a GPU of compute capability 7.5 has no bfloat16; 8.0 has"),
+        ((9, 0), "Triton fails (Failed to find C compiler. Please specify via CC environment variable)"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        caplog.clear()
+        why_not.cache_clear()
+        assert not kernels_fit(target) and not kernels_fit(target)
+        assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
+    why_not.cache_clear()

@@ -1,0 +1,216 @@
+"""A native decoder is its Hugging Face model: the same logits and residual streams, node by node of a tree."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.architectures import native_decoder, why_not_native
+from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.torch.feedforward import Experts
+from heads.target.frozen import Features, FrozenTarget
+
+BASE = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    rms_norm_eps=1e-3,  # large enough to be missed where it is left out
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=100.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=4.0,
+    original_max_position_embeddings=32,
+    mscale=0.7,
+    mscale_all_dim=0.9,
+    beta_fast=32,
+    beta_slow=1,
+)
+WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+LATENT = dict(kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, num_key_value_heads=4, **EXPERTS)
+ROUTED = dict(n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama one key head": dict(num_key_value_heads=1),
+    "llama as many key heads": dict(num_key_value_heads=4),
+    "llama wide heads": dict(head_dim=24),
+    "llama llama3": dict(rope_parameters=LLAMA3),
+    "llama linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=3.0)),
+    "llama yarn": dict(rope_parameters=YARN),
+    "llama biases": dict(attention_bias=True, mlp_bias=True),
+    "llama tied": dict(tie_word_embeddings=True),
+    "llama gelu": dict(hidden_act="gelu"),
+    "mistral window": dict(sliding_window=8),
+    "mistral": dict(sliding_window=None, head_dim=12),
+    "qwen2": {},
+    "qwen2 some windows": WINDOWS,
+    "qwen3": dict(head_dim=16),
+    "qwen3 biases, some windows": dict(head_dim=16, attention_bias=True, **WINDOWS),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "mixtral window": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "qwen3_moe": dict(head_dim=16, num_experts=6, norm_topk_prob=True, **EXPERTS),
+    "qwen3_moe some dense, no renormalising": dict(
+        head_dim=16, num_experts=6, norm_topk_prob=False, mlp_only_layers=[1], **EXPERTS
+    ),
+    "deepseek_v2": dict(q_lora_rank=24, topk_method="greedy", **LATENT, **ROUTED),
+    "deepseek_v2 groups, yarn": dict(
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.7,
+        rope_parameters=YARN,
+        **LATENT,
+        **ROUTED,
+    ),
+    "deepseek_v2 biases": dict(
+        q_lora_rank=24, topk_method="greedy", attention_bias=True, mlp_bias=True, **LATENT, **ROUTED
+    ),
+    "deepseek_v3": dict(q_lora_rank=24, **LATENT, **ROUTED),
+    "deepseek_v3 yarn": dict(q_lora_rank=24, rope_parameters=YARN, routed_scaling_factor=1.3, **LATENT, **ROUTED),
+    "deepseek_v3 direct, halves, biases": dict(
+        q_lora_rank=None, rope_interleave=False, norm_topk_prob=False, attention_bias=True, **LATENT, **ROUTED
+    ),
+}
+
+
+def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: Any) -> FrozenTarget:
+    """A random target, in float64 unless told otherwise, whose biases, norms and corrections are random too."""
+    family = variant.split()[0].rstrip(",")
+    config = AutoConfig.for_model(family, **{**BASE, **VARIANTS.get(variant, {}), **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.dim() == 1 and ("bias" in name or "norm" in name):
+                tensor.data += 0.3 * torch.randn_like(tensor)
+    if "experts" in str(model):
+        model.set_experts_implementation("eager")  # the grouped kernels know no float64
+    return FrozenTarget(model, variant)
+
+
+def run(decoder: NativeDecoder, prompts: list[Tensor], tokens: Tensor, parents: Tensor) -> Features:
+    """Each prompt in two chunks into its own row, then a tree (B, N) behind each."""
+    B, N = tokens.shape
+    cache, cos_sin_table = decoder.new_cache(batch_size=B, capacity=64), decoder.cos_sin_table(64)
+    key = torch.arange(64)[None]
+    for row, prompt in enumerate(prompts):
+        for span in (slice(0, 3), slice(3, len(prompt))):
+            positions = key[:, span]
+            cache.aim(positions, extent=64, row=row)
+            visible = key[:, None] <= positions[..., None]
+            decoder.features(
+                prompt[None, span],
+                positions=positions,
+                visible=visible,
+                key_positions=key,
+                cache=cache,
+                cos_sin_table=cos_sin_table,
+            )
+    length = torch.tensor([[len(prompt)] for prompt in prompts])
+    above = ancestors(parents, 4)
+    slots, positions = length + key[:, :N], length + above.sum(-1) - 1
+    cache.aim(slots, extent=64)
+    visible = (key < length)[:, None].repeat(1, N, 1).scatter_(2, slots[:, None].expand(B, N, N), above)
+    key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
+    return decoder.features(
+        tokens,
+        positions=positions,
+        visible=visible,
+        key_positions=key_positions,
+        cache=cache,
+        cos_sin_table=cos_sin_table,
+        aux_layer_ids=(0, 1, 3),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_every_node_of_a_tree_has_the_logits_and_streams_of_the_model(variant: str) -> None:
+    target = make_target(variant)
+    assert why_not_native(target) is None
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(61, (n,), generator=generator) for n in (23, 9)]
+    tokens = torch.randint(61, (2, 6), generator=generator)
+    parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
+    above = ancestors(parents, 4)
+    whole = [[torch.cat([prompt, tokens[b, above[b, j]]])[None] for j in range(6)] for b, prompt in enumerate(prompts)]
+    expected = [[target.model(path, output_hidden_states=True) for path in paths] for paths in whole]
+    decoder = native_decoder(target)  # which puts the weights in other places
+    assert decoder is not None
+    features = run(decoder, prompts, tokens, parents)
+    logits = target.shared.lm_head(features.hidden)
+    for b in range(2):
+        for j in range(6):
+            out = expected[b][j]
+            torch.testing.assert_close(logits[b, j], out.logits[0, -1], atol=2e-6, rtol=1e-6)
+            streams = torch.cat([out.hidden_states[k][0, -1] for k in (0, 1)])
+            torch.testing.assert_close(features.aux_hidden_states[b, j, :64], streams, atol=2e-6, rtol=1e-6)
+    again = target.model(whole[0][5]).logits
+    torch.testing.assert_close(again, expected[0][5].logits, atol=1e-12, rtol=0)  # the model itself is as it was
+
+
+def test_weights_are_kept_once_and_read_anew_when_they_change() -> None:
+    target = make_target("llama")
+    decoder = native_decoder(target)
+    assert decoder is not None and native_decoder(target) is decoder
+    attention: Any = target.layers[0].self_attn
+    fused = decoder.layers[0].attention.qkv.weight  # type: ignore[union-attr]
+    parts = [module.weight for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert [part.data_ptr() - fused.data_ptr() for part in parts] == [0, 8 * 32 * 32, 8 * 32 * 48]
+    with torch.no_grad():
+        attention.q_proj.weight.mul_(2)
+    renewed = native_decoder(target)
+    assert renewed is not None and renewed is not decoder
+    torch.testing.assert_close(renewed.layers[0].attention.qkv.weight[:32], parts[0].data)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "deepseek_v3"])
+@torch.no_grad()
+def test_both_ways_to_the_experts_are_one(variant: str) -> None:
+    decoder = native_decoder(make_target(variant))
+    assert decoder is not None
+    experts = decoder.layers[2].feedforward
+    assert isinstance(experts, Experts)
+    x = torch.randn(7, 32, dtype=torch.float64)
+    _, ids = experts.router(x)
+    assert len(ids.unique()) > 2
+    torch.testing.assert_close(experts.gathered(x, ids), experts.by_expert(x, ids), atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+def test_what_cannot_be_read_is_left_to_the_model() -> None:
+    assert why_not_native(make_target("gpt2")) == "gpt2 has no native decoder"
+    rotation = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
+    reason = why_not_native(make_target("llama", rope_parameters=rotation))
+    assert reason == "rotary scaling 'dynamic' changes with the length of the text"
+    hooked = make_target("llama")
+    hooked.layers[1].mlp.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    assert why_not_native(hooked) == "1.mlp has hooks"
+
+    class Adapted(nn.Linear):
+        """Linear in name only."""
+
+    adapted = make_target("llama")
+    adapted.layers[0].mlp.up_proj = Adapted(32, 48, bias=False).double()  # type: ignore[union-attr]
+    assert why_not_native(adapted) == "0.mlp.up_proj is a Adapted"
+    mixed = make_target("qwen3")
+    mixed.layers[0].self_attn.q_norm.float()  # type: ignore[union-attr]
+    assert why_not_native(mixed) == "0.self_attn.q_norm holds its weights in another form or place"
+    for target in (hooked, adapted, mixed):
+        assert native_decoder(target) is None

@@ -1,0 +1,231 @@
+"""Compiles every kernel for an H100 or H200 without a GPU, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
+DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too
+little.
+
+    python tests/heads/backends/triton/compile_all.py [--few]    # two sizes of step instead of ten
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from heads.backends.triton import runtime as backend
+
+SHARED_MEMORY = 227 * 1024
+MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
+"""Bytes a thread, which differ from one Triton to the next; float32 is for checks and not for speed."""
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+Empty = Callable[..., Tensor]
+
+
+class NoDevice:
+    """Stands in for the driver of a card that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+compiled: dict[tuple[torch.dtype, str], Any] = {}
+dtypes: list[torch.dtype] = []
+
+
+def compile_only(kernel: Any, grid: Any) -> Any:
+    def launch(*args: Any, **options: Any) -> None:
+        made = kernel.warmup(*args, grid=grid, **options)
+        compiled[dtypes[-1], f"{kernel.fn.__name__}-{made.hash[:8]}"] = made
+
+    return launch
+
+
+def attend(empty: Empty, N: int) -> None:
+    """Attention: groups of 4, 7 and 1 heads, head widths 64 and 128, and a latent of 512 and 64."""
+    from heads.backends.triton import attention
+
+    ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    words, paths = attention.ancestor_words(ids, ids, 6)
+    for H, Hkv, d in ((32, 8, 128), (28, 4, 128), (8, 2, 64), (4, 4, 128)):
+        slots = empty(2048, 2, Hkv, d)
+        keys, values = slots[:, 0][None], slots[:, 1][None]
+        for own, window in ((None, 0), (paths, 0), (None, 100)):
+            q = empty(1, N, H, d)
+            attention.tree_attention(q, keys, values, words, length, ids, paths=own, window=window)
+    latent, q = empty(1, 2048, 1, 576), empty(1, N, 16, 576)
+    for own in (None, paths):
+        attention.tree_attention(q, latent, latent[..., :512], words, length, ids, rope=64, paths=own)
+
+
+def step(empty: Empty, N: int) -> None:
+    """All else of a step of N tokens."""
+    from heads.backends.triton import accept, choose, compaction, experts, gemm, layers, per_head, pick
+    from heads.tree import Proposal
+
+    ids = torch.zeros(1, N, dtype=torch.int64)
+    x, norm, half = empty(N, 4096), empty(128), empty(N, 64)
+    slots, qkv = empty(2048, 2, 8, 128), empty(N, 6144)
+    layers.add_norm(x, x, x[0], 1e-5)
+    layers.add_norm(x, None, x[0], 1e-5)
+    for own in (None, norm):
+        layers.rope_write(qkv, half, half, ids[0], slots[:, 0], slots[:, 1], num_heads=32, q_norm=own, k_norm=own)
+    layers.silu_mul(empty(N, 28672))
+    for outs, width in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        for tile in gemm.TILES:
+            gemm.skinny_mm(empty(N, width), empty(outs, width), tile)
+    weight = empty(128256, 4096)
+    for noisy in (False, True):
+        choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
+    choose.logits(x, weight)
+    for count in (1, 8):
+        noise = pick.Noise(ids[:, :1].expand(-1, N), torch.zeros(1), ids[0, :1])
+        for sampled, named in ((None, None), (noise, torch.zeros(32000, dtype=torch.int64))):
+            pick.best_columns(empty(1, N, 32000), count, named, sampled)
+    length = torch.zeros(1, dtype=torch.int64)
+    accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
+    path = torch.zeros(1, 7, dtype=torch.int64)
+    compaction.compact(empty(32, 1, 2048, 2048), length, path, length)
+    accept.take_path(empty(1, N, 3 * 4096), empty(1, N, 4096), path)
+    chosen = torch.zeros(N, 6, dtype=torch.int64)
+    experts.expert_mm(x[:, :2048], chosen, empty(64, 2816, 2048))
+    experts.expert_mm(empty(N, 6, 1408), chosen, empty(64, 2048, 1408))
+    experts.weigh_visits(empty(N, 6, 2048), torch.zeros(N, 6), x[:, :2048])
+    decompress = empty(16, 256, 512)
+    per_head.per_head_mm(empty(N, 16, 192)[..., :128], decompress[:, :128], empty(N, 16, 576)[..., :512])
+    per_head.per_head_mm(empty(N, 16, 512), decompress[:, 128:].mT)
+
+
+def commit() -> None:
+    """States of rounds of several depths, by lists of ends of texts of several lengths."""
+    from eval.runtime.state import Commit
+    from heads.backends.round_state import RoundState
+
+    for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):
+        state = RoundState.new(batch_size=2, capacity=500, depth=depth, device=torch.device("cpu"), rounds=4)
+        depths, emitted = torch.zeros(2, 2, nodes, dtype=torch.int64), state.output[:, : depth + 1]
+        commit = Commit(state, torch.tensor(eos, dtype=torch.int64), depth)
+        commit(state.length, emitted, depths[0] if nodes else None)
+
+
+def grow_trees() -> None:
+    """Trees of the usual sizes and of the largest that kernels choose."""
+    from heads.growth import grow
+    from heads.tree import parse_shape
+
+    def pick(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        shape = (*logits.shape[:2], count)
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+
+    root = torch.zeros(1, dtype=torch.int64)
+    for text in ("tree:6x8x32", "tree:8x10x60", "tree:4x32x1000", "static:3.2.1", "static:9.9.9"):
+        grow(parse_shape(text), root, root, torch.zeros(1, 1, 99), pick, expand, None)
+
+
+def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+    return torch.zeros(*tokens.shape, 99)
+
+
+def draft(dtype: torch.dtype) -> None:
+    """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
+    from heads.backends.slot_mapping import Drafted, Observed
+    from heads.backends.triton.inputs import stand
+    from heads.backends.triton.pick import best_columns
+    from heads.backends.triton.recurrent import TritonRecurrent
+    from heads.base import Observation, SharedLayers
+    from heads.eagle3 import Eagle3, Eagle3Config
+    from heads.mtp import Mtp, MtpConfig
+    from heads.tree import parse_shape
+    from heads.vocab import build_vocab
+
+    widths: Any = dict(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        rms_norm_eps=1e-5, vocab_size=128256, num_target_layers=32, draft_vocab_size=32000, rope_theta=5e5,
+        max_position_embeddings=131072,
+    )  # fmt: skip
+    vocab = build_vocab(torch.ones(128256), 32000)
+
+    def choose(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return best_columns(logits, count, token_ids)
+
+    with torch.device("meta"):
+        table = torch.nn.Embedding(128256, 4096, dtype=dtype)
+        shared = SharedLayers(embed_tokens=table, lm_head=lambda hidden: hidden, lm_head_weight=table.weight)
+        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), *vocab), Mtp(MtpConfig(**widths), *vocab)
+    for head in heads:
+        head.to("meta", dtype)
+        for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
+            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape))
+            assert isinstance(state.memory, TritonRecurrent)
+            for M in (6, 64, 256):
+                tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
+                aux_hidden_states = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
+                head.extend(
+                    state,
+                    Observation(
+                        tokens, aux_hidden_states, aux_hidden_states[..., :4096], state.root, state.length, None
+                    ),
+                )
+            head.propose(state, choose)
+    slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
+    for places in (
+        Observed(length, None, slot, 2),
+        Observed(length, length, slot, 64),
+        Drafted(length, paths, slot, False),
+    ):
+        stand(places, behind=40)
+
+
+def resources(made: Any) -> dict[str, int]:
+    """What the assembler says of one kernel: registers, and bytes a thread spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", said)}
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    JITFunction.__getitem__ = compile_only
+    backend.ON_CPU = True
+    steps = {torch.bfloat16: (1, 6, 8, 16, 32, 64, 192), torch.float32: (1, 9, 64)}
+    for dtype, sizes in ({torch.bfloat16: (8, 64)} if "--few" in sys.argv else steps).items():
+        dtypes.append(dtype)
+
+        def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(*size, dtype=dtype)
+
+        commit()
+        draft(dtype)
+        for N in sizes:
+            attend(empty, N)
+            if N <= 64:
+                step(empty, N)
+    grow_trees()
+    for (dtype, name), made in compiled.items():
+        used = resources(made)
+        print(
+            f"{name:32} shared {made.metadata.shared:7}  warps {made.metadata.num_warps}  "
+            f"registers {used['REG']:3}  spilled {used['STACK']}"
+        )
+        assert made.metadata.shared <= SHARED_MEMORY, f"{name}: {made.metadata.shared} bytes of shared memory"
+        assert used["STACK"] <= MOST_SPILLED[dtype], f"{name}: spills {used['STACK']} bytes a thread"
+    print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()

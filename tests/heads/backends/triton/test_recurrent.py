@@ -1,0 +1,210 @@
+"""Heads draft by the kernels of a GPU, in Triton's interpreter, what they draft by torch's operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.benchmark.shapes import SHAPES, ModelShape
+from eval.gpu.checks import SHAPE, make_target
+from eval.gpu.drafts import (
+    SMALL,
+    draft_parts,
+    drafts_are_those_of_torch,
+    large_head,
+    likeliest,
+    rounds,
+    some_head,
+    some_news,
+)
+from eval.gpu.launches import Launches
+from eval.runtime.engine import Engine, Request
+from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.slot_mapping import Drafted, Observed
+from heads.backends.torch.linear import Norm
+from heads.backends.triton.inputs import enter, enter_twin, stand, stand_twin, take_newest
+from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
+from heads.layers import RMSNorm
+from heads.registry import build_head
+from heads.tree import parse_shape
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+D, V = SMALL["hidden_size"], SMALL["vocab_size"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+    monkeypatch.setattr("heads.backends.cpu.recurrent.load", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(("eagle3", "chain:1"), ("mtp", "chain:3"), ("eagle3", "tree:3x2x5")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((name, "chain:3") for name in ("eagle3", "eagle3.1", "mtp, token first")),
+                *(("mtp", "tree:3x3x9"), ("mtp", "static:3.2.1")),
+            )
+        ),
+    ],
+)
+def test_drafts_are_those_of_torch(name: str, shape: str) -> None:
+    drafts_are_those_of_torch(name, shape, CPU, table=name != "eagle3.1")
+
+
+@pytest.mark.slow
+def test_many_tokens_and_nodes_take_several_words() -> None:
+    """A prompt of 140 tokens, over two splits of the cache, and 66 nodes that are expanded."""
+    drafts_are_those_of_torch("eagle3", "tree:4x22x40", CPU, prompt=140)
+
+
+def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
+    """Several modules, wider numbers, layers that are more than products."""
+    rounds(some_head("mtp of three", CPU), "chain:2", TorchRecurrent, CPU)
+    parts = some_head("eagle3", CPU, torch.float64).parts()
+    assert parts is not None and not triton_drafts(parts)
+    head = some_head("mtp", CPU)
+    block: Any = head.mtp_layers[0].block  # type: ignore[index, union-attr]
+    block.mlp.up_proj = Adapted(block.mlp.up_proj)
+    rounds(head, "chain:2", TorchRecurrent, CPU)
+
+
+class Adapted(torch.nn.Linear):
+    """A product with something added."""
+
+    def __init__(self, of: torch.nn.Linear) -> None:
+        super().__init__(of.in_features, of.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("shape", "most"), [("chain", 14), ("tree", 15)])
+def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
+    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to tell a head of
+    six tokens. A head that projects its input has two more, and one less that fuses no auxiliary hidden states."""
+    head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
+    mtp, counts = name == "mtp", []
+    for depth in (2, 3):
+        text = f"chain:{depth}" if shape == "chain" else f"tree:{depth}x8x32"
+        state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text))
+        news = some_news(state, 6)
+        for _ in range(2):  # some things are made once
+            with Launches(runs=False) as drafting:
+                head.propose(state, likeliest)
+            with Launches(runs=False) as telling:
+                head.extend(state, news)
+        counts.append(drafting.names.total())
+    assert counts[1] - counts[0] == most + 2 * mtp, drafting.names
+    assert telling.names.total() == 13 + mtp, telling.names
+    assert {"_enter", "_rope_write", "_split_attention", "_take_newest"} <= {*drafting.names, *telling.names}
+
+
+def test_steps_to_time_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(work: Callable[[], Any], device: torch.device) -> float:
+        work()
+        return 1.0
+
+    monkeypatch.setattr("eval.gpu.drafts.device_seconds", seconds)
+    shape = ModelShape(32, 2, 2, 1, 16, 48, 70)
+    with torch.no_grad():
+        parts = draft_parts(shape, 20, CPU)
+    assert len(parts) == 12 and all(part.bytes > 0 and part.seconds > 0 for part in parts)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+@pytest.mark.parametrize(("state_first", "zero_first"), [(True, True), (False, True), (False, False)])
+def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
+    """Three rows of four tokens; 70 slots behind the observed ones, of which paths hold any."""
+    B, W, A, S = 3, 4, 5, 90
+    tokens, rows = torch.randint(V, (B, W)), torch.randint(A, (B, W))
+    table, states = torch.randn(V, D), torch.randn(B, A, D)
+    norms = [Norm(RMSNorm(D, 1e-5)) for _ in range(2)]
+    for norm in norms:
+        norm.weight.normal_()
+    slot, length = torch.arange(S), torch.tensor([0, 7, S - 3])
+    paths = torch.stack([torch.stack([torch.randperm(70)[:3] for _ in range(W)]) for _ in range(B)])
+    drafted = Drafted(length.clamp_max(S - 71), paths, slot, False)
+    places = Observed(length, torch.tensor([4, 0, 2]), slot, W) if observed else drafted
+    options: dict[str, Any] = dict(behind=70, state_first=state_first, zero_first=zero_first)
+    for embedded, parents in ((table, rows), (table[tokens], None)):
+        given = states if parents is not None else states[:, :W]
+        ours = enter(tokens, embedded, given, parents, places, *norms, **options)
+        theirs = enter_twin(tokens, embedded, given, parents, places, *norms, **options)
+        torch.testing.assert_close((ours.x, ours.stream), (theirs.x, theirs.stream))
+        read = ours.x[:, D:] if state_first else ours.x[:, :D]
+        assert torch.equal(read.eq(0).all(1), (theirs.at.positions == 0) & zero_first)
+        for at in (ours.at, stand(places, behind=70)):
+            for field in ("positions", "slots", "words"):
+                assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
+        assert ours.at.words.numel() == (0 if observed else 2 * B * W)
+    if not observed:
+        for bits, path in zip(ours.at.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
+            assert {j for j in range(70) if bits[j // 64] >> (j % 64) & 1} == set(path)
+
+
+def test_tokens_that_are_all_true_need_no_count() -> None:
+    places = Observed(torch.tensor([0, 7, 87]), None, torch.arange(90), 2)
+    ours, theirs = stand(places, behind=2), stand_twin(places, behind=2)
+    assert torch.equal(ours.positions, theirs.positions) and ours.positions.tolist() == [0, 1, 7, 8, 87, 88]
+    assert torch.equal(ours.slots, theirs.slots) and ours.slots.tolist() == [0, 1, 97, 98, 267, 268]
+
+
+def test_the_newest_true_token_is_drafted_from() -> None:
+    made, tokens = torch.randn(3, 4, D), torch.randint(V, (3, 5))
+    start, count = torch.tensor([5, 9, 2]), torch.tensor([4, 0, 1])
+    before = torch.randn(3, D), torch.tensor([50, 51, 52]), torch.tensor([5, 9, 2]), torch.tensor([60, 61, 62])
+    recycled, root, length, previous = (x.clone() for x in before)
+    take_newest(tokens, start, count, root, length, recycled=recycled, made=made)
+    take_newest(tokens, start, count, root, length, previous=previous)
+    assert torch.equal(recycled, torch.stack([made[0, 3], before[0][1], made[2, 0]]))
+    assert root.tolist() == [int(tokens[0, 4]), 51, int(tokens[2, 1])] and length.tolist() == [9, 9, 3]
+    assert previous.tolist() == [int(tokens[0, 3]), 61, int(tokens[2, 0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("eagle3", "tree:3x3x8"), ("mtp", "chain:3"), ("draft", "tree:2x3x7"), ("draft", "chain:3")]
+)
+def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
+    an untrained head is right now and then."""
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", False)
+    for module in ("cpu.kernels", "torch.linear", "cpu.stack"):
+        monkeypatch.setattr(f"heads.backends.{module}.load", lambda: None)
+    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 19), ("num_attention_heads", 4)):
+        monkeypatch.setitem(SHAPE, size, value)
+    target = make_target("llama", torch.float32, CPU)
+    requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
+    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            for module in ("attention", "recurrent", "inputs", "layers"):
+                monkeypatch.setattr(f"heads.backends.triton.{module}.runs_kernels", lambda x: True)
+            monkeypatch.setattr("heads.backends.draft_reader.runs_kernels", lambda x: True)
+        settings: dict[str, Any] = {
+            "eagle3": {"aux_layer_ids": [1, 2, 3]},
+            "mtp": {"depth": 3},
+            "draft": {"layers": [0, 1]},
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            head = build_head(kind, settings[kind], target, torch.ones(target.vocab_size).long())
+        engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64)
+        state = engine.decoder.head_state
+        by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonRecurrent
+        assert by_kernels == kernels
+        outputs = engine.generate(requests)
+        assert [o.tokens for o in outputs] == [o.tokens for o in plain]
+        found.append([o.accepted for o in outputs])
+    assert found[0] == found[1] and sum(map(sum, found[0])) > 0

@@ -1,0 +1,402 @@
+"""The frozen target: what heads see of it is what the model computes, for every family, and nothing else loads."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
+
+from heads.errors import UserError
+from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
+from heads.target.families import attention_masks, unused_weights
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+
+BASE: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen2 all windows": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, **MOE},
+    "gemma": {},
+    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 4, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
+    "mistral": {"sliding_window": 4},
+    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
+    "gpt_neo": {"num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]], "window_size": 4},
+    "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 4, **MOE},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 8},
+    "phi": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "sliding_window": 4, "sliding_window_pattern": 2},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        **MOE,
+        **LATENT,
+    },
+    "starcoder2": {"sliding_window": 4},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 4},
+}
+LENGTHS = (7, 10)  # of the packed documents, both longer than the window
+
+
+def from_config(config: PreTrainedConfig) -> Any:
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+def make_model(family: str, **changes: Any) -> Any:
+    """A tiny random model, the same every time; family may bear a note after a space."""
+    config = AutoConfig.for_model(family.split()[0], **{**BASE, **FAMILIES.get(family, {}), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_model("llama").save_pretrained(folder)
+    return folder
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions and document numbers of one row of two documents."""
+    tokens = torch.randint(3, 40, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return tokens, positions, torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS))[None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_alone(
+    family: str, tmp_path: Path
+) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), dtype=torch.float32)
+    aux_layer_ids = range(target.num_layers)
+    tokens, positions, documents = packed()
+    features = target.packed_features(tokens, positions, documents, aux_layer_ids)
+    logits = target.shared.lm_head(features.hidden)
+    start = 0
+    for n in LENGTHS:
+        rows = slice(start, start + n)
+        with torch.no_grad():
+            alone = target.model(tokens[:, rows], output_hidden_states=True, use_cache=False)
+        torch.testing.assert_close(logits[:, rows], alone.logits, atol=1e-4, rtol=1e-4)
+        states = torch.cat(alone.hidden_states[: target.num_layers], dim=-1)
+        torch.testing.assert_close(features.aux_hidden_states[:, rows], states, atol=1e-4, rtol=1e-4)
+        start += n
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere", "granite", "qwen3"])
+def test_aux_layers_and_ends_are_the_models_own_bit_for_bit(family: str) -> None:
+    """Where the model gets the very mask that the target makes, not one rounding differs."""
+    target = FrozenTarget(make_model(family).eval(), family)
+    tokens = packed()[0]
+    positions = torch.arange(tokens.shape[1])[None]
+    visible = torch.ones(1, 17, 17, dtype=torch.bool).tril()
+    mask = attention_masks(target.config, target.dtype, visible, positions, positions)
+    with torch.no_grad():
+        whole = target.model(
+            tokens, attention_mask=mask, position_ids=positions, output_hidden_states=True, use_cache=False
+        )
+    features = target.features(
+        tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=[0, 1, 3]
+    )
+    assert torch.equal(features.aux_hidden_states, torch.cat([whole.hidden_states[k] for k in (0, 1, 3)], dim=-1))
+    assert torch.equal(features.hidden, whole.hidden_states[-1])
+    assert torch.equal(target.shared.lm_head(features.hidden), whole.logits)
+
+
+def test_the_last_aux_layer_is_the_last_layers_output_before_the_norm() -> None:
+    target = FrozenTarget(make_model("llama"), "llama")
+    tokens, positions, documents = packed()
+    features = target.packed_features(tokens, positions, documents, [4])
+    assert torch.equal(target.model.model.norm(features.aux_hidden_states), features.hidden)
+
+
+def test_only_tapped_layers_carry_hooks_and_none_stays() -> None:
+    target = FrozenTarget(make_model("llama"), "llama")
+    tokens, positions, documents = packed()
+    seen: list[list[int]] = []
+
+    def count(*_: object) -> None:
+        seen.append([len(layer._forward_pre_hooks) for layer in target.layers])
+
+    spy = target.base.get_submodule("norm").register_forward_pre_hook(count)
+    target.packed_features(tokens, positions, documents, [1, 3])
+    spy.remove()
+    assert seen == [[0, 1, 0, 1]]
+    with pytest.raises(IndexError):  # a token outside the table, in the middle of the forward pass
+        target.packed_features(tokens + 1000, positions, documents, [1, 3, 4])
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in target.layers)
+
+
+def test_nothing_of_the_target_can_be_trained() -> None:
+    target = FrozenTarget(make_model("llama"), "llama")
+    features = target.packed_features(*packed(), [0])
+    assert not features.hidden.requires_grad and not features.aux_hidden_states.requires_grad
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def test_a_padded_vocabulary_is_the_width_of_the_logits() -> None:
+    model = make_model("llama")
+    model.resize_token_embeddings(48)
+    target = FrozenTarget(model, "padded")
+    assert target.vocab_size == target.shared.lm_head(torch.zeros(1, 16)).shape[-1] == len(target.lm_head_weight) == 48
+
+
+@pytest.mark.parametrize(
+    ("n", "aux_layer_ids"), [(5, None), (6, None), (7, (2, 3, 4)), (8, (2, 4, 5)), (12, (2, 6, 9)), (36, (2, 18, 33))]
+)
+def test_default_aux_layers(n: int, aux_layer_ids: tuple[int, int, int] | None) -> None:
+    if aux_layer_ids:
+        assert default_aux_layer_ids(n) == aux_layer_ids
+        return
+    with pytest.raises(
+        UserError, match=f"a target of {n} layers is too shallow .* name them, as in head.aux_layer_ids: \\["
+    ):
+        default_aux_layer_ids(n)
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_aux_layers_that_are_proposed_are_aux_layers_that_engines_capture(n: int) -> None:
+    aux_layer_ids = shallow_aux_layer_ids(n)
+    assert (
+        check_aux_layer_ids(aux_layer_ids, n) == tuple(aux_layer_ids)
+        and len(aux_layer_ids) >= 2
+        and max(aux_layer_ids) < n
+    )
+    with pytest.raises(UserError, match="no two residual streams"):
+        default_aux_layer_ids(1)
+
+
+@pytest.mark.parametrize("aux_layer_ids", [[], [1, 1], [-1], [5]])
+def test_bad_aux_layers_are_named(aux_layer_ids: list[int]) -> None:
+    with pytest.raises(UserError, match=r"head\.aux_layer_ids: "):
+        check_aux_layer_ids(aux_layer_ids, 4)
+
+
+def test_aux_layers_are_put_in_ascending_order() -> None:
+    assert check_aux_layer_ids([3, 0, 2], 4) == (0, 2, 3)
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tmp_path: Path) -> None:
+    model = make_model("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "one")
+    stored, wide = (load_target(str(tmp_path / "one"), dtype=dtype) for dtype in (None, torch.float32))
+    assert stored.dtype == torch.bfloat16 and wide.dtype == torch.float32
+    assert stored.fingerprint == wide.fingerprint
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.1)
+    model.save_pretrained(tmp_path / "other")
+    assert load_target(str(tmp_path / "other")).fingerprint != stored.fingerprint
+
+
+def test_eos_ids_come_from_the_generation_config_first() -> None:
+    model = make_model("llama")
+    model.generation_config.eos_token_id = [2, 7]
+    assert FrozenTarget(model, "chat").eos_token_ids == (2, 7)
+    model.generation_config.eos_token_id = None
+    assert FrozenTarget(model, "plain").eos_token_ids == (2,)
+
+
+def refusal(action: Any, *args: Any) -> str:
+    """The text of the UserError that `action` must raise; one line."""
+    with pytest.raises(UserError) as caught:
+        action(*args)
+    text = str(caught.value)
+    assert "\n" not in text and text, text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_next", "linear_attention"),
+        ("llama4_text", "chunked_attention"),
+        ("mamba", "linear_attention"),
+        ("rwkv", "recurrent state"),
+    ],
+)
+def test_families_with_another_kind_of_past_are_refused(family: str, words: str) -> None:
+    small = {"num_experts": 4} if family == "qwen3_next" else {"num_local_experts": 2}
+    with torch.device("meta"):
+        model = from_config(AutoConfig.for_model(family, vocab_size=40, hidden_size=16, num_hidden_layers=4, **small))
+    assert words in refusal(FrozenTarget, model, "its-path")
+
+
+def test_a_family_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
+    make_model("bloom", hidden_size=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
+    assert "4-D mask" in refusal(load_target, str(tmp_path))
+
+
+def test_logits_that_are_not_the_models_are_noticed() -> None:
+    """Llama does not heed `logit_scale`, so what is made of its hidden states is not what it says itself."""
+    FrozenTarget(make_model("llama"), "llama").check()
+    assert "its logits differ" in refusal(FrozenTarget(make_model("llama", logit_scale=0.5), "llama").check)
+
+
+@pytest.mark.parametrize("cls", [BertModel, BertForMaskedLM])
+def test_encoders_are_refused(cls: type[Any], tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    cls(config).save_pretrained(tmp_path)
+    text = refusal(load_target, str(tmp_path))
+    assert "causal language model" in text and cls.__name__ in text
+
+
+def test_missing_and_empty_folders(tmp_path: Path) -> None:
+    assert str(tmp_path / "none") in refusal(load_target, str(tmp_path / "none"))
+    assert "no such folder" in refusal(load_target, str(tmp_path / "none"))
+    assert "no/such-model: neither a folder here nor found on the hub" in refusal(load_target, "no/such-model")
+    assert "x: neither a folder here nor" in refusal(load_target, "x" * 300)
+    assert "no config.json" in refusal(load_target, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "{}", '{"model_type": "no-such"}', '{"model_type": "llama", "hidden_size": "wide"}']
+)
+def test_damaged_configs(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert str(tmp_path) in refusal(load_target, str(tmp_path))
+
+
+def copy(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return to
+
+
+def test_damaged_weights(llama_dir: Path, tmp_path: Path) -> None:
+    weights = copy(llama_dir, tmp_path) / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"\xff" * 100):
+        weights.write_bytes(damaged)
+        assert str(tmp_path) in refusal(load_target, str(tmp_path))
+    weights.unlink()
+    assert "safetensors" in refusal(load_target, str(tmp_path))
+
+
+def test_missing_weights_are_not_made_up(llama_dir: Path, tmp_path: Path) -> None:
+    weights = copy(llama_dir, tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(load_target, str(tmp_path))
+
+
+def test_weights_that_the_config_has_no_layer_for_are_refused(llama_dir: Path, tmp_path: Path) -> None:
+    path = copy(llama_dir, tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] - 1}))
+    text = refusal(load_target, str(tmp_path))
+    assert f"model.layers.{config['num_hidden_layers'] - 1}.input_layernorm.weight first" in text
+    assert f"LlamaForCausalLM of {config['num_hidden_layers'] - 1} layers" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.fc.weight",
+        "model.mtp_layers.0.input_proj.weight",
+        "mtp_block.norm.weight",
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.mlp.up_proj.weight",  # of the module that the one above makes of it
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "transformer.h.0.attn.bias",
+        "transformer.h.0.attn.masked_bias",
+        "bert.embeddings.position_ids",
+        "model.visual.blocks.0.attn.qkv.weight",
+        "vision_tower.encoder.layers.30.mlp.fc1.weight",
+        "multi_modal_projector.linear_1.weight",
+    ],
+)
+def test_weights_that_are_no_part_of_the_language_model_may_be_there(name: str) -> None:
+    assert unused_weights([name, "model.layers.4.eh_proj.weight"], 4) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.3.self_attn.q_norm.weight",
+        "model.layers.5.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "v_head.summary.weight",
+    ],
+)
+def test_weights_without_which_the_model_is_another(name: str) -> None:
+    assert unused_weights([name, "model.layers.4.eh_proj.weight"], 4) == [name]
+
+
+def test_weights_of_another_shape_are_refused(llama_dir: Path, tmp_path: Path) -> None:
+    path = copy(llama_dir, tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 28}))
+    assert str(tmp_path) in refusal(load_target, str(tmp_path))
+
+
+def test_pickled_weights_are_refused(llama_dir: Path, tmp_path: Path) -> None:
+    copy(llama_dir, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
+    assert "safetensors" in refusal(load_target, str(tmp_path))
+
+
+def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    path = copy(llama_dir, tmp_path / "model") / "config.json"
+    config = json.loads(path.read_text())
+    config["model_type"] = "homemade"
+    config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    path.write_text(json.dumps(config))
+    (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    text = refusal(load_target, str(path.parent))
+    assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
+    refusal(load_tokenizer, str(path.parent))
+    assert not ran.exists()
+
+
+def test_tokenizers(tiny_target_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
+    assert "no tokenizer" in refusal(load_tokenizer, str(llama_dir))
+    assert "no such folder" in refusal(load_tokenizer, str(tmp_path / "none"))
+    (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
+    assert "no tokenizer" in refusal(load_tokenizer, str(tmp_path / "damaged"))

@@ -1,0 +1,465 @@
+"""A draft model: training steps are drafting steps, the cache holds what it should, and what is saved is a HF model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.backends.draft_reader import Reader
+from heads.base import Batch, Observation
+from heads.checkpoint import load_head, save_head, target_record
+from heads.draft_model import Draft, DraftState
+from heads.errors import UserError
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.tree import parse_shape
+
+V = 40
+SIZE = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 2.0},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
+}
+
+
+def make_target(family: str = "llama", **changes: Any) -> FrozenTarget:
+    config = AutoConfig.for_model(family, **{**SIZE, **FAMILIES[family], **changes})
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return FrozenTarget(auto.from_config(config).double(), family)
+
+
+def make_head(target: FrozenTarget, **settings: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        head = build_head("draft", settings or {"layers": [0, 2]}, target, torch.ones(target.vocab_size))
+    return head.double()
+
+
+def make_batch(target: FrozenTarget, documents: list[list[int]], *, labels_from: int = 2) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(2, V, (len(documents), sum(documents[0])), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
+    features = target.packed_features(tokens, positions, ids, ())
+    return Batch(
+        tokens=tokens,
+        loss_mask=positions >= labels_from,
+        positions=positions,
+        documents=ids,
+        embeddings=target.shared.embed_tokens(tokens),
+        aux_hidden_states=features.aux_hidden_states,
+        hidden=features.hidden,
+        shared=target.shared,
+    )
+
+
+def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
+    return columns if token_ids is None else token_ids[columns], logp
+
+
+def plain_logits(head: Any, tokens: list[int]) -> Tensor:
+    """(T, V) by the model itself, without a cache and without masks of ours."""
+    with torch.no_grad():
+        logits: Tensor = head.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def feed(head: Any, state: DraftState, texts: list[list[int]], start: list[int], count: list[int], nodes: Any) -> None:
+    """Tell the head of `count` positions of each row, with padding behind them."""
+    M = max(max(count), 1) if nodes is None else nodes.shape[1]
+    tokens = torch.full((len(texts), M + 1), 7)
+    for row, (text, first, many) in enumerate(zip(texts, start, count, strict=True)):
+        tokens[row, : many + 1] = torch.tensor(text[first : first + many + 1])
+    B = len(texts)
+    head.extend(
+        state,
+        Observation(
+            tokens, torch.zeros(B, M, 0), torch.zeros(B, M, 16), torch.tensor(start), torch.tensor(count), nodes
+        ),
+    )
+
+
+def texts_of(lengths: list[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(2, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
+    head = make_head(make_target(family))
+    texts = texts_of([9, 2, 14])
+    state = head.new_state(None, batch_size=3, capacity=40, shape=parse_shape("chain:4"))
+    feed(head, state, texts, [0, 0, 0], [len(text) - 1 for text in texts], None)
+    proposal = head.propose(state, greedy)
+    for row, text in enumerate(texts):
+        naive = list(text)
+        for _ in range(4):
+            naive.append(int(plain_logits(head, naive)[-1].argmax()))
+        assert proposal.tokens[row].tolist() == naive[-5:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("shape", ["tree:3x3x13", "tree:4x2x7", "static:3.2.1", "static:1.1.1", "tree:1x4x5"])
+def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -> None:
+    head = make_head(make_target(family))
+    texts = texts_of([9, 12])
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape(shape))
+    feed(head, state, texts, [0, 0], [8, 11], None)
+    proposal = head.propose(state, greedy)
+    for row, text in enumerate(texts):
+        for node in range(1, proposal.tokens.shape[1]):
+            path, at = [], node
+            while at:
+                path.append(int(proposal.tokens[row, at]))
+                at = int(proposal.parents[row, at])
+            path.reverse()
+            logp = plain_logits(head, text + path).log_softmax(-1)
+            total = sum(float(logp[len(text) - 1 + i, token]) for i, token in enumerate(path))
+            assert float(proposal.scores[row, node]) == pytest.approx(total, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x13", "static:3.2.1", "tree:5x1x4", "tree:1x4x5"])
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float64), ("qwen3", torch.float64), ("llama", None)])
+def test_rounds_go_on_from_what_was_accepted(
+    shape: str, family: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any path of any length is accepted, rows at their own pace, one of them done: the next draft is what a fresh
+    state drafts from the whole text, and no accepted token but the last was read again. By the model itself, by a
+    native decoder, and by the CPU kernels."""
+    head = make_head(make_target(family)).to(dtype or torch.float32)
+    shape_ = parse_shape(shape)
+    chooser = torch.Generator().manual_seed(7)
+    texts = texts_of([5, 9, 3])
+    state = head.new_state(None, batch_size=3, capacity=60, shape=shape_)
+    feed(head, state, texts, [0, 0, 0], [len(text) - 1 for text in texts], None)
+    done = list(texts[2])
+    read: list[Tensor] = []
+    act = Reader.read
+
+    def watch(self: Reader, tokens: Tensor, places: Any, **how: Any) -> Tensor:
+        read.append(tokens)
+        return act(self, tokens, places, **how)
+
+    monkeypatch.setattr(Reader, "read", watch)
+    for _ in range(6):
+        read.clear()
+        proposal = head.propose(state, greedy)
+        first, *later = read
+        assert first.tolist()[:2] == [text[-2:] for text in texts[:2]]  # the fixed pair
+        assert len(later) == max(shape_.depth - 1, 0)
+        nodes = torch.zeros(3, shape_.depth + 1, dtype=torch.int64)
+        starts, counts = [len(text) - 1 for text in texts], [0, 0, 0]
+        for row in range(2):
+            path, at = [0], 0
+            while children := [j for j in range(1, shape_.nodes) if int(proposal.parents[row, j]) == at]:
+                if float(torch.rand(1, generator=chooser)) < 0.25:
+                    break
+                at = children[int(torch.randint(len(children), (1,), generator=chooser))]
+                path.append(at)
+            nodes[row, : len(path)] = torch.tensor(path)
+            texts[row] += [int(proposal.tokens[row, j]) for j in path[1:]]
+            texts[row].append(int(torch.randint(2, V, (1,), generator=chooser)))
+            counts[row] = len(path)
+        read.clear()
+        feed(head, state, texts, starts, counts, nodes)
+        assert not read  # accepting reads nothing
+        fresh = head.new_state(None, batch_size=3, capacity=60, shape=shape_)
+        feed(head, fresh, [*texts[:2], done], [0, 0, 0], [len(text) - 1 for text in (*texts[:2], done)], None)
+        again, wanted = head.propose(state, greedy), head.propose(fresh, greedy)
+        assert torch.equal(again.tokens, wanted.tokens)
+        torch.testing.assert_close(again.scores, wanted.scores)
+
+
+def test_prompts_may_come_in_pieces_and_rows_begin_anew() -> None:
+    head = make_head(make_target())
+    texts = texts_of([11, 6])
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    feed(head, state, [texts_of([20])[0], texts[1]], [0, 0], [15, 5], None)
+    head.propose(state, greedy)
+    head.reset_rows(state, torch.tensor([True, False]))
+    feed(head, state, texts, [0, 0], [4, 0], None)
+    feed(head, state, texts, [4, 0], [6, 0], None)
+    found = head.propose(state, greedy)
+    whole = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    feed(head, whole, texts, [0, 0], [10, 5], None)
+    wanted = head.propose(whole, greedy)
+    assert torch.equal(found.tokens, wanted.tokens)
+    torch.testing.assert_close(found.scores, wanted.scores)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_states_are_what_the_model_gives_each_document(family: str) -> None:
+    target = make_target(family)
+    head, batch = make_head(target), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    with torch.no_grad():
+        logits = head.logits(head.states(batch))
+    for row, lengths in enumerate(([7, 2, 9], [1, 12, 5])):
+        at = 0
+        for length in lengths:
+            alone = plain_logits(head, batch.tokens[row, at : at + length].tolist())
+            torch.testing.assert_close(logits[row, at : at + length], alone.to(logits.dtype), atol=1e-5, rtol=1e-5)
+            at += length
+
+
+@pytest.mark.parametrize("loss", ["kl", "jsd", "labels"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_the_loss_by_hand(family: str, loss: str) -> None:
+    target = make_target(family)
+    settings: dict[str, Any] = {"layers": [1, 3], "loss": loss} | ({"beta": 0.2} if loss == "jsd" else {})
+    head, batch = make_head(target, **settings), make_batch(target, [[7, 2, 9], [1, 12, 5]])
+    p = target.shared.lm_head(batch.hidden).double().softmax(-1)
+    total, rows = torch.zeros((), dtype=torch.float64), 0
+    logits = head.model.lm_head(head.states(batch)) / (2.0 if family == "granite" else 1.0)
+    if family == "gemma2":
+        logits = 3.0 * torch.tanh(logits / 3.0)
+    logq = logits.log_softmax(-1)
+    for b in range(2):
+        for t in range(18):
+            if t and batch.loss_mask[b, t] and batch.documents[b, t] == batch.documents[b, t - 1]:
+                rows += 1
+                distribution, draft = p[b, t - 1], logq[b, t - 1].exp()
+                mean = 0.2 * distribution + 0.8 * draft
+                total = (
+                    total
+                    + {
+                        "kl": (distribution * (distribution / draft).log()).sum(),
+                        "jsd": 0.2 * (distribution * (distribution / mean).log()).sum()
+                        + 0.8 * (draft * (draft / mean).log()).sum(),
+                        "labels": -logq[b, t - 1, batch.tokens[b, t]],
+                    }[loss]
+                )
+    assert head.counts(batch.loss_mask, batch.documents).tolist() == [rows]
+    (total / rows).backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in head.named_parameters()}
+    head.zero_grad()
+    found = head.loss(batch, torch.tensor([1 / rows], dtype=torch.float64))
+    found.loss.backward()
+    torch.testing.assert_close(found.sums, total.detach()[None], rtol=1e-6, atol=1e-6)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_what_it_foresees_is_what_it_drafts() -> None:
+    """Along the draft's own greedy text every guess is right; one token changed is one guess wrong, and what follows
+    is what a chain from there drafts."""
+    target = make_target()
+    head = make_head(target)
+    text = texts_of([6])[0]
+    for _ in range(12):
+        text.append(int(plain_logits(head, text)[-1].argmax()))
+    text[11] = (text[11] + 1) % V
+    batch = make_batch(target, [[18]])
+    batch.tokens[0] = torch.tensor(text)
+    found = head.foresees(batch, 3)
+    assert found.shape == (3, 1, 18) and found.dtype == torch.bool
+    for t in range(4, 14):  # root x_{t+1}
+        state = head.new_state(None, batch_size=1, capacity=40, shape=parse_shape("chain:3"))
+        feed(head, state, [text[: t + 2]], [0], [t + 1], None)
+        chain = head.propose(state, greedy).tokens[0, 1:].tolist()
+        for k in range(3):
+            if chain[:k] == text[t + 2 : t + 2 + k]:  # the ones before are right, so the chain went on as given
+                assert bool(found[k, 0, t]) == (chain[k] == text[t + 2 + k]), (t, k)
+    assert not found[0, 0, 9] and found[0, 0, 6]
+
+
+def test_kept_layers_are_the_targets_own() -> None:
+    target = make_target()
+    head = make_head(target, layers=[1, 3])
+    own = target.model.state_dict()
+    for name, weight in head.model.state_dict().items():
+        source = name.replace("layers.1.", "layers.3.").replace("layers.0.", "layers.1.")
+        assert torch.equal(weight, own[source].to(weight.dtype)), name
+    assert head.model.config.num_hidden_layers == 2 and len(target.layers) == 4
+
+
+def test_kept_layers_keep_their_kind() -> None:
+    """In gemma2 every other layer has a window: a layer keeps its own, wherever it comes to stand."""
+    head = make_head(make_target("gemma2"), layers=[1, 3])
+    assert head.model.config.layer_types == ["full_attention", "full_attention"]
+
+
+def test_a_fresh_model_has_the_config_asked_for() -> None:
+    head = make_head(make_target("qwen3"), fresh={"hidden_size": 24, "num_hidden_layers": 2, "head_dim": 12})
+    assert head.model.config.hidden_size == 24 and head.model.get_input_embeddings().weight.shape == (V, 24)
+    assert head.model.model.layers[0].self_attn.q_proj.weight.shape == (24, 24)
+    assert head.model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss": "kl"}, "one of path .*, layers .* and fresh .*, got none"),
+        ({"layers": [0], "fresh": {}}, "got layers and fresh"),
+        ({"layers": [0, 4]}, "head.layers: 4 is not a layer of a target with 4; use 0 to 3"),
+        ({"layers": [2, 1]}, r"head.layers: expected some of the target's 4 layers, ascending, got \[2, 1\]"),
+        ({"layers": [0, 1, 2, 3]}, "head.layers: expected some"),
+        ({"layers": []}, "head.layers: expected some"),
+        ({"layers": [0], "loss": "mse"}, "head.loss: expected one of kl, .*labels, got 'mse'"),
+        ({"layers": [0], "beta": 0.5}, "head.beta: has no effect with loss kl"),
+        ({"layers": [0], "loss": "jsd", "beta": 1.0}, "head.beta: expected a number between 0 and 1, got 1.0"),
+        ({"fresh": {"vocab_size": 3}}, "head.fresh.vocab_size: decided by the target"),
+        (
+            {"fresh": {"hiden_size": 3}},
+            "head.fresh.hiden_size: a llama has no such setting; did you mean 'hidden_size'",
+        ),
+        ({"fresh": {"num_attention_heads": 5}}, "head.fresh: no llama can be made of it"),
+        ({"layers": [0], "lora": {"rank": 0}}, "head.lora: expected a rank of at least 1"),
+        ({"path": "no/such/folder"}, "no such folder|no tokenizer that can be loaded"),
+        ({"layers": [0], "vocab_size": 3}, "head.vocab_size: decided by the target"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], words: str, tiny_target_dir: Path) -> None:
+    target = make_target()
+    target.name = str(tiny_target_dir)
+    with pytest.raises(UserError, match=words) as caught:
+        build_head("draft", settings, target, torch.ones(V))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_saved_is_a_hugging_face_model(tied: bool, tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_target_dir))
+    settings = {
+        "fresh": {
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": tied,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+        }
+    }
+    head = build_head("draft", settings, target, torch.ones(128))
+    save_head(head, tmp_path / "head", target=target_record(target))
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "head")
+    ids = torch.arange(20)[None]
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(logits, head.model(input_ids=ids).logits)
+    torch.testing.assert_close(load_head(tmp_path / "head").model(input_ids=ids).logits, logits)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["draftsmith"]["kind"] == "draft"
+    assert load_target(str(tmp_path / "head")).vocab_size == 128
+    assert (
+        load_tokenizer(str(tmp_path / "head"))("def f")["input_ids"]
+        == load_tokenizer(str(tiny_target_dir))("def f")["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("rows", [100, 150])
+def test_padded_vocabularies_meet_at_their_common_prefix(
+    rows: int, target: FrozenTarget, tiny_target_dir: Path, tmp_path: Path, make_smaller: Callable[..., Path]
+) -> None:
+    """The draft proposes what both know; what is saved has the target's size."""
+    path = make_smaller(tmp_path / "small", vocab_size=rows)
+    head = build_head("draft", {"path": str(path)}, target, torch.ones(128))
+    common = min(rows, 128)
+    assert (head.config.vocab_size, head.config.common_size) == (128, common)
+    own: Any = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.arange(20)[None]
+    wanted = own(input_ids=ids).logits
+    with torch.no_grad():
+        positions = ids
+        states = head.read(ids, positions, torch.ones(20, 20).tril().bool()[None], positions)
+        torch.testing.assert_close(head.logits(states), wanted[..., :common])
+    save_head(head, tmp_path / "head", target=target_record(target))
+    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "head")
+    assert saved.config.vocab_size == 128 and saved.get_output_embeddings().weight.shape[0] == 128
+    torch.testing.assert_close(saved(input_ids=ids).logits[..., :common], wanted[..., :common])
+    tail = saved.get_output_embeddings().weight[common:]
+    assert torch.equal(tail, saved.get_output_embeddings().weight[:common].mean(0).expand_as(tail))
+
+
+@pytest.fixture
+def make_smaller(tiny_target_dir: Path) -> Callable[..., Path]:
+    """(folder, settings of its config) -> a small model with the tiny target's tokenizer."""
+
+    def make(folder: Path, **changes: Any) -> Path:
+        config = AutoConfig.for_model("llama", **{**SIZE, "max_position_embeddings": 512, **changes})
+        auto: Any = AutoModelForCausalLM
+        auto.from_config(config).save_pretrained(folder)
+        load_tokenizer(str(tiny_target_dir)).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def test_another_tokenizer_is_refused_by_its_first_differing_token(
+    target: FrozenTarget, tmp_path: Path, make_smaller: Callable[..., Path]
+) -> None:
+    path = make_smaller(tmp_path / "small", vocab_size=128)
+    file = path / "tokenizer.json"
+    text = file.read_text()
+    # Two tokens change places; the lower id is the first that differs.
+    tokenizer = json.loads(text)
+    vocab = tokenizer["model"]["vocab"]
+    vocab["A"], vocab["Z"] = vocab["Z"], vocab["A"]
+    file.write_text(json.dumps(tokenizer))
+    number = vocab["Z"]
+    with pytest.raises(UserError, match=f"token {number} is 'Z' here and 'A' there"):
+        build_head("draft", {"path": str(path)}, target, torch.ones(128))
+
+
+def test_a_smaller_model_by_path_is_loaded_whole(
+    target: FrozenTarget, tmp_path: Path, make_smaller: Callable[..., Path]
+) -> None:
+    path = make_smaller(tmp_path / "small", vocab_size=128)
+    head = build_head("draft", {"path": str(path)}, target, torch.ones(128))
+    own: Any = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(head.model.parameters(), own.parameters(), strict=True))
+    assert all(parameter.requires_grad for parameter in head.parameters())
+
+
+def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> None:
+    head = make_head(make_target())
+    exact = head.model.model.rotary_emb.inv_freq.clone()
+    narrow = head.to(torch.bfloat16)
+    assert narrow.model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(narrow.model.model.rotary_emb.inv_freq, exact) and exact.dtype != torch.bfloat16
+
+
+def test_a_tree_wider_than_the_common_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the head drafts 40"):
+        make_head(make_target()).new_state(None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"))
+
+
+def test_rows_longer_than_the_drafts_context_are_refused() -> None:
+    target = make_target()
+    head = make_head(target, fresh={"max_position_embeddings": 8})
+    with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
+        head.loss(make_batch(target, [[18]]), torch.ones(1))
+    with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
+        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))
+
+
+def test_gradients_reach_every_parameter() -> None:
+    target = make_target()
+    head = make_head(target)
+    assert isinstance(head, Draft)
+    head.loss(make_batch(target, [[18]]), torch.ones(1, dtype=torch.float64)).loss.backward()
+    assert not [name for name, p in head.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]

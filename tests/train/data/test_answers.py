@@ -1,0 +1,134 @@
+"""The target's own answers: what the runtime gives, kept and taken up again."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.runtime.engine import Engine, Request
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from train.data import answers
+from train.data.answers import answer_documents, answers_key, make_answers
+from train.data.sources import read_documents, read_prompts
+from train.recipe import Regenerate, load_recipe
+
+PROMPTS = [[0, 40 + n, 50, 60 + n] for n in range(9)]
+GREEDY = Regenerate(prompts=9, new_tokens=6, batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir))
+
+
+def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_path: Path) -> None:
+    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    engine = Engine(target, max_length=32)
+    assert made == [output.tokens for output in engine.generate([Request(prompt, 6) for prompt in PROMPTS])]
+
+
+def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    monkeypatch.setattr(answers, "Engine", None)
+    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupted_file_is_taken_up_at_its_last_whole_line(
+    target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    (whole,) = tmp_path.iterdir()
+    lines = whole.read_text().splitlines(keepends=True)
+    whole.unlink()
+    part = tmp_path / f"answers-{answers_key(target, PROMPTS, GREEDY)}.0-of-1.part"
+    part.write_text("".join(lines[:7]) + lines[7][:3])
+    asked = []
+
+    class Counting(Engine):
+        def generate(self, requests: Any, **rest: Any) -> Any:
+            asked.extend(requests)
+            return super().generate(requests, **rest)
+
+    monkeypatch.setattr(answers, "Engine", Counting)
+    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made and len(asked) == 2
+
+
+def test_shares_of_two_processes_make_the_same_answers(target: FrozenTarget, tmp_path: Path) -> None:
+    settings = GREEDY.model_copy(update={"temperature": 1.0})
+    alone = make_answers(target, PROMPTS, settings, tmp_path)
+    (tmp_path / "two").mkdir()
+
+    def other_process() -> None:
+        if not any((tmp_path / "two").glob("*.1-of-2.part")):
+            answers._answer_share(target, PROMPTS[1::2], settings, part, 1, 2, lambda *_: None)
+
+    part = tmp_path / "two" / f"answers-{answers_key(target, PROMPTS, settings)}.1-of-2.part"
+    waits: Iterator[Callable[[], None]] = iter([other_process, lambda: None])
+    both = make_answers(
+        target, PROMPTS, settings, tmp_path / "two", process=0, num_processes=2, wait=lambda: next(waits)()
+    )
+    assert both == alone
+
+
+def test_the_key_is_what_answers_depend_on(target: FrozenTarget) -> None:
+    key = answers_key(target, PROMPTS, GREEDY)
+    for same in ({"batch_size": 4}, {"seed": 3}, {"share": 0.5}):
+        assert answers_key(target, PROMPTS, GREEDY.model_copy(update=same)) == key
+    for other in ({"new_tokens": 7}, {"temperature": 1.0}):
+        assert answers_key(target, PROMPTS, GREEDY.model_copy(update=other)) != key
+    assert answers_key(target, PROMPTS[1:], GREEDY) != key
+
+
+def test_a_damaged_file_is_named_by_line(target: FrozenTarget, tmp_path: Path) -> None:
+    make_answers(target, PROMPTS, GREEDY, tmp_path)
+    (whole,) = tmp_path.iterdir()
+    whole.write_text(whole.read_text().replace("[", "", 1))
+    with pytest.raises(UserError, match=r"\.jsonl:1: expected a list of token ids"):
+        make_answers(target, PROMPTS, GREEDY, tmp_path)
+
+
+def test_only_the_answer_is_trained_on_unless_given_otherwise() -> None:
+    (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=False)
+    assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.tolist() == [False, False, True, True, True]
+    (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=True)
+    assert document.labels.all()
+
+
+def test_prompts_come_from_every_source_by_weight(
+    settings: dict[str, Any], write_recipe: Callable[[dict[str, Any]], Path], tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"instruction": f"say {n}", "response": "so"}) + "\n" for n in range(20)))
+    text = settings["data"]["sources"][0] | {"weight": 1.0}
+    settings["data"]["sources"] = [text, {"kind": "chat", "path": str(chats), "weight": 3.0}]
+    settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 16}
+    settings["head"] = {"kind": "eagle3"}
+    tokenizer = load_tokenizer(str(tiny_target_dir))
+
+    def read() -> list[list[int]]:
+        recipe = load_recipe(write_recipe(settings))
+        assert recipe.data.regenerate is not None
+        return read_prompts(recipe, tokenizer, recipe.data.regenerate, "data.regenerate")
+
+    prompts = read()
+    assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
+    assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
+    settings["data"]["regenerate"]["prompts"] = 40
+    with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
+        read()
+
+
+def test_a_file_whose_every_label_is_masked_is_refused(
+    settings: dict[str, Any], write_recipe: Callable[[dict[str, Any]], Path], tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3)
+    settings["data"]["sources"] = [{"kind": "chat", "path": str(chats)}]
+    settings["head"] = {"kind": "eagle3"}
+    source = load_recipe(write_recipe(settings)).data.sources[0]
+    with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
+        read_documents(source, load_tokenizer(str(tiny_target_dir)), lambda _: None)

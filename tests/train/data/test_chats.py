@@ -1,0 +1,227 @@
+"""Labels found by rendering: compared with masks made by hand, token for token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from eval.benchmark.messages import RecordError, read_messages, read_text, read_tools
+from heads.errors import UserError
+from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# As reasoning models do: what stands before </think> is dropped from every answer but the last.
+FORGETFUL = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('/think ')[-1] }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+REWRITING = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+SYSTEM_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hi"
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "the sea"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "sand"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+    return loaded
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None
+) -> list[str]:
+    """Each document's text with its labels in brackets."""
+    out = []
+    for document in encode_chat(tokenizer, messages, template=template):
+        text, inside = "", False
+        for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
+            text += "[" * (label and not inside) + "]" * (inside and not label) + str(tokenizer.decode([token]))
+            inside = label
+        out.append(text + "]" * inside)
+    return out
+
+
+def test_all_answers_of_a_conversation_are_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, TALK) == [
+        "<s><|system|>be kind<|user|>hi<|assistant|>[the sea</s>]<|user|>and<|assistant|>[sand</s>]"
+    ]
+
+
+def test_what_a_template_adds_after_the_end_is_no_label(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert marked(tokenizer, TALK[1:3], CHATML) == ["<|user|>\nhi</s>\n<|assistant|>\n[the sea</s>]\n"]
+
+
+def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "so/think sea"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": "no/think sand"},
+    ]
+    assert marked(tokenizer, talk, FORGETFUL) == [
+        "<|user|>hi</s><|assistant|>[so/think sea</s>]",
+        "<|user|>hi</s><|assistant|>sea</s><|user|>and</s><|assistant|>[no/think sand</s>]",
+    ]
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
+        encode_chat(tokenizer, TALK[1:3], place="f:3", template=REWRITING)
+
+
+def test_what_a_template_raises_is_given_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
+        encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
+
+
+CALLS = {
+    # As Qwen's and Hermes': a mapping or JSON.
+    "either": "{% for c in m.tool_calls %}{% set a = c.function.arguments %}<call>{{ c.function.name }}("
+    "{{ a if a is string else a | tojson }}){% endfor %}",
+    # As Llama's: a mapping, element by element.
+    "mapping": "{% for c in m.tool_calls %}<call>{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %}){% endfor %}",
+    # As DeepSeek's: text.
+    "text": "{% for c in m.tool_calls %}{{ '<call>' + c.function.name + '(' + c.function.arguments + ')' }}"
+    "{% endfor %}",
+}
+CALLING = (
+    "{% if tools %}<tools>{{ tools[0].name }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.content %}"
+    "{{ m.content }}{% endif %}CALLS{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
+
+
+def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", **content, "tool_calls": [CALL]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "blue", "tool_calls": None},
+    ]
+    return read_messages(("f:1", {"messages": turns}))
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize(
+    ("form", "shown"), [("either", '{"at": "sea"}'), ("mapping", "at=sea"), ("text", '{"at": "sea"}')]
+)
+def test_calls_of_tools_render_as_the_template_wants_them(
+    form: str, shown: str, content: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    template = CALLING.replace("CALLS", CALLS[form])
+    text = f"<|user|>hi<|assistant|>[<call>look({shown})</s>]<|tool|>blue<|assistant|>[blue</s>]"
+    assert marked(tokenizer, calling(content), template) == [text]
+    given = {**CALL, "function": {"name": "look", "arguments": {"at": "sea"}}}
+    messages = [
+        {**message, "tool_calls": [given]} if "tool_calls" in message else message for message in calling(content)
+    ]
+    assert marked(tokenizer, messages, template) == [text]
+
+
+def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RecordError, match=r"f:1: the chat template renders no tool calls") as caught:
+        encode_chat(tokenizer, calling({"content": None}), place="f:1", template=CALLING.replace("CALLS", ""))
+    assert caught.value.reason == "tool calls not rendered"
+
+
+def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
+    given: Any
+    for given in ([{"name": "look"}], '[{"name": "look"}]'):
+        found = read_tools(("f:1", {"tools": given}))
+        prompt = encode_prompt(tokenizer, TALK[1:3], template=CALLING.replace("CALLS", ""), tools=found)
+        assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
+    for given in ([], None, "", "null"):
+        assert read_tools(("f:1", {"tools": given})) is None
+    for given in ("look", {"name": "look"}, 3):
+        with pytest.raises(RecordError, match="f:1: tools: expected"):
+            read_tools(("f:1", {"tools": given}))
+
+
+@pytest.mark.parametrize("turns", [TALK[2:], [TALK[0], *TALK[2:]]])
+def test_an_answer_to_nothing_is_refused(turns: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+    for encode in (encode_chat, encode_prompt):
+        with pytest.raises(RecordError, match="f:1: begins with an answer"):
+            encode(tokenizer, turns, place="f:1")
+
+
+def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_chat(tokenizer, TALK[:2]) == [] and encode_prompt(tokenizer, TALK[:2]) is None
+
+
+def test_the_prompt_is_what_stands_before_the_last_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = encode_prompt(tokenizer, TALK)
+    assert prompt is not None and tokenizer.decode(prompt) == (
+        "<s><|system|>be kind<|user|>hi<|assistant|>the sea</s><|user|>and<|assistant|>"
+    )
+
+
+def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    (document,) = encode_text(tokenizer, ["the sea"])
+    assert tokenizer.decode(document.ids.tolist()) == "the sea</s>" and document.labels.all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]},
+        {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]},
+        {"instruction": "a b", "input": "", "response": "c"},
+        {"instruction": "a b", "output": "c"},
+        {"question": "a b", "answer": "c"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a b"}]},
+                {"role": "assistant", "content": "c"},
+            ]
+        },
+    ],
+)
+def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
+    assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+
+
+def test_an_instruction_with_input() -> None:
+    messages = read_messages(("f:1", {"instruction": "a", "input": "b", "response": "c"}))
+    assert messages[0]["content"] == "a\n\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"text": "a"}, r"f:7: expected a record with 'messages', 'conversations', or .*, got keys text"),
+        ({"messages": "a"}, r"f:7: expected 'messages' to be a list of turns, got 'a'"),
+        ({"messages": []}, r"f:7: expected 'messages' to be a list of turns, got \[\]"),
+        ({"messages": [{"role": "user", "content": None}]}, r"f:7: messages\[0\]: expected text, got None"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:7: messages\[0\]: expected a role of user, .*'boss'"),
+        ({"messages": ["a"]}, r"f:7: messages\[0\]: expected a turn with 'role' and 'content', got 'a'"),
+        ({"instruction": 3, "response": "a"}, r"f:7: instruction: expected text, got 3"),
+    ],
+)
+def test_records_of_no_known_form_are_named_by_place(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        read_messages(("f:7", fields))
+
+
+def test_text_records_need_text() -> None:
+    with pytest.raises(UserError, match=r"f:2: expected a record with 'text', got keys txt"):
+        read_text(("f:2", {"txt": "a"}))
+
+
+def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
+    bare = AutoTokenizer.from_pretrained(tiny_target_dir)
+    bare.chat_template = None
+    with pytest.raises(UserError, match=r"no chat template.*use kind text"):
+        check_template(bare, "x.jsonl")

@@ -1,0 +1,119 @@
+"""Real chat data: what cannot be used is left out and counted, up to a share."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from heads.errors import UserError
+from train.data.packing import Document
+from train.data.sources import read_documents, read_prompts
+from train.recipe import Answers, ChatSource, Recipe, load_recipe
+
+Settings = dict[str, Any]
+WriteRecipe = Callable[[Settings], Path]
+
+GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the sea"}]}
+ODD: dict[str, dict[str, Any]] = {
+    "beginning with an answer": {"conversations": [{"from": "gpt", "value": "a"}, *GOOD["conversations"]]},
+    "unknown role 'boss'": {"conversations": [{"from": "boss", "value": "a"}, *GOOD["conversations"]]},
+    "a turn without text": {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "a"}]},
+    "no turns": {"messages": []},
+    "no conversation": {"text": "a"},
+    "without an answer": {"messages": [{"role": "user", "content": "hi"}]},
+    "refused by the chat template": {
+        "messages": [{"role": "user", "content": "FAIL"}, {"role": "assistant", "content": "a"}]
+    },
+    "unreadable tools": {**GOOD, "tools": "{"},
+    "unreadable tool calls": {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": "look"}]
+    },
+    "tool calls not rendered": {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+        ]
+    },
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'FAIL' %}{{ raise_exception('failed') }}{% endif %}<|{{ m.role }}|>"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+def read(
+    records: list[dict[str, Any]], tmp_path: Path, tokenizer: PreTrainedTokenizerBase, **settings: Any
+) -> tuple[list[Document], list[str]]:
+    """The documents of an array file, and what is said of them."""
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(records))
+    said: list[str] = []
+    return read_documents(ChatSource(kind="chat", path=str(path), **settings), tokenizer, said.append), said
+
+
+@pytest.mark.parametrize("reason", ODD)
+def test_one_odd_record_is_left_out_and_given(reason: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    documents, said = read([GOOD, ODD[reason], *[GOOD] * 18], tmp_path, tokenizer)
+    assert len(documents) == 19
+    assert len(said) == 1 and f"1 of 20 records are left out: 1 {reason}; the first is" in said[0]
+    assert "chats.json: record 2: " in said[0] and len(said[0].splitlines()) == 1
+
+
+def test_sound_data_is_read_in_silence(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    documents, said = read([GOOD] * 3, tmp_path, tokenizer)
+    assert len(documents) == 3 and not said
+
+
+def test_reasons_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    odd = [*[ODD["no turns"]] * 3, *ODD.values()]
+    documents, said = read([*odd, *[GOOD] * 7], tmp_path, tokenizer, max_skipped=0.65)
+    assert len(documents) == 7
+    assert "13 of 20 records are left out: 4 no turns, 1 " in said[0] and ", 5 others; the first is" in said[0]
+
+
+def test_more_than_the_recipe_allows_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    records = [*[GOOD] * 8, *[ODD["no turns"]] * 2]
+    with pytest.raises(UserError, match=r"2 of 10 records are left out: 2 no turns; .* record 9: .* max_skipped=0\.05"):
+        read(records, tmp_path, tokenizer)
+    assert len(read(records, tmp_path, tokenizer, max_skipped=0.2)[0]) == 8
+    with pytest.raises(UserError, match=r"max_skipped=0\.19"):
+        read(records, tmp_path, tokenizer, max_skipped=0.19)
+    with pytest.raises(UserError, match=r"no token to train on"):
+        read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
+
+
+def chat_recipe(settings: Settings, write_recipe: WriteRecipe, path: Path) -> tuple[Recipe, Answers]:
+    settings["data"] = {
+        "sources": [{"kind": "chat", "path": str(path)}],
+        "context_length": 64,
+        "regenerate": {"prompts": 4, "prompt_tokens": 16, "new_tokens": 8},
+    }
+    settings["head"] = {"kind": "eagle3"}
+    recipe = load_recipe(write_recipe(settings))
+    assert recipe.data.regenerate is not None
+    return recipe, recipe.data.regenerate
+
+
+def test_prompts_are_read_past_odd_records(
+    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The share is of a whole source: a few records at its beginning say nothing of it."""
+    path = tmp_path / "chats.json"
+    recipe, wanted = chat_recipe(settings, write_recipe, path)
+    path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
+    said: list[str] = []
+    assert len(read_prompts(recipe, tokenizer, wanted, "data.regenerate", said.append)) == 4
+    assert len(said) == 1 and "1 of 5 records are left out" in said[0]
+    path.write_text(json.dumps([ODD["no turns"], GOOD]))
+    with pytest.raises(UserError, match=r"1 of 2 records are left out"):
+        read_prompts(recipe, tokenizer, wanted, "data.regenerate")

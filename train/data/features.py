@@ -1,0 +1,50 @@
+"""Online features: packed rows through the frozen target, as the batch that a head's loss reads."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heads.backends.cpu.whole import whole_pass
+from heads.base import Batch, SharedLayers
+from heads.target.frozen import FrozenTarget
+from train.data.packing import Rows
+
+
+def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], dtype: torch.dtype) -> Batch:
+    """Features of `rows` in the head's dtype, on the target's device.
+
+    The target's products are in autocast's dtype where that is on, as the head's are, else in the target's own. Its
+    logits, the distribution that is learnt, are never narrowed.
+    """
+    tokens, positions, documents = (
+        part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
+    )
+    narrowed = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else target.dtype
+    read = whole_pass(target, narrowed) or target.packed_features
+    features = read(tokens, positions, documents, aux_layer_ids)
+    with torch.no_grad():
+        embeddings = target.shared.embed_tokens(tokens)
+    return Batch(
+        tokens=tokens,
+        loss_mask=rows.loss_mask.to(target.device, non_blocking=True),
+        positions=positions,
+        documents=documents,
+        embeddings=embeddings.to(dtype),
+        aux_hidden_states=features.aux_hidden_states.to(dtype),
+        hidden=features.hidden.to(dtype),
+        shared=SharedLayers(
+            embed_tokens=target.shared.embed_tokens, lm_head=_Logits(target), lm_head_weight=target.lm_head_weight
+        ),
+    )
+
+
+class _Logits:
+    """The target's logits outside autocast: the distribution that is learnt is the distribution that verifies."""
+
+    def __init__(self, target: FrozenTarget):
+        self.target = target
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.target.shared.lm_head(hidden.to(self.target.dtype))

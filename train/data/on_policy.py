@@ -1,0 +1,81 @@
+"""Text that the draft itself writes, as it stands, to be corrected on: on-policy distillation (DistillSpec, arXiv
+2310.08461, section 4; GKD, arXiv 2306.13649). No gradient flows through the writing.
+
+Every so many steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps up to
+the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.runtime.engine import Engine, Request
+from eval.runtime.sampling import Sampling
+from heads.draft_model import Draft
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget
+from train.data.answers import answer_documents, read_answers, write_answers
+from train.data.packing import PATTERN, Mixture, Pool
+from train.recipe import OnPolicy
+
+SEED_STRIDE = 1_000_003
+
+
+class Samples:
+    """The draft's own text of one run."""
+
+    def __init__(self, base: Mixture, prompts: Sequence[list[int]], settings: OnPolicy, folder: Path) -> None:
+        """`base`: the rest of the data, which is all of it until the first samples."""
+        self.base, self.prompts, self.settings, self.folder = base, prompts, settings, folder
+
+    def begin(self, step: int) -> int:
+        """The step whose weights write the samples that step `step` learns from; 0 = there are none yet."""
+        return step - step % self.settings.every
+
+    def file(self, begin: int) -> Path:
+        return self.folder / f"step-{begin}.jsonl"
+
+    def requests(self, begin: int) -> list[Request]:
+        """What is asked of the draft at step `begin`: the next prompts in turn, with noise of their own."""
+        settings, renewal = self.settings, begin // self.settings.every
+        first = (renewal - 1) * settings.samples
+        return [
+            Request(
+                self.prompts[n % len(self.prompts)],
+                settings.new_tokens,
+                Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n),
+            )
+            for n in range(first, first + settings.samples)
+        ]
+
+    def write(self, begin: int, draft: Draft, target: FrozenTarget) -> int:
+        """Let the draft write, keep what it wrote, and count the tokens."""
+        requests = self.requests(begin)
+        writer = FrozenTarget(draft.model, f"the draft of {target.name}")
+        writer.eos_token_ids = target.eos_token_ids
+        longest = max(len(request.prompt) for request in requests) + self.settings.new_tokens + 1
+        outputs = Engine(writer, batch_size=self.settings.batch_size, max_length=longest).generate(requests)
+        self.folder.mkdir(exist_ok=True)
+        write_answers(self.file(begin), [output.tokens for output in outputs])
+        return sum(len(output.tokens) for output in outputs)
+
+    def mixture(self, begin: int) -> Mixture:
+        """The data of the steps from `begin` to the next renewal."""
+        if begin == 0:
+            return self.base
+        file, settings = self.file(begin), self.settings
+        if not file.is_file():
+            raise UserError(
+                f"{file}: missing: what the draft wrote at step {begin}, which the run was learning from; restore it, "
+                "or begin anew in another output_dir"
+            )
+        answers, prompts = read_answers(file), [list(request.prompt) for request in self.requests(begin)]
+        if len(answers) != len(prompts):
+            raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
+        pool = Pool(
+            answer_documents(prompts, answers, train_on_prompts=settings.train_on_prompts),
+            self.base.pools[0].row_length,
+        )
+        if settings.share == 1:
+            return Mixture([pool], [1.0], self.base.seed)
+        weights = [count * (1 - settings.share) for count in self.base.counts]
+        return Mixture([*self.base.pools, pool], [*weights, PATTERN * settings.share], self.base.seed)

@@ -1,0 +1,126 @@
+"""The text that a target is trained on from scratch: this machine's Python source, and conversations, if any.
+
+Both are split into training and held-out text by a hash (`eval.benchmark.corpus`). Conversations are written as the
+tokenizer's chat template writes them: each turn behind a token of its role, answers closed by the token that ends a
+document.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from eval.benchmark.corpus import installed_source, is_held_out, read_split
+from eval.benchmark.messages import Message, read_messages
+from eval.benchmark.records import read_records
+from heads.errors import UserError
+from train.strict_yaml import Settings
+
+WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
+"""How text is cut before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
+END = "<|endoftext|>"
+ROLES = ("system", "user", "assistant", "tool")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '" + END + "' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+class TokenizerSettings(Settings):
+    """The byte-level BPE, learnt from the training text."""
+
+    vocab_size: Annotated[int, Field(ge=1)]
+    """Tokens."""
+    train_modules: Annotated[int, Field(ge=1)]
+    """Python modules, and as many conversations, from which the merges are learnt."""
+
+
+class DataSettings(Settings):
+    """Text beside this machine's Python source."""
+
+    chats: list[str] = Field(default_factory=list)
+    """Files of conversations, a JSON record a line, in any form that a `chat` source reads."""
+
+
+def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) -> None:
+    """Learn the tokenizer and tokenize both splits, once: tokenizer.json, train.npy, held_out.npy."""
+    if (folder / "held_out.npy").is_file():
+        return
+    chats = read_chats(data.chats)
+    folder.mkdir(parents=True, exist_ok=True)
+    modules = {
+        name: [text for _, text in read_split(held_out=held_out, roots=installed_source())]
+        for name, held_out in (("train", False), ("held_out", True))
+    }
+    learnt_from = modules["train"][: settings.train_modules] + chats["train"][: settings.train_modules]
+    print(f"a tokenizer is learnt from {len(learnt_from)} texts, and all are tokenized: minutes, once", flush=True)
+    tokenizer = learn_tokenizer(settings, learnt_from, chat=bool(data.chats))
+    for name in modules:
+        texts = modules[name] + chats[name]
+        ids = np.concatenate(
+            [
+                np.array([*encoding.ids, *([0] if encoding.ids[-1:] != [0] else [])], dtype=np.uint16)
+                for start in range(0, len(texts), 256)
+                for encoding in tokenizer.encode_batch(texts[start : start + 256])
+            ]
+        )
+        size = sum(len(text.encode()) for text in texts)
+        print(
+            f"{name}: {len(modules[name])} modules, {len(chats[name])} conversations, {len(ids)} tokens, "
+            f"{size / len(ids):.3f} bytes a token",
+            flush=True,
+        )
+        np.save(folder / f".{name}.npy", ids)
+        (folder / f".{name}.npy").replace(folder / f"{name}.npy")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
+    """The conversations of the files, by split, as text."""
+    splits: dict[str, list[str]] = {"train": [], "held_out": []}
+    for path in paths:
+        for record in read_records(path):
+            text = chat_text(read_messages(record))
+            splits["held_out" if is_held_out(text) else "train"].append(text)
+    if paths and not all(splits.values()):
+        raise UserError(
+            f"data.chats: {sum(map(len, splits.values()))} conversations are too few to hold some out; give more, or "
+            "none with data.chats=[]"
+        )
+    return splits
+
+
+def chat_text(messages: Sequence[Message]) -> str:
+    """What `CHAT_TEMPLATE` makes of a conversation."""
+    return "".join(f"<|{m['role']}|>{m['content']}{END if m['role'] == 'assistant' else ''}" for m in messages)
+
+
+def learn_tokenizer(settings: TokenizerSettings, texts: Sequence[str], *, chat: bool) -> Tokenizer:
+    """A byte-level BPE; id 0 ends a document, and with `chat` the roles' tokens come next."""
+    if settings.vocab_size > 2**16:
+        raise UserError(f"tokenizer.vocab_size: expected at most {2**16}, got {settings.vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    cut = [
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=special_tokens(chat),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return tokenizer
+
+
+def special_tokens(chat: bool) -> list[str]:
+    """Tokens that stand for no byte."""
+    return [END, *(f"<|{role}|>" for role in ROLES if chat)]
