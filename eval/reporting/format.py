@@ -4,11 +4,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from eval.benchmark.results import Results
 from heads.target.hub import NAME, repo_and_revision
-
-Results = dict[str, Any]
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")

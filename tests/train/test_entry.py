@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eval.reporting.results import read_results
+from eval.benchmark.results import read_results
 from heads.registry import HEADS, recipe_settings
 from tests.wandb_file import outcome
 from train.data.features import make_batch
