@@ -1,11 +1,15 @@
-"""Measure one head: tau, acceptance, speed against plain decoding, and whether every token is the target's.
+"""Measure one head, or several side by side: tau, acceptance, speed against plain decoding, and whether every token is
+the target's.
 
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
+    python eval/bench.py runs/eagle runs/medusa runs/mtp runs/draft lookup:3
 
-Writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
-runs/quickstart/bench, or into --out. Exit status 0; 1 if an output was not the target's own (then no speedup is
-printed); 2 with one line for what the caller can mend.
+Of one head it writes results.json, report.html, plots and a model card into a new folder for every measurement, here in
+runs/quickstart/bench, or into --out. Several heads run in one comparison, on the target of the first, each with every
+tree that it can draft, or with `--tree auto` with what suits it best: compare.json, compare.md, compare.html and plots
+in a new folder of runs/compare. Exit status 0; 1 if an output was not the target's own (then no speedup is printed); 2
+with one line for what the caller can mend.
 """
 
 import argparse
@@ -14,19 +18,27 @@ from collections.abc import Sequence
 
 from eval.benchmark.settings import add_measure_options
 from eval.command import Parser, add_head_options, exit_status
+from heads.base import HEAD_TREE
+
+TREES = ("chain:5",)
+TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
+"""Something for heads that reach no depth of 5, too."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
-    add_head_options(parser, optional=True)
-    parser.add_argument("--head", dest="named", metavar="HEAD", help="the head, as a sweep's agent names it")
+    parser = Parser("Measure draft heads: tau, speed, and whether every token is the target's.")
+    add_head_options(parser, several=True)
+    parser.add_argument("--head", metavar="HEAD", help="the head, as a sweep's agent names it")
     add_measure_options(parser)
     parser.add_argument("--roofline", action="store_true", help="time every part of a round beside its floor")
     options = parser.parse_args([hyphenated(word) for word in (sys.argv[1:] if arguments is None else arguments)])
-    if (options.head is None) == (options.named is None):
-        parser.error("expected a head, once")
-    options.head = options.head or options.named
+    if bool(options.heads) == bool(options.head):
+        parser.error("expected a head, or several")
+    options.heads = options.heads or [options.head]
+    if options.roofline and len(options.heads) > 1:
+        parser.error("--roofline: is of one head; name one")
+    options.trees = options.trees or (TREES if len(options.heads) == 1 else TREES_OF_SEVERAL)
     return options
 
 

@@ -136,10 +136,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, early_exit:LAYERS, which need --target"
 
 
-def add_head_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """The head, and options that say how its target is loaded."""
-    parser.add_argument("head", nargs="?" if optional else None, help=HEAD_HELP)
-    parser.add_argument("--target", help="the target's path; by default the one the head was trained for")
+def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """The head, or any number of them, and options that say how their target is loaded."""
+    if several:
+        parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
+    else:
+        parser.add_argument("head", help=HEAD_HELP)
+    parser.add_argument("--target", help="the target's path; by default the one the (first) head was trained for")
     add_target_options(parser)
 
 

@@ -4,8 +4,7 @@
 
 Every point is a comparison: the same prompts decoded plainly and with each draft in turns, every token compared.
 Prompts are windows of the suite's texts, as long as the context asked for. Writes scaling.json, scaling.png and
-scaling.svg into
---out. Exit status as eval/bench.py's.
+scaling.svg into --out. Exit status as eval/bench.py's.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.benchmark.settings import ScalingSettings
-from eval.command import Parser, add_head_options, count, counts, exit_status
+from eval.command import Parser, add_head_options, count, counts, exit_status, temperature
 from eval.command import seed as seed_number
 from eval.command import trees as tree_names
 
@@ -32,7 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--prompts", default=known.prompts, help="a suite or a file; its texts are cut into windows")
     add("--batches", type=count, default=known.batches, help="batches of prompts at each point")
     add("--max-new-tokens", type=count, default=known.max_new_tokens, help="of each prompt")
-    add("--temperature", type=float, default=known.temperature, help="0 is greedy")
+    add("--temperature", type=temperature, default="0", help="0 is greedy")
     add("--repeats", type=count, default=known.repeats, help="how often each point is measured")
     add("--seed", type=seed_number, default=known.seed, help="of the sampling")
     add("--out", type=Path, help="the folder of the results; by default a new one in runs/scaling-NAME")

@@ -11,8 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eval.benchmark.contention import contention
-from eval.benchmark.environment import setup_line
+from eval.benchmark.environment import contention, setup_line
 from eval.command import tell
 from eval.files import write_json
 from eval.runtime.engine import Request

@@ -12,7 +12,7 @@ from eval.benchmark.measure import check_decoded, trace
 from eval.benchmark.metrics import acceptance_by_depth, tau
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Batch, DraftHead, TreeHead, most_nodes, shape_for
 from heads.errors import UserError
@@ -93,11 +93,10 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
     longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
     engine = Engine(
         target,
-        head,  # type: ignore[arg-type]
-        shape=shape,
-        batch_size=min(settings.batch_size, len(requests)),
-        max_length=longest,
-        rule=settings.rule,
+        head,
+        EngineOptions(
+            shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
+        ),
     )
     outputs = engine.generate(requests)
     check_decoded(outputs, f"eval.prompts {settings.prompts}")
@@ -113,7 +112,7 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
 def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Request], settings: Eval) -> None:
     """Let the head choose its tree by the target's own greedy answers to the requests, prompts not counted."""
     longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
-    engine = Engine(target, batch_size=min(settings.batch_size, len(requests)), max_length=longest)
+    engine = Engine(target, None, EngineOptions(batch_size=min(settings.batch_size, len(requests)), max_length=longest))
     outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
 
     def batches() -> Iterator[Batch]:

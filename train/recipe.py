@@ -264,7 +264,7 @@ class Eval(Settings):
     tree: str = "chain:5"
     """Draft tokens of a round: `chain:K`; `static:3.2.1` and `tree:DEPTHxTOPKxNODES` for trees; `head` for the head's
     own tree."""
-    rule: Literal["match", "ratio", "ratio-wr", "block"] = "match"
+    rule: Literal["match", "ratio", "block"] = "match"
     """Acceptance rule of sampled drafts (see eval/README.md). At temperature 0 all rules are one."""
     temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""

@@ -57,12 +57,7 @@ def finish(outcome: Outcome) -> int:
             adapt_target(folder.head, loaded.target)
         head = load_head(folder.head, dtype=loaded.target.dtype, device=loaded.target.device)
         results = run_bench(
-            loaded.target,
-            head,
-            loaded.tokenizer,
-            report_settings(recipe.eval),
-            head_path=str(folder.head),
-            out=folder.path,
+            loaded.target, {str(folder.head): head}, loaded.tokenizer, report_settings(recipe.eval), out=folder.path
         )
         outcome.tracker.log_outcome(results)
         folder.write_recipe(recipe)

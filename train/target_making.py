@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.files import check_folder, write_text
-from eval.reporting.target_card import Making, measure_target, target_card
 from heads.errors import UserError
 from heads.ttt_attention import causal_attention
 from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
@@ -24,6 +23,7 @@ from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tok
 from train.launch import make_accelerator, on_main
 from train.recipe import Train
 from train.run_folder import whole_folder
+from train.target_card import Making, measure_target, target_card
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 
 SHOWN_EVERY = 50

@@ -58,7 +58,7 @@ def find_differences(
     for divergence in found:
         i = by_id[divergence["suite"], divergence["prompt"]]
         flips = find_flips(pinned, comparison.requests[i], variant.outputs[divergence["repeat"]][i].tokens)
-        may_tie = not is_chain(variant.shape) and not variant.engine.strict
+        may_tie = not is_chain(variant.shape) and not variant.engine.options.strict
         divergence["against"] = "plain"
         divergence["near_tie"] = may_tie and bool(flips) and all(flip.is_near_tie for flip in flips)
         divergence["flips"] = [{**asdict(flip), "near_tie": flip.is_near_tie} for flip in flips]

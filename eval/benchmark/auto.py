@@ -9,16 +9,16 @@ other, on all prompts; should one beside it win, so are the ones beside that. Wh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
 from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
 from eval.benchmark.results import Results
+from eval.benchmark.settings import BenchSettings
 from eval.benchmark.tune import Calibration, calibrate, can_draft
 from eval.command import AUTO
-from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -129,26 +129,16 @@ def start_search(
     target: FrozenTarget,
     head: Drafter,
     prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
+    temperature: float,
+    settings: BenchSettings,
     fixed: Sequence[TreeShape] = (),
-    rule: str = "match",
 ) -> Search:
-    """Run the calibration, on prompts spread over all of them. UserError if the head drafts nothing that is looked
-    for."""
-    shapes = calibration_shapes(head, target, rule)
-    calibrations = calibrate(
-        target,
-        head,
-        shapes,
-        spread(prompts, CALIBRATION_PROMPTS),
-        sampling,
-        max_new_tokens=min(max_new_tokens, CALIBRATION_TOKENS),
-        batch_size=batch_size,
-        rule=rule,
-    )
+    """Run the calibration, on prompts spread over all of them; the shapes `fixed` are measured whatever it says.
+    UserError if the head drafts nothing that is looked for."""
+    shapes = calibration_shapes(head, target, settings.rule)
+    short = min(settings.max_new_tokens, CALIBRATION_TOKENS)
+    bare = replace(settings, max_new_tokens=short, adaptive=False, strict=False)
+    calibrations = calibrate(target, head, shapes, spread(prompts, CALIBRATION_PROMPTS), temperature, bare)
     return Search(calibrations, cost_curve(calibrations), list(fixed))
 
 

@@ -1,8 +1,10 @@
-"""What a measurement ran on: hardware and versions, for results and provenance."""
+"""What a measurement ran on: hardware, other work on it, and versions, for results and provenance."""
 
+import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ PACKAGES = (
     *("accelerate", "datasets", "safetensors", "numpy"),
 )
 ROOT = Path(__file__).resolve().parents[2]
+STAT = Path("/proc/stat")
+LOOK_SECONDS = 0.3
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -50,6 +54,30 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
     dtype = str(target.dtype).removeprefix("torch.")
     trains = "" if training is None else f", trains in {training}"
     return f"{facts['name']}{threads}: decodes in {dtype} by {decoder_facts(target)}{trains}"
+
+
+def contention(device: torch.device) -> str | None:
+    """What to do where other processes use cores that this one's threads need: threads that compute one product wait
+    for the slowest, thousands of times a step. None where nobody does, or where it cannot be seen."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not STAT.is_file():
+        return None
+    cores, started, before = len(os.sched_getaffinity(0)), time.perf_counter(), idle_seconds()
+    time.sleep(LOOK_SECONDS)
+    idle = (idle_seconds() - before) / (time.perf_counter() - started)
+    if idle >= threads - 0.5:
+        return None
+    return (
+        f"other processes use {cores - idle:.1f} of the {cores} cores on which {threads} threads are to run here, and "
+        "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
+    )
+
+
+def idle_seconds() -> float:
+    """Seconds that this process's cores have stood idle since the machine was started, all together."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    rows = [line.split() for line in STAT.read_text(encoding="ascii").splitlines()]
+    return sum(int(row[4]) + int(row[5]) for row in rows if row[0] in own) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_name() -> str:

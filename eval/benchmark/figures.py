@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
+from eval.benchmark.audit import audit, find_divergences
 from eval.benchmark.environment import decoder_facts, device_facts, versions
-from eval.benchmark.measure import Comparison, Timing, Variant, trace
+from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results, finite
 from eval.runtime.detokenizer import Detokenizer
@@ -49,7 +50,7 @@ def figures(
         "depth": depth,
         "nodes": variant.shape.nodes,
         "temperature": comparison.requests[0].sampling.temperature,
-        "rule": variant.engine.rule,
+        "rule": variant.engine.options.rule,
         "exact": {
             **(
                 in_distribution_record(len(indices), len(indices), identical, wrong)
@@ -246,3 +247,38 @@ def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
 def num_parameters(module: nn.Module) -> int:
     """Weights, tied ones once."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass
+class Judged:
+    """The figures of comparisons, a place for each variant, and where plain decoding did not repeat itself."""
+
+    measurements: list[Results] = field(default_factory=list)
+    suites: list[dict[str, Results]] = field(default_factory=list)
+    samples: list[list[Results]] = field(default_factory=list)
+    unrepeatable: list[Results] = field(default_factory=list)
+
+    def add(self, other: "Judged") -> None:
+        """Take up what another comparison gave."""
+        self.measurements += other.measurements
+        self.suites += other.suites
+        self.samples += other.samples
+        self.unrepeatable += other.unrepeatable
+
+
+def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> Judged:
+    """Every variant's figures, audited. UserError where no output is longer than what the prefill gives."""
+    suites = ", ".join(sorted({prompt.suite for prompt in result.prompts}))
+    check_decoded(result.plain.outputs[0].values(), suites)
+    judged = Judged(unrepeatable=find_divergences(result, result.plain, target, tokenizer))
+    for variant, divergences in zip(result.drafting, audit(result, target, tokenizer), strict=True):
+        judged.measurements.append(figures(result, variant, divergences, range(len(result.units))))
+        judged.suites.append(by_suite(result, variant, divergences))
+        judged.samples.append(samples(result, variant, tokenizer))
+    return judged
+
+
+def withhold_speed(measurements: Sequence[Results]) -> None:
+    """Where the audit failed, no speedup is stated anywhere."""
+    for measurement in measurements:
+        measurement["speedup"] = None

@@ -5,15 +5,19 @@ draft tree) decodes it in turn, the first place rotating, so that a machine that
 is timed apart.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from eval.benchmark.metrics import Trace, token_seconds
 from eval.benchmark.prompts import Prompt
-from eval.runtime.engine import PHASES, Engine, Output, Request
+from eval.benchmark.settings import BenchSettings
+from eval.runtime.engine import PHASES, Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError
@@ -23,22 +27,8 @@ from heads.tree import TreeShape
 WARM_UP_TOKENS = 24
 PROFILED_PROMPTS = 4
 
-OnUnit = Callable[[int], None]
-"""Called whenever one variant has decoded one unit, with the number of its prompts."""
-
-
-@dataclass(frozen=True)
-class VariantSpec:
-    """A head and the tree it drafts: what enters a comparison beside plain decoding."""
-
-    head: Drafter
-    shape: TreeShape
-    rule: str = "match"
-    """Of `eval.runtime.rules.RULES`."""
-    adaptive: bool = False
-    """Whether drafts are shortened, or left out, while that is faster."""
-    strict: bool = False
-    """Whether trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU."""
+Draft = tuple[Drafter, TreeShape]
+"""A head and the tree it drafts: what enters a comparison beside plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +53,12 @@ class Variant:
     outputs: list[dict[int, Output]] = field(default_factory=list)
     """By repeat: prompt index -> output."""
     timings: list[dict[int, Timing]] = field(default_factory=list)
-    """By repeat: unit index -> lap."""
+    """By repeat: unit index -> timing."""
 
     @property
     def shape(self) -> TreeShape:
         """What it drafts."""
-        return self.engine.shape
+        return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
         """Decode one unit and keep what it gave."""
@@ -87,7 +77,7 @@ class Variant:
 
     def in_distribution(self, comparison: "Comparison") -> bool:
         """Whether its texts are other draws of the target's distribution than plain decoding's."""
-        return self.engine.rule != "match" and comparison.requests[0].sampling.temperature > 0
+        return self.engine.options.rule != "match" and comparison.requests[0].sampling.temperature > 0
 
     def timings_of(self, units: Sequence[int]) -> list[Timing]:
         """The timings of some units, all repeats together."""
@@ -120,56 +110,69 @@ class Comparison:
 
 def compare(
     target: FrozenTarget,
-    entries: Sequence[VariantSpec],
+    drafts: Sequence[Draft],
     prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    repeats: int,
-    on_unit: OnUnit = lambda count: None,
+    temperature: float,
+    settings: BenchSettings,
+    bar: Progress | None = None,
+    what: str = "measuring",
 ) -> Comparison:
-    """Decode `prompts` plainly and with every entry, `repeats` times in turns. Prompt i samples with seed
-    `sampling.seed` + i."""
-    result = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    """Decode `prompts` plainly and with every draft, `settings.repeats` times in turns; `bar`: shows how far it is with
+    `what`."""
+    bar = bar or progress_bar()
+    task = show_task(bar, what, settings.repeats * (1 + len(drafts)) * len(prompts))
+    result = line_up(target, drafts, prompts, temperature, settings)
     variants = [result.plain, *result.drafting]
-    for repeat in range(repeats):
+    for repeat in range(settings.repeats):
         for unit, indices in enumerate(result.units):
             first = (repeat + unit) % len(variants)
             for variant in variants[first:] + variants[:first]:
                 variant.run(unit, indices, result.requests, repeat)
-                on_unit(len(indices))
+                bar.advance(task, len(indices))
     result.breakdowns = profile(result)
     return result
 
 
 def line_up(
     target: FrozenTarget,
-    entries: Sequence[VariantSpec],
+    drafts: Sequence[Draft],
     prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
+    temperature: float,
+    settings: BenchSettings,
 ) -> Comparison:
     """A comparison about to begin: every variant warm."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = longest + max_new_tokens + max(spec.shape.nodes for spec in entries)
-    requests = [
-        Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i))
-        for i, prompt in enumerate(prompts)
-    ]
-    size: dict[str, Any] = {"batch_size": batch_size, "max_length": room}
-    plain = Variant(Engine(target, **size))
-    drafting = [
-        Variant(Engine(target, e.head, shape=e.shape, rule=e.rule, adaptive=e.adaptive, strict=e.strict, **size))
-        for e in entries
-    ]
-    result = Comparison(prompts, requests, split_units(prompts, batch_size), plain, drafting)
-    warm = min(max_new_tokens, WARM_UP_TOKENS)
+    room = longest + settings.max_new_tokens + max(shape.nodes for _, shape in drafts)
+    requests = make_requests(prompts, settings.sampling(temperature), settings.max_new_tokens)
+    plain = Variant(Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room)))
+    drafting = [Variant(Engine(target, head, engine_options(settings, shape, room))) for head, shape in drafts]
+    result = Comparison(prompts, requests, split_units(prompts, settings.batch_size), plain, drafting)
+    warm = min(settings.max_new_tokens, WARM_UP_TOKENS)
     for variant in (plain, *drafting):
         variant.engine.generate([replace(requests[i], max_new_tokens=warm, ignore_eos=True) for i in result.units[0]])
     return result
+
+
+def engine_options(settings: BenchSettings, shape: TreeShape, max_length: int) -> EngineOptions:
+    """The options of an engine that drafts by the settings."""
+    return EngineOptions(
+        shape=shape,
+        rule=settings.rule,
+        adaptive=settings.adaptive,
+        strict=settings.strict,
+        batch_size=settings.batch_size,
+        max_length=max_length,
+    )
+
+
+def make_requests(
+    prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int, *, ignore_eos: bool = False
+) -> list[Request]:
+    """A request for each prompt, prompt i with seed `sampling.seed` + i."""
+    return [
+        Request(list(prompt.ids), max_new_tokens, replace(sampling, seed=sampling.seed + i), ignore_eos=ignore_eos)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
@@ -221,3 +224,23 @@ def check_decoded(outputs: Iterable[Output], suite: str) -> None:
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
             "use other prompts, or allow more new tokens"
         )
+
+
+def show_task(bar: Progress, what: str, total: int | None) -> TaskID:
+    """Show what is being done, in the place of what was shown before."""
+    for task in bar.task_ids:
+        bar.remove_task(task)
+    return bar.add_task(what, total=total)
+
+
+def progress_bar() -> Progress:
+    """A bar on standard error, where that is a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

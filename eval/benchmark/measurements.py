@@ -16,7 +16,7 @@ from eval.benchmark.results import Results, read_results
 RESULTS = "results.json"
 BENCH = "bench"
 """The folder in a run that later measurements of its head lie in."""
-ALWAYS_NAMED = ("trees", "temperatures", "temperature", "prompts", "batch_sizes", "contexts")
+ALWAYS_NAMED = ("trees", "temperatures", "prompts", "batch_sizes", "contexts")
 """Settings that a folder is named for even where they are the defaults."""
 LONGEST_NAME = 150
 
@@ -73,9 +73,8 @@ def setting_text(name: str, value: Any) -> str:
     match name:
         case "trees":
             return "+".join(value)
-        case "temperatures" | "temperature":
-            values = value if isinstance(value, tuple) else (value,)
-            return "+".join("greedy" if temperature == 0 else f"T{temperature:g}" for temperature in values)
+        case "temperatures":
+            return "+".join("greedy" if temperature == 0 else f"T{temperature:g}" for temperature in value)
         case "prompts":
             return "+".join(map(suite_name, split_prompts(value)))
     if value is True:

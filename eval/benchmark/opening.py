@@ -9,9 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from eval.benchmark.environment import setup_line
-from eval.benchmark.prompts import Prompt, load_prompts, prompts_hash
+from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
+from eval.benchmark.settings import BenchSettings
 from eval.command import tell
+from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.identity import is_narrow
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
 from heads.errors import UserError
@@ -126,6 +129,50 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
             f"{target.context_length} positions of {target.name}; ask for fewer new tokens"
         )
     return room
+
+
+def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
+    """UserError for a setting that has no effect on this target."""
+    if settings.strict and not is_narrow(target):
+        raise UserError(
+            "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
+            "decoding's bit for bit anyway; leave it out"
+        )
+
+
+def choose_prompts(
+    target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, most_nodes: int
+) -> list[Prompt]:
+    """The prompts of every suite, each with room for a tree of `most_nodes`, later turns of conversations included:
+    those follow the target's own greedy answers."""
+    room = prompt_room(target, settings.max_new_tokens, most_nodes)
+    limit = min(settings.max_prompt_tokens or room, room)
+    prompts = []
+    for suite in split_prompts(settings.prompts):
+        if not suite:
+            raise UserError(f"--prompts {settings.prompts!r}: expected suites or files, commas between")
+        prompts += load_prompts(
+            suite,
+            tokenizer,
+            num_prompts=settings.num_prompts,
+            max_prompt_tokens=limit,
+            seed=settings.seed,
+            skip_long=settings.skip_long,
+        )
+    open_turns = [prompt for prompt in prompts if prompt.later_turns]
+    engine = Engine(
+        target, None, EngineOptions(batch_size=settings.batch_size, max_length=limit + settings.max_new_tokens + 1)
+    )
+    while open_turns:
+        answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in open_turns])
+        texts = [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
+        # A conversation that has grown past the room is left where it is: its later turns are no fault of the prompt
+        # file.
+        grown = [follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, texts, strict=True)]
+        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]
+        prompts += grown
+        open_turns = [prompt for prompt in grown if prompt.later_turns]
+    return prompts
 
 
 def chosen_prompts(

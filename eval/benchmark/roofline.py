@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.traffic import attention_bytes, draft_bytes
-from eval.runtime.engine import Engine
+from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder
@@ -86,8 +86,8 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
     busy, step_busy = (sum(part.seconds for part in parts) for parts in (round_parts, step_parts))
     floor, step_floor = (sum(part.bytes for part in parts) / bandwidth for parts in (round_parts, step_parts))
     return {
-        "tree": str(engine.shape),
-        "batch_size": engine.batch_size,
+        "tree": str(engine.options.shape),
+        "batch_size": engine.options.batch_size,
         "length": length,
         "copy_bandwidth": bandwidth,
         "tau": tau,
@@ -117,18 +117,22 @@ def gaps(whole: float, busy: float) -> dict[str, Any]:
 @torch.inference_mode()
 def fill_batch(engine: Engine, length: int) -> None:
     """Give every row a prompt of `length` tokens, and no end in sight."""
-    most = engine.max_length - engine.nodes - length
+    most = engine.options.max_length - engine.nodes - length
     if most < 2:
-        raise UserError(f"a context of {length} tokens leaves no room in {engine.max_length} slots; raise max_length")
+        raise UserError(
+            f"a context of {length} tokens leaves no room in {engine.options.max_length} slots; raise max_length"
+        )
     ids = [3 + (7 * i) % (engine.target.vocab_size - 3) for i in range(length)]
     request = Request(ids, most, Sampling(), ignore_eos=True)
     engine.decoder.state.done.fill_(True)
-    read_prompts(engine.decoder, dict.fromkeys(range(engine.batch_size), request))
+    read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
 
 
 def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
     """The same for an engine of which no plain one is at hand."""
-    plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length)
+    plain = Engine(
+        engine.target, None, EngineOptions(batch_size=engine.options.batch_size, max_length=engine.options.max_length)
+    )
     return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 
 
@@ -160,7 +164,7 @@ def rewound(engine: Engine) -> Iterator[None]:
 def parts_of(engine: Engine, length: int) -> list[Part]:
     """A round's parts, in order."""
     decoder, step, device = engine.decoder, engine.decoder.step, engine.target.device
-    B, N = engine.batch_size, engine.nodes
+    B, N = engine.options.batch_size, engine.nodes
     extent = min(round_up(length + N), step.capacity)
     parts = []
     if decoder.head is not None:

@@ -71,23 +71,16 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalingSettings:
-    """What is measured; all of it goes into scaling.json."""
+class ScalingSettings(BenchSettings):
+    """The settings of eval/scaling.py, at every batch size and context; all of it goes into scaling.json."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (64, 256, 768)
     """Tokens of each prompt."""
-    trees: tuple[str, ...] = ("chain:3",)
-    adaptive: bool = False
-    """Whether drafts are shortened, or left out, while that is faster."""
-    prompts: str = HELD_OUT_SUITE
-    """A suite or a file."""
     batches: int = 1
     """Batches of prompts at each point."""
+    trees: tuple[str, ...] = ("chain:3",)
     max_new_tokens: int = 64
-    temperature: float = 0.0
-    repeats: int = 2
-    seed: int = 0
 
 
 def add_measure_options(parser: Parser) -> None:
@@ -106,9 +99,8 @@ def add_measure_options(parser: Parser) -> None:
         "--tree",
         dest="trees",
         type=trees,
-        default=",".join(known.trees),
         help=f"drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE} is the head's own "
-        f"static tree, {AUTO} looks for the fastest",
+        f"static tree, {AUTO} looks for the fastest; chain:5 by default, of several heads chain:5,chain:3,{HEAD_TREE}",
     )
     add(
         "--temperature",

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.benchmark.measure import VariantSpec, line_up, profile
+from eval.benchmark.measure import line_up, profile
 from eval.benchmark.metrics import Trace, acceptance_by_depth
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.settings import BenchSettings
 from eval.runtime.rules import check_rule
-from eval.runtime.sampling import Sampling
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
@@ -59,16 +59,12 @@ def calibrate(
     head: Drafter,
     shapes: Sequence[TreeShape],
     prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    rule: str = "match",
+    temperature: float,
+    settings: BenchSettings,
 ) -> list[Calibration]:
     """Decode `prompts` once with each shape, in turns with plain decoding."""
     recorded = [Recorded(head) for _ in shapes]
-    entries = [VariantSpec(head, shape, rule) for head, shape in zip(recorded, shapes, strict=True)]
-    comparison = line_up(target, entries, prompts, sampling, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    comparison = line_up(target, list(zip(recorded, shapes, strict=True)), prompts, temperature, settings)
     for head in recorded:
         head.outcomes.clear()  # of the warm-up
     phases_of = profile(comparison, len(prompts))

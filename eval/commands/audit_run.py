@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from eval.benchmark.audit import find_divergences
 from eval.benchmark.figures import environment, target_facts
-from eval.benchmark.measure import Comparison, Variant, trace
+from eval.benchmark.measure import Comparison, Variant, make_requests, trace
 from eval.benchmark.metrics import loop_share, tau
 from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
 from eval.benchmark.prompts import Prompt
@@ -21,7 +21,7 @@ from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import divergence_text, number, percent, sampling_text
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.sampling import Sampling
 from heads.tree import ROOT_ONLY, TreeShape
 
@@ -64,48 +64,39 @@ def audit_temperature(
     options: argparse.Namespace,
 ) -> list[Row]:
     """All settings at one temperature, against plain decoding one prompt at a time."""
-    requests = [
-        Request(list(prompt.ids), options.max_new_tokens, replace(sampling, seed=sampling.seed + i), ignore_eos=True)
-        for i, prompt in enumerate(prompts)
-    ]
-    everything = list(range(len(prompts)))
-    reference = Variant(make_engine(opened, prompts, ROOT_ONLY, 1, options))
-    reference.run(0, everything, requests, 0)
-    comparison = Comparison(prompts, requests, [everything], reference, [])
+    requests = make_requests(prompts, sampling, options.max_new_tokens, ignore_eos=True)
+    everything, longest = list(range(len(prompts))), max(len(prompt.ids) for prompt in prompts)
+
+    def decode(shape: TreeShape, batch_size: int) -> Variant:
+        room = longest + options.max_new_tokens + shape.nodes
+        head = None if shape is ROOT_ONLY else opened.head
+        size = EngineOptions(shape=shape, batch_size=batch_size, max_length=room)
+        variant = Variant(Engine(opened.target, head, size))
+        variant.run(0, everything, requests, 0)
+        return variant
+
+    comparison = Comparison(prompts, requests, [everything], decode(ROOT_ONLY, 1), [])
     rows = []
-    for shape in [ROOT_ONLY, *shapes]:
-        for batch in options.batch_sizes:
-            if shape is ROOT_ONLY and batch == 1:
-                continue  # the reference itself
-            started = time.perf_counter()
-            variant = Variant(make_engine(opened, prompts, shape, batch, options))
-            variant.run(0, everything, requests, 0)
-            divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
-            outputs = list(variant.outputs[0].values())
-            rows.append(
-                {
-                    "tree": "plain" if shape is ROOT_ONLY else str(shape),
-                    "temperature": sampling.temperature,
-                    "batch_size": batch,
-                    "prompts": len(prompts),
-                    "identical": len(prompts) - len(divergences),
-                    "divergences": divergences,
-                    "tau": tau([trace(output) for output in outputs]),
-                    "loop_share": loop_share([output.tokens for output in outputs]),
-                    "seconds": time.perf_counter() - started,
-                }
-            )
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "divergences"}), file=sys.stderr, flush=True)
+    for shape, batch_size in product([ROOT_ONLY, *shapes], options.batch_sizes):
+        if shape is ROOT_ONLY and batch_size == 1:
+            continue  # the reference itself
+        started = time.perf_counter()
+        variant = decode(shape, batch_size)
+        divergences = find_divergences(comparison, variant, opened.target, opened.tokenizer)
+        outputs = variant.outputs[0].values()
+        row = {
+            "tree": "plain" if shape is ROOT_ONLY else str(shape),
+            "temperature": sampling.temperature,
+            "batch_size": batch_size,
+            "prompts": len(prompts),
+            "identical": len(prompts) - len(divergences),
+            "tau": tau([trace(output) for output in outputs]),
+            "loop_share": loop_share([output.tokens for output in outputs]),
+            "seconds": time.perf_counter() - started,
+        }
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        rows.append({**row, "divergences": divergences})
     return rows
-
-
-def make_engine(
-    opened: Opened, prompts: list[Prompt], shape: TreeShape, batch: int, options: argparse.Namespace
-) -> Engine:
-    """An engine with room for every prompt."""
-    room = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens + shape.nodes
-    head = None if shape is ROOT_ONLY else opened.head
-    return Engine(opened.target, head, shape=shape, batch_size=batch, max_length=room)
 
 
 def print_table(rows: list[Row]) -> None:

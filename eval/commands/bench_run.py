@@ -1,122 +1,186 @@
-"""The benchmark of one head: its comparison against plain decoding, and the report."""
+"""The benchmark of one head or of several: one comparison against plain decoding, and its report."""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.comparison import (
+from eval.benchmark.auto import LARGEST_TREE, start_search
+from eval.benchmark.environment import contention
+from eval.benchmark.figures import (
     Judged,
-    check_target,
-    choose_prompts,
+    environment,
+    head_facts,
+    headline,
     judge,
-    look_for_drafts,
-    make_variant_spec,
-    most_nodes,
-    progress_bar,
-    run_comparison,
+    pooled_exactness,
+    target_facts,
     withhold_speed,
 )
-from eval.benchmark.contention import contention
-from eval.benchmark.figures import environment, head_facts, headline, pooled_exactness, target_facts
+from eval.benchmark.measure import compare, engine_options, progress_bar, show_task
 from eval.benchmark.measurements import BENCH, own_folder, plain_name
-from eval.benchmark.opening import open_head
+from eval.benchmark.opening import check_target, choose_prompts, fitting_head, open_target_of
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
 from eval.benchmark.roofline import lines, run_roofline
 from eval.benchmark.settings import BenchSettings, to_settings
+from eval.benchmark.tune import can_draft
 from eval.command import draft_shapes, tell
 from eval.files import check_folder
-from eval.reporting.format import short_name
+from eval.reporting.compare_report import print_comparison, write_comparison
+from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import check_card, print_report, write_report
 from eval.runtime.engine import Engine
-from heads.base import Drafter
+from heads.base import HEAD_TREE, Drafter, TreeHead
 from heads.checkpoint import find_head
+from heads.errors import UserError
 from heads.registry import untrained_kind
 from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
 
+COMPARISONS = Path("runs/compare")
+
+
+def bench_command(options: argparse.Namespace) -> int:
+    """Load what the command line names, and measure: the exit status."""
+    settings, paths = to_settings(options), options.heads
+    head_names(paths)  # each is named once
+    parent = default_out(paths[0]) if len(paths) == 1 else COMPARISONS
+    check_folder(options.out or parent, "--out")
+    if options.out and len(paths) == 1:
+        check_card(options.out, "--out")
+    trained = [path for path in paths if not untrained_kind(path)]
+    target, tokenizer = open_target_of((trained or paths)[0], options)
+    heads = {path: fitting_head(path, target) for path in paths}
+    tell(contention(target.device))
+    with own_folder(parent, settings, options) as out:
+        results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
+    print(f"written to {out}", file=sys.stderr)
+    return 0 if is_exact(results) else 1
+
 
 def run_bench(
     target: FrozenTarget,
-    head: Drafter,
+    heads: Mapping[str, Drafter],
     tokenizer: PreTrainedTokenizerBase,
     settings: BenchSettings,
     *,
-    head_path: str,
     out: Path | None = None,
     console: Console | None = None,
     with_roofline: bool = False,
 ) -> Results:
-    """Measure a head on a target, write and print the report, and return what results.json holds. `with_roofline`: the
-    parts of a round of the headline setting, timed one by one beside the floor of each (`eval.benchmark.roofline`)."""
+    """Measure heads, by their paths, in one comparison a temperature, write and print the report, and return what
+    results.json holds, or compare.json of several. `with_roofline`: the parts of a round of the headline setting, timed
+    one by one beside the floor of each (`eval.benchmark.roofline`)."""
     check_target(settings, target)
-    named = settings.shapes(head)
-    prompts = choose_prompts(target, tokenizer, settings, most_nodes(settings, named))
-    judged, searches = measure_settings(target, head, tokenizer, settings, prompts, named)
-    measurements, suites = judged.measurements, judged.suites
-    best = headline(measurements)
-    exact = pooled_exactness(measurements, judged.unrepeatable)
+    several, console = len(heads) > 1, console or Console()
+    names, drafters = head_names(list(heads)), list(heads.values())
+    if several:
+        named = [fitting_shapes(head, path, target, settings) for path, head in heads.items()]
+    else:
+        named = [settings.shapes(drafters[0])]
+    nodes = [shape.nodes for shapes in named for shape in shapes]
+    prompts = choose_prompts(target, tokenizer, settings, max(nodes + [LARGEST_TREE] * settings.is_auto))
+    measured = measure(target, drafters, tokenizer, settings, prompts, named)
+    judged, searches = measured.judged, measured.searches
+    exact = pooled_exactness(judged.measurements, judged.unrepeatable)
     if exact["divergences"]:
-        withhold_speed([*measurements, *(figure for suite in suites for figure in suite.values())])
+        withhold_speed([*judged.measurements, *(figures for suites in judged.suites for figures in suites.values())])
+    facts = [head_facts(head, path) for path, head in heads.items()]
     results: Results = {
         "schema_version": SCHEMA_VERSION,
         "target": target_facts(target),
-        "head": head_facts(head, head_path),
+        **({"heads": [{"name": name, **f} for name, f in zip(names, facts, strict=True)]} if several else {}),
+        **({} if several else {"head": facts[0]}),
         **environment(target),
         "settings": settings.record(prompts),
-        **measurements[best],
-        "exact": exact,
-        "suites": suites[best],
-        "measurements": measurements,
-        **({"auto": searches} if searches else {}),
-        "samples": judged.samples[best],
     }
-    console = console or Console()
+    if several:
+        owned = zip(measured.owners, judged.measurements, strict=True)
+        results |= {"exact": exact, "measurements": [{"head": names[n], **figures} for n, figures in owned]}
+        searches = [{"head": names[n], **search} for n, search in searches]
+    else:
+        best = headline(judged.measurements)
+        results |= {**judged.measurements[best], "exact": exact, "suites": judged.suites[best]}
+        results |= {"measurements": judged.measurements, "samples": judged.samples[best]}
+        searches = [search for _, search in searches]
+    if searches:
+        results["auto"] = searches
     if with_roofline:
-        results["roofline"] = parts_of_headline(target, head, prompts, settings, results)
+        results["roofline"] = parts_of_headline(target, drafters[0], prompts, settings, results)
     if out is not None:
-        write_results(results, out / "results.json")
-        write_report(results, out)
-    print_report(results, console)
+        write_results(results, out / ("compare.json" if several else "results.json"))
+        (write_comparison if several else write_report)(results, out)
+    (print_comparison if several else print_report)(results, console)
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
 
 
-def measure_settings(
+@dataclass
+class Measured:
+    """The figures of every setting, with the number of its head among all, and a record of each search."""
+
+    judged: Judged = field(default_factory=Judged)
+    owners: list[int] = field(default_factory=list)
+    searches: list[tuple[int, Results]] = field(default_factory=list)
+
+
+def measure(
     target: FrozenTarget,
-    head: Drafter,
+    heads: Sequence[Drafter],
     tokenizer: PreTrainedTokenizerBase,
     settings: BenchSettings,
     prompts: Sequence[Prompt],
-    named: Sequence[TreeShape],
-) -> tuple[Judged, list[Results]]:
-    """Measure the `named` shapes, or what a search comes upon beside them, at every temperature: the figures of all,
-    and a record of each search."""
-    judged, searches = Judged(), []
+    named: Sequence[Sequence[TreeShape]],
+) -> Measured:
+    """Measure the `named` shapes of each head, or what a search comes upon beside them, at every temperature. A search
+    for one head goes on while it finds better; of several heads all run in one comparison."""
+    measured = Measured()
     with progress_bar() as bar:
         for temperature in settings.temperatures:
-            search, shapes = None, named
+            trees, searches = named, []
             if settings.is_auto:
-                search = look_for_drafts(target, head, prompts, temperature, settings, named, bar)
-                shapes = search.next_shapes()
-            while shapes:
-                entries = [make_variant_spec(settings, head, shape) for shape in shapes]
-                fresh = judge(run_comparison(target, entries, prompts, temperature, settings, bar), target, tokenizer)
-                judged.add(fresh)
-                shapes = []
-                if search is not None:
-                    search.take(fresh.measurements)
-                    shapes = search.next_shapes()
-            if search is not None:
-                searches.append(search.record(temperature))
-    return judged, searches
+                show_task(bar, "looking for drafts", None)
+                searches = [
+                    start_search(target, head, prompts, temperature, settings, shapes)
+                    for head, shapes in zip(heads, named, strict=True)
+                ]
+                trees = [search.next_shapes() for search in searches]
+            while pairs := [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]:
+                drafts = [(heads[n], shape) for n, shape in pairs]
+                fresh = judge(compare(target, drafts, prompts, temperature, settings, bar), target, tokenizer)
+                measured.judged.add(fresh)
+                measured.owners += [n for n, _ in pairs]
+                for n, search in enumerate(searches):
+                    search.take(m for m, (owner, _) in zip(fresh.measurements, pairs, strict=True) if owner == n)
+                trees = [search.next_shapes() for search in searches] if len(heads) == 1 else []
+            measured.searches += [(n, search.record(temperature)) for n, search in enumerate(searches)]
+    return measured
+
+
+def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
+    """The trees that the settings name and this head, one of several, drafts. UserError if there are none."""
+    own = settings.rule == "match" and isinstance(head, TreeHead) and head.tree
+    texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
+    shapes = replace(settings, trees=texts).shapes(head)
+    fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
+    if not fitting and not settings.is_auto:
+        raise UserError(f"{path}: drafts none of {', '.join(settings.trees)}; name a tree that it can")
+    return fitting
+
+
+def head_names(paths: Sequence[str]) -> list[str]:
+    """Short names, or the paths where those are not told apart. UserError where one is named twice."""
+    if len(set(paths)) < len(paths):
+        raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
+    names = [path if untrained_kind(path) else short_name(path) for path in paths]
+    return names if len(set(names)) == len(names) else list(paths)
 
 
 def parts_of_headline(
@@ -126,33 +190,9 @@ def parts_of_headline(
     (shape,) = draft_shapes([results["tree"]], head)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
-    size: dict[str, Any] = {"batch_size": settings.batch_size, "max_length": room}
-    engine = Engine(target, head, shape=shape, rule=settings.rule, strict=settings.strict, **size)
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
+    engine = Engine(target, head, engine_options(replace(settings, adaptive=False), shape, room))
     return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
-
-
-def bench_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
-    settings = to_settings(options)
-    parent = default_out(options.head)
-    check_folder(options.out or parent, "--out")
-    if options.out:
-        check_card(options.out, "--out")
-    opened = open_head(options)
-    tell(contention(opened.target.device))
-    with own_folder(parent, settings, options) as out:
-        results = run_bench(
-            opened.target,
-            opened.head,
-            opened.tokenizer,
-            settings,
-            head_path=options.head,
-            out=out,
-            with_roofline=options.roofline,
-        )
-    print(f"written to {out}", file=sys.stderr)
-    return 1 if results["exact"]["divergences"] else 0
 
 
 def default_out(head: str) -> Path:

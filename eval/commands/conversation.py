@@ -22,7 +22,7 @@ from eval.benchmark.tune import can_draft
 from eval.command import draft_shapes, tell
 from eval.reporting.format import number, plural
 from eval.runtime.detokenizer import Detokenizer
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.tree import TreeShape
@@ -143,13 +143,15 @@ class Conversation:
         return self.sampling.seed + self.answers
 
     def _engine(self, needed: int) -> Engine:
-        if self.engine is None or self.engine.max_length < needed:
+        if self.engine is None or self.engine.options.max_length < needed:
             self.engine = None  # its caches go first
             length = LEAST_ROOM
             while length < needed:
                 length *= 2
             length = min(length, self.opened.target.context_length)
-            self.engine = Engine(self.opened.target, self.opened.head, shape=self.shape, max_length=length)
+            self.engine = Engine(
+                self.opened.target, self.opened.head, EngineOptions(shape=self.shape, max_length=length)
+            )
         return self.engine
 
     def _tell(self, figures: str) -> None:

@@ -13,7 +13,7 @@ from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.files import check_file
 from eval.reporting.format import with_interval
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.target.frozen import FrozenTarget
 
 WARM_UP_TOKENS = 16
@@ -26,7 +26,7 @@ def compare(options: argparse.Namespace) -> int:
     target, tokenizer = open_target(options.target, options)
     prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
-    engine = Engine(target, max_length=longest + options.max_new_tokens + 1)
+    engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
     warm_up = min(WARM_UP_TOKENS, options.max_new_tokens)
     run_engine(engine, prompts[0], warm_up)
     run_generate(target, prompts[0], warm_up)

@@ -27,7 +27,7 @@ from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import block, expected_tokens, ratio
 from eval.runtime.rules import RULES, check_rule
@@ -76,7 +76,7 @@ class OnOneDraft(Rejection):
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         q = self.draws.distribution(consulted.shape[2])
-        single = ratio(consulted, q, proposal.tokens, self.family, replace=False).odds
+        single = ratio(consulted, q, proposal.tokens, self.family).odds
         whole = block(consulted, q, proposal.tokens).odds
         self.expected.append((expected_tokens(single, whole=False), expected_tokens(whole, whole=True)))
         return super().accept(proposal, consulted, positions, above)
@@ -106,7 +106,9 @@ def bench_rules(options: argparse.Namespace) -> int:
     def engine_of(rule: str, shape: TreeShape) -> Engine:
         most = longest + options.max_new_tokens + shape.nodes
         return Engine(
-            opened.target, opened.head, shape=shape, batch_size=options.batch_size, max_length=most, rule=rule
+            opened.target,
+            opened.head,
+            EngineOptions(shape=shape, batch_size=options.batch_size, max_length=most, rule=rule),
         )
 
     runs = [Run(rule, shape) for shape in shapes for rule in RULES if can_judge(rule, shape)]
@@ -136,12 +138,12 @@ def bench_rules(options: argparse.Namespace) -> int:
 
 
 def can_judge(rule: str, shape: TreeShape) -> bool:
-    """Whether a rule can judge trees of this shape, and is another one there than those before it."""
+    """Whether a rule can judge trees of this shape."""
     try:
         check_rule(rule, shape)
     except UserError:
         return False
-    return not (rule == "ratio-wr" and is_chain(shape))  # an only child is drawn alike
+    return True
 
 
 def compare(one: Run, other: Run) -> Record:
@@ -158,13 +160,13 @@ def compare(one: Run, other: Run) -> Record:
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
     """What `ratio` and `block` may expect of the same drafts, over all rounds of all requests."""
-    rule = OnOneDraft("ratio", engine.shape, engine.decoder.sampling, engine.target.device)
+    rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling, engine.target.device)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain = [0.0] * len(requests)
     whole = [0.0] * len(requests)
     jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]
-    for start in range(0, len(jobs), engine.batch_size):
-        part = jobs[start : start + engine.batch_size]  # no more than there are rows: each keeps its own
+    for start in range(0, len(jobs), engine.options.batch_size):
+        part = jobs[start : start + engine.options.batch_size]  # no more than there are rows: each keeps its own
         rule.expected = []
         outputs = engine.generate([request for _, request in part])
         for row, ((prompt, _), output) in enumerate(zip(part, outputs, strict=True)):
@@ -173,7 +175,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
     ones = [1.0] * len(requests)
     interval = rate_ratio_interval((whole, ones), (plain, ones))
     return {
-        "tree": str(engine.shape),
+        "tree": str(engine.options.shape),
         "block_over_ratio": sum(whole) / sum(plain),
         "ci95": interval,
         "least_prompt": min(w / p for w, p in zip(whole, plain, strict=True) if p),

@@ -1,43 +1,38 @@
-"""The comparisons of every batch size and context length: their table, scaling.json and the plot."""
+"""eval/bench.py at every batch size and context length: the measurement of eval/scaling.py."""
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.comparison import Judged, judge, progress_bar, show_task, withhold_speed
 from eval.benchmark.corpus import read_split
-from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
-from eval.benchmark.measure import VariantSpec, compare
+from eval.benchmark.figures import (
+    Judged,
+    environment,
+    head_facts,
+    judge,
+    pooled_exactness,
+    target_facts,
+    withhold_speed,
+)
+from eval.benchmark.measure import compare, progress_bar
 from eval.benchmark.measurements import own_folder, plain_name
 from eval.benchmark.opening import open_head, prompt_room
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.benchmark.results import Results, write_results
+from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
 from eval.files import check_folder
-from eval.reporting.drawing import COLOURS, save, style, title
-from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
-from eval.reporting.report import print_audit
-from eval.runtime.sampling import Sampling
+from eval.reporting.format import is_exact, short_name
+from eval.reporting.scaling_report import draw_scaling, print_scaling
 from heads.base import Drafter
 from heads.errors import UserError, first_line
 from heads.target.frozen import FrozenTarget
-from heads.tree import TreeShape
-
-SCHEMA_VERSION = 1
 
 
 def measure_scaling(
@@ -50,22 +45,30 @@ def measure_scaling(
     out: Path | None = None,
     console: Console | None = None,
 ) -> Results:
-    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds."""
+    """Measure every pair of batch size and context length, write and print it, and return what scaling.json holds. A
+    point that the device's memory is too small for has no figures."""
     shapes = draft_shapes(settings.trees, head)
+    (temperature,) = settings.temperatures
     room = prompt_room(target, settings.max_new_tokens, max(shape.nodes for shape in shapes))
     if max(settings.contexts) > room:
         raise UserError(
             f"--contexts {max(settings.contexts)}: with {settings.max_new_tokens} new tokens and the draft "
             f"{target.name} has room for {room}; ask for shorter ones"
         )
-    most = max(settings.batch_sizes) * settings.batches
+    drafts = [(head, shape) for shape in shapes]
     judged = Judged()
     with progress_bar() as bar:
         for context in settings.contexts:
-            prompts = windows(settings.prompts, tokenizer, context, most)
+            prompts = windows(settings.prompts, tokenizer, context, max(settings.batch_sizes) * settings.batches)
             for batch_size in settings.batch_sizes:
-                chosen = prompts[: batch_size * settings.batches]
-                fresh = measure_point(target, head, tokenizer, shapes, chosen, batch_size, settings, bar)
+                chosen, at = prompts[: batch_size * settings.batches], replace(settings, batch_size=batch_size)
+                what = f"batch {batch_size}, context {context}"
+                try:
+                    result = compare(target, drafts, chosen, temperature, at, bar, what)
+                    fresh = judge(result, target, tokenizer)
+                except torch.OutOfMemoryError as error:
+                    said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
+                    fresh = Judged([{"tree": str(shape), **said} for shape in shapes])
                 fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
                 judged.add(fresh)
     points = judged.measurements
@@ -84,8 +87,8 @@ def measure_scaling(
     if out is not None:
         write_results(results, out / "scaling.json")
         if is_exact(results):
-            draw(results, out / "scaling")
-    show(results, console or Console())
+            draw_scaling(results, out / "scaling")
+    print_scaling(results, console or Console())
     return results
 
 
@@ -115,95 +118,11 @@ def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[i
         yield from (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
 
 
-def measure_point(
-    target: FrozenTarget,
-    head: Drafter,
-    tokenizer: PreTrainedTokenizerBase,
-    shapes: Sequence[TreeShape],
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    settings: ScalingSettings,
-    bar: Progress,
-) -> Judged:
-    """The figures of each draft at one batch size and context; without any where the device's memory is too small."""
-    what = f"batch {batch_size}, context {len(prompts[0].ids)}"
-    task = show_task(bar, what, settings.repeats * (1 + len(shapes)) * len(prompts))
-    try:
-        result = compare(
-            target,
-            [VariantSpec(head, shape, adaptive=settings.adaptive) for shape in shapes],
-            prompts,
-            Sampling(settings.temperature, seed=settings.seed),
-            max_new_tokens=settings.max_new_tokens,
-            batch_size=batch_size,
-            repeats=settings.repeats,
-            on_unit=lambda done: bar.advance(task, done),
-        )
-        return judge(result, target, tokenizer)
-    except torch.OutOfMemoryError as error:
-        said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
-        return Judged([{"tree": str(shape), **said} for shape in shapes])
-
-
-def draw(results: Results, path: Path) -> list[Path]:
-    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
-    trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
-    settings = results["settings"]
-    with style():
-        figure = Figure(figsize=(10, 0.8 + 3.6 * len(trees)), layout="constrained")
-        grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
-        for (left, right), tree in zip(grid, trees, strict=True):
-            points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
-            draw_lines(left, points, "batch_size", "context", "batch size", "context")
-            draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
-            name = f"{'adaptive ' * settings['adaptive']}{tree}"
-            left.set_title(name)
-        made = (
-            f"{heading(results)}; {settings['batches']} batches of {short_name(settings['prompts'])} at each point, "
-            f"{settings['max_new_tokens']} new tokens, {sampling_text(settings['temperature'])}; {device_text(results)}"
-        )
-        title(figure, "Speedup over plain decoding", made)
-        return save(figure, path)
-
-
-def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
-    """One line for each value of `by`."""
-    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
-    colours = matplotlib.colormaps["viridis"]
-    values = sorted({point[by] for point in points})
-    for n, value in enumerate(values):
-        line = sorted((point[along], point["speedup"]["measured"]) for point in points if point[by] == value)
-        colour = colours(0.9 * n / max(len(values) - 1, 1))
-        axes.plot(*zip(*line, strict=True), "o-", color=colour, ms=4, lw=1.5, label=f"{legend} {value}")
-    places = sorted({point[along] for point in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(places, [str(place) for place in places])
-    axes.minorticks_off()
-    axes.set_xlabel(label)
-    axes.legend(frameon=False, fontsize=8)
-
-
-def show(results: Results, console: Console) -> None:
-    """The table in the terminal."""
-    console.print(f"\n[bold]{escape(heading(results))}[/bold]; {escape(device_text(results))}\n")
-    table = Table(box=None, pad_edge=False)
-    for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in results["points"]:
-        cells = [str(point["context"]), str(point["batch_size"]), point["tree"]]
-        if "out_of_memory" in point:
-            table.add_row(*cells, "", "", "out of memory")
-        else:
-            rate = number(point["baseline"]["tokens_per_second"], 1)
-            table.add_row(*cells, number(point["tau"]["mean"]), rate, speedup_text(point))
-    console.print(table, highlight=False)
-    console.print()
-    print_audit(results, console)
-
-
 def scaling_command(options: argparse.Namespace) -> int:
     """Load what the command line names, and measure: the exit status."""
-    settings = ScalingSettings(**{field.name: getattr(options, field.name) for field in fields(ScalingSettings)})
+    names = {field.name for field in fields(ScalingSettings)} & vars(options).keys()
+    given = {name: getattr(options, name) for name in names}
+    settings = ScalingSettings(**given, temperatures=(options.temperature,))
     parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
     check_folder(options.out or parent, "--out")
     opened = open_head(options)

@@ -71,7 +71,7 @@ def place_of(sweep: Sweep, setting: Setting) -> str:
     try:
         options = parse_bench(sweep.arguments(setting))
         settings = to_settings(options)
-        head = options.head
+        (head,) = options.heads
         weights = None
         if not untrained_kind(head):
             read_config(find_head(head))

@@ -16,7 +16,7 @@ from eval.gpu.rows import a_chain_is_bit_identical_in_attention, rows_of_the_ker
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.gpu.trees import picks_are_those_of_tensor_operations, trees_grow_as_on_a_cpu
 from eval.runtime.acceptance import match_tensors
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
@@ -151,10 +151,12 @@ def targets_decode_alike_with_and_without_kernels(device: torch.device = CUDA) -
     for family in FAMILIES:
         target = make_target(family, torch.float32, device)
         requests = some_requests(target.vocab_size, 3, 24)
-        expected = Engine(target, batch_size=2, max_length=256, native=False, graphs=False).generate(requests)
+        expected = Engine(
+            target, None, EngineOptions(batch_size=2, max_length=256, native=False, graphs=False)
+        ).generate(requests)
         for shape in ("none", "chain:3", "tree:3x3x8"):
             head = make_head(target) if shape != "none" else None
-            engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=256)
+            engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=256))
             assert engine.decoder.step.kernels is not None, f"{family} has no kernels"
             assert texts(engine.generate(requests)) == texts(expected), (family, shape)
 
@@ -175,8 +177,8 @@ def replays_equal_plain_calls(device: torch.device = CUDA) -> None:
     for shape in ("none", "chain:4", "tree:3x4x12"):
         head = make_head(target) if shape != "none" else None
         options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 3, "max_length": 400}
-        graphed = Engine(target, head, **options)
-        plain = Engine(target, head, **options, graphs=False)
+        graphed = Engine(target, head, EngineOptions(**options))
+        plain = Engine(target, head, EngineOptions(**options, graphs=False))
         assert texts(graphed.generate(requests)) == texts(plain.generate(requests)), shape
         assert graphed.rounds[shape].graphs, "nothing was captured"
 
@@ -184,7 +186,7 @@ def replays_equal_plain_calls(device: torch.device = CUDA) -> None:
 def rounds_do_not_wait(device: torch.device = CUDA) -> None:
     """Rounds and the sending of reports under torch's debug mode for synchronisation."""
     target = make_target("llama", torch.bfloat16, device)
-    engine = Engine(target, make_head(target), shape=parse_shape("tree:3x4x12"), max_length=400)
+    engine = Engine(target, make_head(target), EngineOptions(shape=parse_shape("tree:3x4x12"), max_length=400))
     with torch.inference_mode():
         read_prompts(engine.decoder, {0: some_requests(target.vocab_size)[0]})
         rounds = engine.rounds_of(engine.decoder)
@@ -205,7 +207,7 @@ def graphs_are_small(device: torch.device = CUDA) -> None:
     """A plain step has some ten kernels a layer, more where a product is cut into parts, and some sixty beside; no
     round allocates outside its pool."""
     target = make_target("llama", torch.bfloat16, device)
-    engine = Engine(target, max_length=400)
+    engine = Engine(target, None, EngineOptions(max_length=400))
     decoder = engine.decoder
     with torch.inference_mode():
         for _ in range(2):
@@ -245,7 +247,9 @@ def bf16_texts_are_bit_identical(device: torch.device = CUDA) -> None:
     requests = some_requests(target.vocab_size, 9)
     for shape, strict in (("chain:4", False), ("tree:3x4x12", True), ("tree:3x4x12", False)):
         engine = Engine(
-            target, make_head(target), shape=parse_shape(shape), batch_size=3, max_length=480, strict=strict
+            target,
+            make_head(target),
+            EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=480, strict=strict),
         )
         pinned = pinned_engine(engine)
         found, expected = texts(engine.generate(requests)), texts(pinned.generate(requests))

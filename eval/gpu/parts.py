@@ -21,7 +21,7 @@ from eval.gpu.drafts import draft_parts
 from eval.gpu.idle import measure_idle
 from eval.gpu.kernels import ROWS, kernel_parts
 from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from heads.tree import parse_shape
 
@@ -80,7 +80,9 @@ class Bench:
         """An engine for a tree, or for plain decoding where it is `none`."""
         head = None if tree == "none" else models.head
         shape = parse_shape(tree)
-        return Engine(models.target, head, shape=shape, batch_size=batch_size, max_length=max_length, **options)
+        return Engine(
+            models.target, head, EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length, **options)
+        )
 
 
 def checks(bench: Bench, found: Found) -> None:

@@ -113,7 +113,7 @@ def warnings(results: Results) -> list[str]:
     return [f"head {name}: {line}" for name, line in found if line] + doubts(results)
 
 
-def show(results: Results, console: Console) -> None:
+def print_comparison(results: Results, console: Console) -> None:
     """The table, and whether every output was the target's own."""
     table = Lines(box=box.SIMPLE, pad_edge=False, show_edge=False)
     for name in COLUMNS:

@@ -6,14 +6,14 @@ A list of candidates of drafts, the longest first and none at all last. For each
 
 with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured whenever the
 host looks. The best one is `current`. A move is a trial first: a few rounds with the draft that promises more, and only
-if it keeps the promise, home moves. Beside that, what is not home is tried now and then, for a head may turn good or
-bad with the text: at intervals that double while home stays. So a useless head costs a few rounds in the beginning and
-ever fewer later, and a good one is left as soon as it is good no more.
+if it keeps the promise, does it become current. Beside that, other drafts are tried now and then, for a head may turn
+good or bad with the text: at intervals that double while `current` stays. So a useless head costs a few rounds in the
+beginning and ever fewer later, and a good one is left as soon as it is good no more.
 
 What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
-drafts (the context grows, the machine slows down): where the cost of home moves, the others are taken to have moved by
-the same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
-otherwise, something else held up the cheaper one.
+drafts (the context grows, the machine slows down): where the cost of `current` moves, the others are taken to have
+moved by the same factor until they are measured again. And a round costs no more than one that drafts more: where the
+clock says otherwise, something else held up the cheaper one.
 
 The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
 token. Under the rules that compare two distributions it keeps the distribution too, by induction from the last round
@@ -39,7 +39,7 @@ TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
 MARGIN = 0.03
 """By how much another draft must be better to be preferred."""
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 1024
-"""Rounds between two trials of what is not home."""
+"""Rounds between two trials of other drafts."""
 EVIDENCE = 64.0
 """Tests that the running acceptance at a depth remembers."""
 OLD_EVIDENCE = 1.0
@@ -108,10 +108,10 @@ class Cost:
             self.seconds, self.rounds = seconds, rounds
             return 1.0
         self.rounds += rounds
-        before, result = self.seconds, self.rounds > WINDOW
+        before, settled = self.seconds, self.rounds > WINDOW
         weight = min(1.0, rounds / min(self.rounds, WINDOW))
         self.seconds += weight * (min(seconds, OUTLIER * before) - before)
-        return self.seconds / before if result else 1.0
+        return self.seconds / before if settled else 1.0
 
 
 class Span(NamedTuple):
@@ -198,20 +198,20 @@ class Controller:
     def _choose(self) -> None:
         on_trial = self.candidate != self.current
         if self.costs[self.none].seconds is None:  # in the beginning
-            return self._cos_sin(self.none)
+            return self._switch_to(self.none)
         if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # no clock can make it worth its cost
             self.current, self.interval = self.none, SHORTEST_INTERVAL
-            return self._cos_sin(self.none)
+            return self._switch_to(self.none)
         speeds = [self.speed(candidate) for candidate in range(len(self.shapes))]
         best = max(range(len(speeds)), key=lambda candidate: speeds[candidate])
         better = speeds[best] > (1 + MARGIN) * speeds[self.current]
         if better and best == self.candidate:
             self.current, self.interval = best, SHORTEST_INTERVAL
         elif better:
-            self._cos_sin(best)
+            self._switch_to(best)
         elif on_trial:
             self.interval = min(2 * self.interval, LONGEST_INTERVAL)
-            self._cos_sin(self.current)
+            self._switch_to(self.current)
         elif self.stay >= self.interval:
             self._try_another()
         return None
@@ -227,15 +227,15 @@ class Controller:
         self.acceptance[candidate].fade(
             self.shapes[current].depth if self.acceptance[candidate] is self.acceptance[current] else 0
         )
-        self._cos_sin(candidate)
+        self._switch_to(candidate)
 
-    def _cos_sin(self, candidate: int) -> None:
+    def _switch_to(self, candidate: int) -> None:
         self.last_tried[self.candidate] = sum(self.rounds)
         self.candidate, self.fresh = candidate, True
         self.stay = self.stay_tests = 0
         if self.costs[candidate].seconds is not None:
             self.costs[candidate].seconds = self.seconds(candidate)
-        # What was known is old, but home's cost was known a moment ago.
+        # What was known is old, but the current one's cost was known a moment ago.
         self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
         self.switches += 1

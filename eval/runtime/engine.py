@@ -1,6 +1,6 @@
 """Exact decoding of any number of requests, with or without a draft head: the face of the runtime.
 
-    engine = Engine(target, head, shape=parse_shape("chain:5"), batch_size=8, max_length=1024)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:5"), batch_size=8, max_length=1024))
     outputs = engine.generate([Request(prompt, max_new_tokens=128, sampling=Sampling(temperature=1.0, seed=3)), ...])
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
@@ -17,23 +17,21 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.candidates import Ladder
+from eval.runtime.candidates import Candidates
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.judges import make_rule
-from eval.runtime.memory import check_memory, need_of
+from eval.runtime.memory import check_memory, row_bytes
 from eval.runtime.pending import PENDING, room_of
 from eval.runtime.prefill import read_prompts
-from eval.runtime.readback import Reports
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Request as Request
 from eval.runtime.request import check_request
-from eval.runtime.request_state import RequestState
+from eval.runtime.request_state import Reports, RequestState, StopWatch
 from eval.runtime.round import Decoder
 from eval.runtime.rules import check_adaptive, check_rule
 from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.state import Commit
-from eval.runtime.stops import StopWatch
 from eval.runtime.target_step import open_step
 from heads.backends.round_state import RoundState
 from heads.backends.slot_mapping import round_up
@@ -69,67 +67,82 @@ class Timings:
         return len(self.round_seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine decodes."""
+
+    shape: TreeShape = ROOT_ONLY
+    """Draft tokens of a round; the root alone without a head."""
+    rule: str = "match"
+    """One of `eval.runtime.rules.RULES`, by which drafts are accepted."""
+    batch_size: int = 1
+    max_length: int
+    """Slots of one sequence: prompt, output and the tree under test together."""
+    adaptive: bool = False
+    """Shorten drafts, or leave them out, while that is faster (`eval.runtime.adaptive`). What was found holds for later
+    calls too."""
+    strict: bool = False
+    """Make trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU, by attention that costs more."""
+    pinned: int = 1
+    """Nodes of a plain step, all but one padding: the same products, of the same shapes, as in rounds of as many nodes.
+    In narrow numbers that is what drafts must repeat bit for bit."""
+    native: bool = True
+    """Use the target's native decoder where it has one."""
+    graphs: bool = True
+    """Capture rounds on a GPU."""
+    poll_interval: int | None = None
+    """Rounds between two looks of the host; by default 1, and 4 on a GPU where drafts are adaptive. On a GPU it looks
+    when the next rounds are already launched."""
+
+    def check(self, target: FrozenTarget, head: Drafter | None) -> None:
+        """UserError for what cannot be decoded with this target and head."""
+        if self.batch_size < 1:
+            raise UserError(f"batch size: expected at least 1, got {self.batch_size}")
+        if not 1 <= self.max_length <= target.context_length:
+            raise UserError(
+                f"max_length: expected 1 to {target.context_length}, the context of {target.name}, "
+                f"got {self.max_length}"
+            )
+        if (head is None) != (self.shape.nodes == 1):
+            raise UserError(
+                f"a head and a tree go together: got {'no ' if head is None else 'a '}head and tree '{self.shape}'"
+            )
+        if head is None and self.rule != "match":
+            raise UserError(f"rule {self.rule} judges drafts, and plain decoding has none; leave it out")
+        if self.pinned > 1 and head is not None:
+            raise UserError(
+                f"pinned: plain decoding in steps of {self.pinned} nodes has no head; leave one of them out"
+            )
+        check_rule(self.rule, self.shape)
+        if self.adaptive:
+            if head is None:
+                raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")
+            check_adaptive(self.rule)
+
+
 class Engine:
     """One target, one head or none, one tree shape and one batch size, over any number of requests."""
 
     def __init__(
         self,
         target: FrozenTarget,
-        head: Drafter | None = None,
+        head: Drafter | None,
+        options: EngineOptions,
         *,
-        shape: TreeShape = ROOT_ONLY,
-        batch_size: int = 1,
-        max_length: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        poll_interval: int | None = None,
-        rule: str = "match",
-        native: bool = True,
-        adaptive: bool = False,
-        pinned: int = 1,
-        strict: bool = False,
-        graphs: bool = True,
     ) -> None:
-        """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
-        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks; by default 1, and 4
-        on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
-        `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
-        where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
-        (`eval.runtime.adaptive`); what was found holds for later calls too.
-
-        `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
-        as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU
-        trees do so too, by attention that costs more. `graphs`: whether rounds are captured on a GPU."""
-        if batch_size < 1:
-            raise UserError(f"batch size: expected at least 1, got {batch_size}")
-        if not 1 <= max_length <= target.context_length:
-            raise UserError(
-                f"max_length: expected 1 to {target.context_length}, the context of {target.name}, got {max_length}"
-            )
-        if (head is None) != (shape.nodes == 1):
-            raise UserError(
-                f"a head and a tree go together: got {'no ' if head is None else 'a '}head and tree '{shape}'"
-            )
-        if head is None and rule != "match":
-            raise UserError(f"rule {rule} judges drafts, and plain decoding has none; leave it out")
-        if pinned > 1 and head is not None:
-            raise UserError(f"pinned: plain decoding in steps of {pinned} nodes has no head; leave one of them out")
-        check_rule(rule, shape)
-        if adaptive:
-            if head is None:
-                raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")
-            check_adaptive(rule)
-        self.nodes, self.strict = max(shape.nodes, pinned), strict
-        self.target, self.head, self.shape, self.rule = target, head, shape, rule
-        self.batch_size, self.max_length = batch_size, max_length
-        self.tokenizer, self.native = tokenizer, native
-        on_cpu = target.device.type == "cpu"
-        self.poll_interval = poll_interval or (1 if on_cpu or not adaptive else 4)
+        """`tokenizer`: needed for stop strings only."""
+        options.check(target, head)
+        self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
+        self.nodes = max(options.shape.nodes, options.pinned)
+        adaptive, on_cpu = options.adaptive, target.device.type == "cpu"
+        self.poll_interval = options.poll_interval or (1 if on_cpu or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
         with torch.inference_mode():
-            self.decoder = self._build(adaptive)
-            self.candidates = Ladder(self.decoder) if adaptive else None
-        self.capture = open_capture(target.device) if graphs else None
+            self.decoder = self._build()
+            self.candidates = Candidates(self.decoder) if adaptive else None
+        self.capture = open_capture(target.device) if options.graphs else None
         self.rounds: dict[str, Rounds] = {}
         """By the name of the draft."""
         self.ahead = 0 if on_cpu or adaptive else 1
@@ -139,54 +152,51 @@ class Engine:
         """Not yet looked at: how many rounds, and who sat where."""
         self.looked = 0.0
 
-    def _build(self, adaptive: bool) -> Decoder:
-        target, head, device = self.target, self.head, self.target.device
+    def _build(self) -> Decoder:
+        target, head, options, device = self.target, self.head, self.options, self.target.device
         aux_layer_ids = head.aux_layer_ids if head is not None else ()
-        decoder = native_decoder(target) if self.native else None
-        need = need_of(
+        per_row = row_bytes(
             target,
-            decoder,
-            batch_size=self.batch_size,
-            capacity=self.max_length,
+            native_decoder(target) if options.native else None,
+            capacity=options.max_length,
             nodes=self.nodes,
             drafts=head is not None,
-            pending=room_of(device) if adaptive else 0,
-            num_aux_layers=len(aux_layer_ids),
+            pending=room_of(device) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
         )
-        check_memory(need, device, target.name)
+        check_memory(per_row, options.batch_size, device, target.name)
         step = open_step(
             target,
-            batch_size=self.batch_size,
-            capacity=self.max_length,
+            batch_size=options.batch_size,
+            capacity=options.max_length,
             aux_layer_ids=aux_layer_ids,
-            native=self.native,
+            native=options.native,
             nodes=self.nodes,
-            strict=self.strict,
+            strict=options.strict,
         )
         head_state = None
         if head is not None:
             head_state = head.new_state(
-                target.shared, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
+                target.shared, batch_size=options.batch_size, capacity=step.capacity, shape=options.shape
             )
-        sampling = RowSampling(self.batch_size, device)
+        sampling = RowSampling(options.batch_size, device)
         state = RoundState.new(
-            batch_size=self.batch_size,
-            capacity=self.max_length,
-            depth=self.shape.depth,
+            batch_size=options.batch_size,
+            capacity=options.max_length,
+            depth=options.shape.depth,
             device=device,
             rounds=self.poll_interval,
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
             step=step,
-            shape=self.shape,
+            shape=options.shape,
             head=head,
             head_state=head_state,
             sampling=sampling,
-            rule=make_rule(self.rule, self.shape, sampling, device),
+            rule=make_rule(options.rule, options.shape, sampling, device),
             state=state,
-            update=Commit(state, eos, self.shape.depth),
-            zeros=torch.zeros(self.batch_size, 1, dtype=torch.int64, device=device),
+            update=Commit(state, eos, options.shape.depth),
+            zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
             pinned=self.nodes if head is None else 1,
         )
 
@@ -198,7 +208,7 @@ class Engine:
                 request,
                 f"request {index}",
                 target=self.target,
-                slots=self.max_length,
+                slots=self.options.max_length,
                 nodes=self.nodes,
                 can_stop=self.tokenizer is not None,
             )
@@ -208,17 +218,17 @@ class Engine:
 
     def _generate(self, requests: Sequence[Request], on_tokens: OnTokens | None) -> list[Output]:
         waiting = deque(enumerate(requests))
-        request_states: list[RequestState | None] = [None] * self.batch_size
+        request_states: list[RequestState | None] = [None] * self.options.batch_size
         outputs: list[Output | None] = [None] * len(requests)
         self.decoder.state.done.fill_(True)
         while True:
-            free = [row for row in range(self.batch_size) if request_states[row] is None]
+            free = [row for row in range(self.options.batch_size) if request_states[row] is None]
             running = waiting and free and not self.launched
             if running:
                 newcomers = {row: waiting.popleft() for row in free[: len(waiting)]}
                 for row, newcomer in self._prefill(newcomers).items():
                     request_states[row] = newcomer
-            elif len(free) == self.batch_size and not self.launched:
+            elif len(free) == self.options.batch_size and not self.launched:
                 break
             elif not (waiting and free):
                 self._decode(request_states)
@@ -305,7 +315,7 @@ class Engine:
             watch = StopWatch(request.stop, self.tokenizer) if request.stop and self.tokenizer is not None else None
             request_states[row] = RequestState(index, request, self.timings.rounds, watch)
         self.decoder.update.publish()
-        self._launch(0, [request_states.get(row) for row in range(self.batch_size)])
+        self._launch(0, [request_states.get(row) for row in range(self.options.batch_size)])
         return request_states
 
     def _look(
@@ -322,7 +332,7 @@ class Engine:
                 self.timings.candidates[self.candidates.end(rounds, now - self.looked)] += rounds
             self.looked = now
         under_way = sum(count for count, _ in self.launched)
-        state, M = self.decoder.state, self.shape.depth + 1
+        state, M = self.decoder.state, self.options.shape.depth + 1
         ended: dict[int, tuple[int, Output]] = {}
         for row, (request_state, report) in enumerate(zip(sitters, reports, strict=True)):
             if request_state is None or request_states[row] is not request_state:  # another has taken the row since
@@ -341,7 +351,7 @@ class Engine:
     def _output(self, row: int, request_state: RequestState) -> Output:
         state = self.decoder.state
         rounds = int(state.rounds[row])
-        if self.shape.depth == 0:
+        if self.options.shape.depth == 0:
             return request_state.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
         accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
         return request_state.output(accepted, reached, self.target.eos_token_ids)

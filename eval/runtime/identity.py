@@ -2,9 +2,9 @@
 
 In bfloat16 a product of one row and a product of eight are different kernels with different roundings, and logits that
 lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
-nodes as the rounds have (`Engine(pinned=...)`): the same kernels on the same shapes. Chains must repeat it exactly, and
-so must trees under `strict`. Other trees find their ancestors in other slots than plain decoding does, so their sums
-are made in another order; where that turned a choice, the two tokens must lie within two units in the last place.
+nodes as the rounds have (`EngineOptions.pinned`): the same kernels on the same shapes. Chains must repeat it exactly,
+and so must trees under `strict`. Other trees find their ancestors in other slots than plain decoding does, so their
+sums are made in another order; where that turned a choice, the two tokens must lie within two units in the last place.
 """
 
 import math
@@ -19,6 +19,7 @@ from eval.runtime.engine import Engine
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
 from heads.target.frozen import FrozenTarget
+from heads.tree import ROOT_ONLY
 
 NEAR = 2.0
 """Units in the last place of the target's numbers, at the size of the larger logit."""
@@ -51,10 +52,8 @@ def is_narrow(target: FrozenTarget) -> bool:
 
 def pinned_engine(engine: Engine) -> Engine:
     """The reference of an engine's texts."""
-    return Engine(
-        engine.target, batch_size=engine.batch_size, max_length=engine.max_length, pinned=engine.nodes,
-        native=engine.native, strict=engine.strict,
-    )  # fmt: skip
+    options = replace(engine.options, shape=ROOT_ONLY, rule="match", adaptive=False, pinned=engine.nodes)
+    return Engine(engine.target, None, options)
 
 
 @torch.inference_mode()

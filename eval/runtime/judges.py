@@ -1,7 +1,7 @@
 """The acceptance rules at work: how a round's drafts are drawn and which of them are kept.
 
 `match` is `eval.runtime.acceptance`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above
-it the last three need q, the very distribution that a draft token was drawn from: the draft's logits under the same
+it the last two need q, the very distribution that a draft token was drawn from: the draft's logits under the same
 temperature, top-k, top-p and min-p as the target's, over the full vocabulary. So they refuse drafts that draw from no
 distribution, and trees in which it depends on the draws who stays: the distribution of what survives a reranking is not
 q.
@@ -83,12 +83,12 @@ class Match:
 class Draws:
     """One round's picks: children drawn from the draft's distribution, which is kept for the verdict.
 
-    Siblings stand in the order drawn: without replacement, that is falling log q + Gumbel noise; with replacement, each
-    has noise of its own. A greedy row drafts its likeliest tokens.
+    Siblings are drawn without replacement and stand in the order drawn: falling log q + Gumbel noise. A greedy row
+    drafts its likeliest tokens.
     """
 
-    def __init__(self, sampling: RowSampling, *, replace: bool) -> None:
-        self.sampling, self.replace = sampling, replace
+    def __init__(self, sampling: RowSampling) -> None:
+        self.sampling = sampling
         self.distributions: list[Tensor] = []
         """By level: (B, W, Vx) float32, log q of the nodes drawn for."""
         self.token_ids: Tensor | None = None
@@ -96,23 +96,19 @@ class Draws:
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        sampling, (W, Vx) = self.sampling, logits.shape[1:]
+        sampling = self.sampling
         self.token_ids = token_ids
         distribution = sampling.log_distribution(logits)
         self.distributions.append(distribution)
         if not sampling.random:
             columns = best(logits, count)
         else:
-            copies = count if self.replace else 1
-            counters = draw_counters(positions, len(self.distributions), copies)
-            ids = torch.arange(Vx, device=logits.device) if token_ids is None else token_ids
-            noise = gumbel(stream(sampling.seed, DRAFTS), counters.flatten(1), ids).unflatten(1, (W, copies))
-            scores = noise + distribution[:, :, None]  # (B, W, copies, Vx)
+            ids = torch.arange(logits.shape[2], device=logits.device) if token_ids is None else token_ids
+            noise = gumbel(
+                stream(sampling.seed, DRAFTS), draw_counters(positions, len(self.distributions)), ids
+            )  # (B, W, Vx)
             hot = (sampling.temperature > 0)[:, None, None]
-            if self.replace:
-                columns = torch.where(hot, scores.argmax(dim=-1), best(logits, count))
-            else:
-                columns = best(torch.where(hot, scores[:, :, 0], logits.float()), count)
+            columns = best(torch.where(hot, noise + distribution, logits.float()), count)
         return columns if token_ids is None else token_ids[columns], distribution.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
@@ -129,25 +125,24 @@ def best(scores: Tensor, count: int) -> Tensor:
     return scores.argmax(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
 
 
-def draw_counters(positions: Tensor, level: int, copies: int) -> Tensor:
-    """(B, W, copies) int64, a number of its own for each draw of a request: positions (B, W) of the tokens drawn, and
-    their level below the root, which together give the root's position."""
-    place = torch.arange(positions.shape[1] * copies, device=positions.device).view(-1, copies)
-    return ((positions * MOST_NODES + level) * MOST_NODES**2)[..., None] + place
+def draw_counters(positions: Tensor, level: int) -> Tensor:
+    """(B, W) int64, a number of its own for each node of a request that is drawn for: positions (B, W) of the tokens
+    drawn, and their level below the root, which together give the root's position."""
+    return (positions * MOST_NODES + level) * MOST_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
 
 
 class Rejection:
-    """The two distributions decide: `ratio`, `ratio-wr` and `block`."""
+    """The two distributions decide: `ratio` and `block`."""
 
     needs_distribution = True
 
     def __init__(self, name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> None:
         self.name, self.shape, self.sampling = name, shape, sampling
         self.family = family_of(shape, device)
-        self.draws = Draws(sampling, replace=name == "ratio-wr")
+        self.draws = Draws(sampling)
 
     def begin(self) -> Pick:
-        self.draws = Draws(self.sampling, replace=self.draws.replace)
+        self.draws = Draws(self.sampling)
         return self.draws
 
     def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
@@ -174,14 +169,13 @@ class Rejection:
         if not self.draws.distributions:
             raise UserError(
                 f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
-                "none; "
-                "use rule match"
+                "none; use rule match"
             )
         q, tokens = self.draws.distribution(p.shape[2]), proposal.tokens
         assert q.shape[1] == len(self.family.parents), f"{q.shape[1]} draws, {len(self.family.parents)} nodes to expand"
         if self.name == "block":
             return block(p, q, tokens)
-        verdict = ratio(p, q, tokens, self.family, replace=self.draws.replace)
+        verdict = ratio(p, q, tokens, self.family)
         # A greedy row drafts several tokens where its distribution has one: each is given, and so accepted if p is all
         # on it.
         hot = (self.sampling.temperature > 0)[:, None]

@@ -2,12 +2,11 @@
 from.
 
 `ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2), on trees as
-recursive rejection: SpecInfer's (arXiv 2305.09781, algorithm 2) where siblings are drawn with replacement, Sequoia's
-(arXiv 2402.12374, algorithm 2) where they are drawn without. The children x of a node are tried in the order in which
-they were drawn:
+recursive rejection with siblings drawn without replacement (Sequoia, arXiv 2402.12374, algorithm 2). The children x of
+a node are tried in the order in which they were drawn:
 
     accept x with probability min(1, P(x) / Q(x)), at first P = p and Q = q
-    if refused: P <- norm(max(P - Q, 0)); without replacement also Q(x) <- 0, Q <- norm(Q)
+    if refused: P <- norm(max(P - Q, 0)), Q(x) <- 0, Q <- norm(Q)
     if all are refused, the round ends here with a token drawn from P; at a leaf, from p
 
 `block` (Sun et al., arXiv 2403.10444, algorithm 2) judges a chain x_1 .. x_K as a whole. p_i and q_i stand for the
@@ -75,8 +74,8 @@ class Verdict:
     rest: Tensor  # (B, N, V), the distribution of the token that follows if the round ends at node j
 
 
-def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family, *, replace: bool) -> Verdict:
-    """Recursive rejection: p (B, N, V), q (B, I, V), tokens (B, N). `replace`: siblings were drawn with replacement.
+def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:
+    """Recursive rejection: p (B, N, V), q (B, I, V), tokens (B, N).
 
     A test is the one that is made once all elder siblings were refused. A token that q cannot have given is never
     accepted and changes nothing: q had fewer tokens than the node has children.
@@ -89,8 +88,7 @@ def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family, *, replace: bool
         tested = family.there[:, r, None] & (drawn > 0)
         odds.append(torch.where(tested, quotient(P.gather(-1, x), drawn).clamp(max=1), 0.0))
         P = torch.where(tested, residual(P, Q), P)
-        if not replace:
-            Q = torch.where(tested, normalised(Q.scatter(-1, x, 0.0), Q), Q)
+        Q = torch.where(tested, normalised(Q.scatter(-1, x, 0.0), Q), Q)
     by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]  # (B, N - 1)
     return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 

@@ -3,10 +3,8 @@
 | rule | drafts | what comes out | trees |
 |---|---|---|---|
 | match | the likeliest, by the target's own noise | plain decoding's tokens, one for one | all |
-| ratio | drawn from the draft's distribution, siblings without replacement | another draw of the target's distribution
-| chain, static |
-| ratio-wr | likewise, siblings with replacement | likewise | chain, static |
-| block | drawn from the draft's distribution | likewise | chain |
+| ratio | drawn from the draft's distribution | another draw of the target's distribution | chain, static |
+| block | drawn from the draft's distribution | another draw of the target's distribution | chain |
 
 Which rule emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
 
@@ -16,7 +14,7 @@ The command line offers these rules, so this file imports no torch.
 from heads.errors import UserError
 from heads.tree import TreeShape, is_chain
 
-RULES = ("match", "ratio", "ratio-wr", "block")
+RULES = ("match", "ratio", "block")
 
 
 def check_rule(rule: str, shape: TreeShape) -> None:
@@ -31,9 +29,8 @@ def check_rule(rule: str, shape: TreeShape) -> None:
         )
     if shape.paths is None:
         raise UserError(
-            f"rule {rule}: the tree {shape} keeps the nodes that the draft is surest of, and the distribution "
-            "of what survives "
-            "that is not the distribution they were drawn from; use rule match, or a chain or static tree"
+            f"rule {rule}: the tree {shape} keeps the nodes that the draft is surest of, and the distribution of what "
+            "survives that is not the distribution they were drawn from; use rule match, or a chain or static tree"
         )
     for path in shape.paths:
         if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in shape.paths:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.prompts import Prompt
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.registry import HEADS
@@ -110,7 +110,7 @@ def tiny_prompts(tiny_tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
 @pytest.fixture(scope="session")
 def pair_head(tiny_target: FrozenTarget, tiny_prompts: list[Prompt]) -> Any:
     """A head that has seen the target's answers to the tiny prompts, and so drafts about half of them."""
-    engine = Engine(tiny_target, batch_size=4, max_length=128)
+    engine = Engine(tiny_target, None, EngineOptions(batch_size=4, max_length=128))
     outputs = engine.generate([Request(list(prompt.ids), 40) for prompt in tiny_prompts])
     head = PairHead(PairConfig())
     head.learn([output.tokens for output in outputs])

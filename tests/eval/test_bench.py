@@ -28,7 +28,7 @@ from eval.reporting.drawing import inline_svg
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
 from eval.reporting.report import model_card, print_report, read_log, write_report
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict
 from heads.errors import UserError
@@ -62,7 +62,7 @@ def run(
 ) -> tuple[Results, str]:
     console = Console(file=io.StringIO(), width=140)
     chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
-    results = run_bench(target, head, tokenizer, chosen, head_path="runs/x/head", out=out, console=console)
+    results = run_bench(target, {"runs/x/head": head}, tokenizer, chosen, out=out, console=console)
     assert isinstance(console.file, io.StringIO)
     return results, console.file.getvalue()
 
@@ -296,7 +296,10 @@ def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text}) + "\n")
         (prompt,) = load_prompts(str(tmp_path / f"{name}.jsonl"), tiny_tokenizer, max_prompt_tokens=40)
         requests.append(Request(prompt.ids, 12))
-    going, ending = (output.tokens for output in Engine(tiny_target, batch_size=2, max_length=64).generate(requests))
+    going, ending = (
+        output.tokens
+        for output in Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
+    )
     assert ending[0] not in going, "this token is to end one of the two outputs"
     monkeypatch.setattr(tiny_target, "eos_token_ids", (ending[0],))
     files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
@@ -422,14 +425,14 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     prompt_file: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in ("eval.benchmark.comparison.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
+    for place in ("eval.benchmark.opening.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
 
     class Noted(Engine):
         def __init__(self, *rest: Any, **options: Any) -> None:
             super().__init__(*rest, **options)
-            made.append((self.nodes, self.strict))
+            made.append((self.nodes, self.options.strict))
 
     for place in ("eval.benchmark.measure.Engine", "eval.runtime.identity.Engine"):
         monkeypatch.setattr(place, Noted)

@@ -19,7 +19,7 @@ from eval.benchmark.prompts import render
 from eval.command import exit_status
 from eval.commands.conversation import Conversation, Screen, Stream, interruptible
 from eval.runtime.detokenizer import Detokenizer
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_tokenizer
@@ -36,7 +36,7 @@ def opened(pair_head: Any, tiny_target: FrozenTarget, tiny_tokenizer: PreTrained
 
 def plainly(opened: Opened, prompt: str, max_new_tokens: int, sampling: Sampling) -> Output:
     _, ids = render([{"role": "user", "content": prompt}], opened.tokenizer)
-    engine = Engine(opened.target, max_length=len(ids) + max_new_tokens + 1)
+    engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + max_new_tokens + 1))
     return engine.generate([Request(ids, max_new_tokens, sampling)])[0]
 
 
@@ -105,7 +105,7 @@ def test_a_conversation_remembers_what_was_said(opened: Opened, capsys: pytest.C
     text = str(opened.tokenizer.decode(first.tokens, skip_special_tokens=True))
     turns = [("user", PROMPT), ("assistant", text), ("user", "and then?")]
     _, ids = render([{"role": role, "content": content} for role, content in turns], opened.tokenizer)
-    engine = Engine(opened.target, max_length=len(ids) + 13)
+    engine = Engine(opened.target, None, EngineOptions(max_length=len(ids) + 13))
     assert second.tokens == engine.generate([Request(ids, 12)])[0].tokens
     with pytest.raises(UserError, match=r"tokens; expected 1 to \d+"):
         conversation.answer("x " * 600)

@@ -13,12 +13,12 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from eval import compare as module
+from eval import bench as module
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import exit_status
-from eval.commands.compare_run import Contestant, compare, head_names, named_shapes
-from eval.reporting.compare_report import show, write_comparison
+from eval.commands.bench_run import fitting_shapes, head_names, run_bench
+from eval.reporting.compare_report import print_comparison, write_comparison
 from eval.reporting.format import NOT_RELIABLE
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
@@ -32,29 +32,25 @@ def settings(tmp_path: Path, **changes: Any) -> BenchSettings:
     return BenchSettings(**{"prompts": str(prompts), "max_new_tokens": 10, "repeats": 1, **changes})
 
 
-def contestants(target: FrozenTarget, pair_head: Any) -> list[Contestant]:
-    names = ("lookup:3", "early_exit:6")
-    return [
-        Contestant("pairs", pair_head, "runs/pairs"),
-        *(Contestant(name, build_untrained(name, target), name) for name in names),
-    ]
+def some_heads(target: FrozenTarget, pair_head: Any) -> dict[str, Any]:
+    return {"pairs": pair_head, **{name: build_untrained(name, target) for name in ("lookup:3", "early_exit:6")}}
 
 
 def run(
-    target: FrozenTarget, heads: list[Contestant], tokenizer: PreTrainedTokenizerBase, chosen: BenchSettings, **how: Any
+    target: FrozenTarget, heads: dict[str, Any], tokenizer: PreTrainedTokenizerBase, chosen: BenchSettings, **how: Any
 ) -> tuple[Results, str]:
     console = Console(file=io.StringIO(), width=180)
-    results = compare(target, heads, tokenizer, chosen, console=console, **how)
+    results = run_bench(target, heads, tokenizer, chosen, console=console, **how)
     assert isinstance(console.file, io.StringIO)
     return results, console.file.getvalue()
 
 
-def test_all_heads_run_in_one_race_with_the_trees_they_can_draft(
+def test_all_heads_run_in_one_comparison_with_the_trees_they_can_draft(
     tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     chosen = settings(tmp_path, trees=("chain:2", "tree:2x2x5"), temperatures=(0.0, 1.0))
     out = tmp_path / "out"
-    results, text = run(tiny_target, contestants(tiny_target, pair_head), tiny_tokenizer, chosen, out=out)
+    results, text = run(tiny_target, some_heads(tiny_target, pair_head), tiny_tokenizer, chosen, out=out)
     measured = [(m["head"], m["tree"], m["temperature"]) for m in results["measurements"]]
     trees = [
         *(("pairs", "chain:2"), ("pairs", "tree:2x2x5"), ("lookup:3", "chain:2")),
@@ -84,7 +80,9 @@ def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
 ) -> None:
     name = "<img src=x> a|b `c` [d](e) $f$"
     chosen = settings(tmp_path, trees=("chain:2",))
-    results, _ = run(tiny_target, [Contestant(name, pair_head, "runs/pairs")], tiny_tokenizer, chosen)
+    results, _ = run(
+        tiny_target, {name: pair_head, "lookup:3": build_untrained("lookup:3", tiny_target)}, tiny_tokenizer, chosen
+    )
     for m in results["measurements"]:
         m["baseline"] |= {"ms_per_token": 9.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
     write_comparison(results, tmp_path / "out")
@@ -96,8 +94,8 @@ def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
     speed = f"{results['measurements'][0]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
     assert speed in shown and f'<td class="caution">{speed}</td>' in page
     console = Console(record=True, width=200)
-    show(results, console)
-    (row,) = (line for line in console.export_text().splitlines() if line.endswith("3 of 3"))
+    print_comparison(results, console)
+    (row, _) = (line for line in console.export_text().splitlines() if line.endswith("3 of 3"))
     assert name in row and speed in row
 
 
@@ -111,7 +109,7 @@ def test_auto_finds_each_heads_own_best(
     monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
     monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
     monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
-    heads = contestants(tiny_target, pair_head)[:2]
+    heads = {"pairs": pair_head, "lookup:3": build_untrained("lookup:3", tiny_target)}
     results, text = run(tiny_target, heads, tiny_tokenizer, settings(tmp_path, trees=("auto",)))
     assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]
     for search in results["auto"]:
@@ -126,7 +124,7 @@ def test_a_tree_that_a_head_cannot_draft_is_named(
     with pytest.raises(UserError, match=r"lookup:3: drafts none of tree:2x2x5; name a tree that it can"):
         run(
             tiny_target,
-            contestants(tiny_target, pair_head),
+            some_heads(tiny_target, pair_head),
             tiny_tokenizer,
             settings(tmp_path, trees=("tree:2x2x5",)),
         )
@@ -176,11 +174,9 @@ def test_without_a_tree_named_every_head_finds_one(tiny_target: FrozenTarget, pa
     heads = {"short": short, "pairs": pair_head, "lookup": build_untrained("lookup:2", tiny_target)}
     shapes = {}
     for rule in ("match", "block"):
-        chosen = to_settings(module.parse_arguments(["x", "--temperature", "1", "--rule", rule]))
+        chosen = to_settings(module.parse_arguments(["x", "y", "--temperature", "1", "--rule", rule]))
         for name, head in heads.items():
-            shapes[rule, name] = [
-                str(shape) for shape in named_shapes(Contestant(name, head, name), tiny_target, chosen)
-            ]
+            shapes[rule, name] = [str(shape) for shape in fitting_shapes(head, name, tiny_target, chosen)]
     assert shapes["match", "short"] == ["chain:3", "head"] and shapes["block", "short"] == ["chain:3"]
     assert shapes["match", "pairs"] == shapes["block", "pairs"] == ["chain:5", "chain:3"]
     assert shapes["match", "lookup"] == ["chain:5", "chain:3"]

@@ -11,7 +11,7 @@ import torch
 
 from eval.benchmark.opening import fitting_head
 from eval.reporting.published import collect
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.checkpoint import CONFIG, file_hash, save_head, seal, target_record
 from heads.errors import UserError
 from heads.registry import build_head
@@ -66,7 +66,7 @@ def spoil(folder: Path, rng: random.Random) -> None:
 def use(folder: Path, target: FrozenTarget) -> None:
     """Draft some tokens with a head, and collect what would be published of it."""
     head = fitting_head(str(folder), target)
-    engine = Engine(target, head, shape=parse_shape("chain:2"), batch_size=1, max_length=32)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), batch_size=1, max_length=32))
     assert len(engine.generate([Request([5, 6, 7], 6)])[0].tokens) <= 6
     assert collect(folder.parent, "ann/a-head", unmeasured=True, unserved=True).sizes()
 

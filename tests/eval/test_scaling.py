@@ -91,10 +91,10 @@ def test_what_does_not_fit_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
 
-    def small_memory(target: Any, entries: Any, prompts: Any, *rest: Any, **settings: Any) -> Any:
+    def small_memory(target: Any, specs: Any, prompts: Any, *rest: Any) -> Any:
         if len(prompts) * len(prompts[0].ids) > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return measure.compare(target, entries, prompts, *rest, **settings)
+        return measure.compare(target, specs, prompts, *rest)
 
     monkeypatch.setattr("eval.commands.scaling_run.compare", small_memory)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)

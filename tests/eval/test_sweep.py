@@ -233,7 +233,7 @@ def test_the_sweeps_that_come_with_it_are_understood_by_us_and_run_by_wandb_as_b
         macros["${args_no_boolean_flags}"] = flags["args_no_boolean_flags"]
         assert found.words(setting, "python") == [part for word in found.command for part in macros.get(word, [word])]
         options = parse_bench(found.arguments(setting))
-        assert to_settings(options).trees == (setting["tree"],) and options.head == setting["head"]
+        assert to_settings(options).trees == (setting["tree"],) and options.heads == [setting["head"]]
 
 
 @pytest.mark.slow

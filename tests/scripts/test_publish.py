@@ -124,10 +124,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     settings = BenchSettings(prompts=str(run.parent / "prompts.jsonl"), trees=("chain:2",), max_new_tokens=8, repeats=1)
     run_bench(
         target,
-        load_head(run / "head"),
+        {str(run / "head"): load_head(run / "head")},
         tokenizer,
         settings,
-        head_path=str(run / "head"),
         out=run,
         console=Console(quiet=True),
     )

@@ -11,7 +11,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.benchmark.opening import load_pair
 from eval.benchmark.prompts import load_prompts
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
@@ -89,11 +89,11 @@ def test_a_head_learns_and_its_output_is_the_targets_own(
     requests = [
         Request(prompt.ids, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
     ]
-    plain = [output.tokens for output in Engine(target, max_length=128).generate(requests)]
+    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=128)).generate(requests)]
     drafted = 0
     for batch_size in (1, 8):
         for text in ("chain:3", "tree:3x4x12"):
-            engine = Engine(target, kept, shape=parse_shape(text), batch_size=batch_size, max_length=128)
+            engine = Engine(target, kept, EngineOptions(shape=parse_shape(text), batch_size=batch_size, max_length=128))
             outputs = engine.generate(requests)
             assert [output.tokens for output in outputs] == plain, (text, batch_size)
             drafted += sum(sum(output.accepted) for output in outputs)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
@@ -29,7 +29,7 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarge
     head = build_head(kind, SETTINGS.get(kind, {}), target, torch.ones(target.vocab_size)).double()
     prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
     depth = 4
-    engine = Engine(target, head, shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))
     outputs = engine.generate([Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)])
     texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
     hits = foreseen(target, head, texts, depth, torch.float64)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
 from eval.benchmark.opening import open_head
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
@@ -138,12 +138,14 @@ def audit(target: FrozenTarget, head: Any, prompts: list[list[int]]) -> int:
     requests = [
         Request(prompt, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
     ]
-    plain = [output.tokens for output in Engine(target, max_length=64).generate(requests)]
+    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=64)).generate(requests)]
     drafted = 0
     for batch_size in (1, 8):
         for text in ("none", CHAIN, TREE):
             shape = parse_shape(text)
-            engine = Engine(target, head if shape.depth else None, shape=shape, batch_size=batch_size, max_length=64)
+            engine = Engine(
+                target, head if shape.depth else None, EngineOptions(shape=shape, batch_size=batch_size, max_length=64)
+            )
             outputs = engine.generate(requests)
             assert [output.tokens for output in outputs] == plain, (text, batch_size)
             drafted += sum(sum(output.accepted) for output in outputs)
@@ -200,8 +202,8 @@ def test_routing_does_not_depend_on_neighbours(form: str, tmp_path: Path, tiny_t
     for logits in found[1:]:
         torch.testing.assert_close(logits, found[0], atol=1e-4, rtol=1e-4)
     request = Request(row, 16, Sampling(1.0, seed=3), ignore_eos=True)
-    alone = Engine(target, max_length=64).generate([request])[0].tokens
-    engine = Engine(target, batch_size=8, max_length=64)
+    alone = Engine(target, None, EngineOptions(max_length=64)).generate([request])[0].tokens
+    engine = Engine(target, None, EngineOptions(batch_size=8, max_length=64))
     for neighbours in (others, [row] * 7, [[9] * 13] * 7):
         requests = [request, *(Request(prompt, 16, ignore_eos=True) for prompt in neighbours)]
         assert engine.generate(requests)[0].tokens == alone
@@ -210,7 +212,7 @@ def test_routing_does_not_depend_on_neighbours(form: str, tmp_path: Path, tiny_t
 @torch.inference_mode()
 def verify(target: FrozenTarget, rows: list[list[int]]) -> torch.Tensor:
     """(4, V) the first row's logits of its last four tokens, verified as a chain beside the other rows."""
-    step = Engine(target, batch_size=len(rows), max_length=64).decoder.step
+    step = Engine(target, None, EngineOptions(batch_size=len(rows), max_length=64)).decoder.step
     tokens = torch.tensor(rows)
     for number in range(len(rows)):
         step.prefill(number, tokens[number : number + 1, :-4], 0)

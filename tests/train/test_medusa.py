@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.runtime.engine import Engine, Request, Sampling
+from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
 from heads.base import shape_for
 from heads.checkpoint import load_head, seal
 from heads.errors import UserError
@@ -69,12 +69,16 @@ def test_every_output_is_the_targets_own(
         Request([5 + n, 40, 41 + n % 3], 24, Sampling(temperature, seed=n))
         for n in range(batch_size if batch_size > 1 else 2)
     ]
-    plain = Engine(target, shape=ROOT_ONLY, batch_size=batch_size, max_length=64).generate(requests)
+    plain = Engine(target, None, EngineOptions(shape=ROOT_ONLY, batch_size=batch_size, max_length=64)).generate(
+        requests
+    )
     drafted = 0
     trees = ["chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"]
     for tree, adaptive in [*((tree, False) for tree in trees), ("head", True)]:
         shape = shape_for(tree, head)
-        engine = Engine(target, head, shape=shape, batch_size=batch_size, max_length=64, adaptive=adaptive)
+        engine = Engine(
+            target, head, EngineOptions(shape=shape, batch_size=batch_size, max_length=64, adaptive=adaptive)
+        )
         outputs = engine.generate(requests)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain], tree
         drafted += sum(sum(output.accepted) for output in outputs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.target.frozen import load_target
@@ -95,10 +95,10 @@ def test_output_is_the_targets_own(num_modules: int, temperature: float, tiny_ta
         Request(torch.randint(6, 128, (n,)).tolist(), 24, Sampling(temperature, seed=n))
         for n in (1, 2, 9, 5, 14, 3, 7, 4, 6)
     ]
-    plain = [output.tokens for output in Engine(target, max_length=64).generate(requests)]
+    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=64)).generate(requests)]
     for shape in ("chain:4", "tree:4x3x12", "static:3.2.1"):
         for batch_size in (1, 8):
-            engine = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=64)
+            engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=64))
             outputs = engine.generate(requests)
             assert [output.tokens for output in outputs] == plain, (shape, batch_size)
             assert sum(sum(output.accepted) for output in outputs) > 0

@@ -137,7 +137,7 @@ def test_overrides_go_through_the_same_checks(override: str, fault: str, tmp_pat
     ("overrides", "fault"),
     [
         (["eval.rule=ratio"], "eval.rule: has no effect at eval.temperature 0"),
-        (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, ratio-wr, block"),
+        (["eval.rule=typical", "eval.temperature=1"], "eval.rule: got 'typical'; known: match, ratio, block"),
         (["eval.rule=block", "eval.temperature=1", "eval.tree=static:2.2"], "eval.tree: rule block judges chains"),
         (["eval.rule=ratio", "eval.temperature=1", "eval.tree=tree:2x2x4"], "eval.tree: rule ratio: the tree"),
         (["eval.rule=ratio", "eval.temperature=1", "eval.tree=head"], "rule ratio: the tree 'head' is grown"),

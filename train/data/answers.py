@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eval.files import write_text
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -90,7 +90,11 @@ def _answer_share(
     done = _repair_part(part)
     if done >= len(prompts):
         return
-    engine = Engine(target, batch_size=settings.batch_size, max_length=max(map(len, prompts)) + settings.new_tokens + 1)
+    engine = Engine(
+        target,
+        None,
+        EngineOptions(batch_size=settings.batch_size, max_length=max(map(len, prompts)) + settings.new_tokens + 1),
+    )
     chunk = 8 * settings.batch_size
     tokens = 0
     with part.open("a", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ the next time. They are kept in files, because a resumed run no longer has the w
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.draft_model import Draft
 from heads.errors import UserError
@@ -53,7 +53,9 @@ class Samples:
         writer = FrozenTarget(draft.model, f"the draft of {target.name}")
         writer.eos_token_ids = target.eos_token_ids
         longest = max(len(request.prompt) for request in requests) + self.settings.new_tokens + 1
-        outputs = Engine(writer, batch_size=self.settings.batch_size, max_length=longest).generate(requests)
+        outputs = Engine(writer, None, EngineOptions(batch_size=self.settings.batch_size, max_length=longest)).generate(
+            requests
+        )
         self.folder.mkdir(exist_ok=True)
         write_answers(self.file(begin), [output.tokens for output in outputs])
         return sum(len(output.tokens) for output in outputs)

@@ -2,7 +2,7 @@
 
 The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
 whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
-of as many rows gives (`Engine(pinned=...)`). What is chosen for a shape is chosen once in a process, so that all
+of as many rows gives (`EngineOptions.pinned`). What is chosen for a shape is chosen once in a process, so that all
 engines agree.
 
 Letters: M rows, K inputs, N outputs of a product.

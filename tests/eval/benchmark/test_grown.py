@@ -13,7 +13,7 @@ from eval.benchmark.grown import Growth, grow_llama, shape_of
 from eval.benchmark.grown_heads import HeadSize, grow_head
 from eval.benchmark.shapes import ModelShape
 from eval.reporting.format import heading
-from eval.runtime.engine import Engine, Request, Sampling
+from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
@@ -99,7 +99,9 @@ def test_a_grown_head_drafts_and_is_accepted_alike(
         Request(torch.randint(6, 128, (n,)).tolist(), 24, Sampling(temperature=temperature, seed=n)) for n in (4, 9)
     ]
     one, other = (
-        Engine(target, drafter, shape=parse_shape("tree:3x3x9"), batch_size=2, max_length=64).generate(requests)
+        Engine(target, drafter, EngineOptions(shape=parse_shape("tree:3x3x9"), batch_size=2, max_length=64)).generate(
+            requests
+        )
         for target, drafter in zip((small, grown), family, strict=True)
     )
     assert [output.tokens for output in one] == [output.tokens for output in other]
@@ -123,7 +125,7 @@ def test_ids_that_were_added_are_never_drafted(small: FrozenTarget, grown: Froze
         head = build_head("eagle3", {"draft_vocab_size": 100, **settings}, small, torch.rand(128)).double()
         growth = Growth(shape_of(small.config), BIG, small.config.rms_norm_eps)
         large: Any = grow_head(head, growth, HeadSize(draft_vocab_size=122))
-        engine = Engine(grown, large, shape=parse_shape("chain:12"), max_length=64)
+        engine = Engine(grown, large, EngineOptions(shape=parse_shape("chain:12"), max_length=64))
         seen: list[int] = []
         draft = large.propose
 

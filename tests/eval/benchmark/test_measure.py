@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.audit import audit, find_divergences, first_difference, top_two_margin
 from eval.benchmark.figures import split_near_ties
-from eval.benchmark.measure import Comparison, VariantSpec, compare, split_units, trace
+from eval.benchmark.measure import Comparison, compare, split_units, trace
 from eval.benchmark.metrics import tau
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.settings import BenchSettings
 from eval.runtime.identity import Flip
-from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
@@ -22,9 +22,8 @@ SHAPES = [parse_shape("chain:3"), parse_shape("tree:3x2x6")]
 
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
 def run(request: Any, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]) -> Comparison:
-    sampling = Sampling(temperature=request.param, seed=5)
-    entries = [VariantSpec(pair_head, shape) for shape in SHAPES]
-    return compare(tiny_target, entries, tiny_prompts, sampling, max_new_tokens=24, batch_size=2, repeats=2)
+    settings = BenchSettings(max_new_tokens=24, batch_size=2, repeats=2, seed=5)
+    return compare(tiny_target, [(pair_head, shape) for shape in SHAPES], tiny_prompts, request.param, settings)
 
 
 def test_every_variant_decodes_every_prompt_in_every_repeat(run: Comparison) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.benchmark.roofline import Part, copy_bandwidth, lines, roofline
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.backends.cpu import kernels
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -23,8 +23,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     head = build_head("eagle3", {}, tiny_target, torch.ones(128, dtype=torch.int64))
     shape = parse_shape(tree)
-    engine = Engine(tiny_target, head, shape=shape, batch_size=2, max_length=128)
-    plain = Engine(tiny_target, batch_size=2, max_length=128)
+    engine = Engine(tiny_target, head, EngineOptions(shape=shape, batch_size=2, max_length=128))
+    plain = Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=128))
     record = roofline(engine, plain, length=40, tau=2.0, bandwidth=1e9)
     parts: dict[str, Any] = {part["part"]: part for part in record["round"]}
     size = tiny_target.dtype.itemsize
@@ -66,8 +66,10 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
         made = {"layers": lambda: build_head("draft", {"layers": [0, 1]}, tiny_target, counts)}
         head = made.get(kind, lambda: build_untrained("early_exit:2", tiny_target))()
         read = 3 * (sum(p.numel() for p in layers.parameters()) + 32 + tiny_target.lm_head_weight.numel())
-    engine = Engine(tiny_target, head, shape=shape, max_length=128)
-    record = roofline(engine, Engine(tiny_target, max_length=128), length=40, tau=2.0, bandwidth=1e9)
+    engine = Engine(tiny_target, head, EngineOptions(shape=shape, max_length=128))
+    record = roofline(
+        engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
+    )
     draft = next(part for part in record["round"] if part["part"] == "draft")
     assert draft["bytes"] == read * (4 if kernels.load() is None else 2)
 
@@ -79,6 +81,6 @@ def test_a_part_beside_its_floor() -> None:
 
 
 def test_a_context_without_room_is_refused(tiny_target: FrozenTarget) -> None:
-    plain = Engine(tiny_target, max_length=64)
+    plain = Engine(tiny_target, None, EngineOptions(max_length=64))
     with pytest.raises(UserError, match="a context of 63 tokens leaves no room in 64 slots"):
         roofline(plain, plain, length=63, tau=1.0, bandwidth=1e9)

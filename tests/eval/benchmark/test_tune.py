@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.settings import BenchSettings
 from eval.benchmark.tune import NEVER, Calibration, Outcome, calibrate, can_draft, ranks
 from eval.runtime.acceptance import match
 from eval.runtime.distribution import RowSampling
-from eval.runtime.sampling import Sampling
 from heads.backends.slot_mapping import ancestors
 from heads.errors import UserError
 from heads.growth import grow
@@ -75,9 +75,8 @@ def test_a_calibration_agrees_with_what_the_runtime_accepts(
     temperature: float, tiny_target: FrozenTarget, pair_head: Any, tiny_prompts: list[Prompt]
 ) -> None:
     shapes = [parse_shape(text) for text in ("chain:4", "tree:3x2x11")]
-    calibrations = calibrate(
-        tiny_target, pair_head, shapes, tiny_prompts, Sampling(temperature), max_new_tokens=24, batch_size=2
-    )
+    settings = BenchSettings(max_new_tokens=24, batch_size=2)
+    calibrations = calibrate(tiny_target, pair_head, shapes, tiny_prompts, temperature, settings)
     for calibration in calibrations:
         assert min(calibration.draft, calibration.verify, calibration.rest, calibration.plain) > 0
         assert len(calibration.ranks) > 20

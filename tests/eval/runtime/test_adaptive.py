@@ -190,7 +190,7 @@ def test_trials_grow_rarer() -> None:
     assert 0 <= rates[1] <= 4 < rates[0] + 1
 
 
-@pytest.mark.parametrize("rule", ["ratio", "ratio-wr", "block"])
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_rules_whose_text_would_hang_on_the_clock_are_refused(rule: str) -> None:
     check_adaptive("match")
     with pytest.raises(UserError, match=f"rule {rule} with adaptive drafts: .* use rule match"):

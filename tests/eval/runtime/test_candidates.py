@@ -10,7 +10,7 @@ import torch
 
 from eval.runtime import pending
 from eval.runtime.adaptive import Controller, Span
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.backends.cpu import pending as cpu
@@ -81,15 +81,17 @@ def test_no_token_changes_whatever_is_drafted(
     monkeypatch.setattr(pending, "PATIENCE", 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
-    plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
     engine = Engine(
         target,
         make_head(kind, target),
-        shape=parse_shape("chain:4"),
-        batch_size=batch_size,
-        max_length=192,
-        poll_interval=poll_interval,
-        adaptive=True,
+        EngineOptions(
+            shape=parse_shape("chain:4"),
+            batch_size=batch_size,
+            max_length=192,
+            poll_interval=poll_interval,
+            adaptive=True,
+        ),
     )
     outputs = make_restless(engine).generate(requests)
     assert texts(outputs) == texts(plain)
@@ -115,10 +117,12 @@ def test_what_the_head_is_given_has_no_gaps(
     monkeypatch.setattr(pending, "PENDING", 4)
     target = target_of("llama")
     requests = make_requests(prompts)
-    plain = Engine(target, batch_size=batch_size, max_length=192).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, plain, strict=True)]
     head = scripted_head(target, known, right=0.6)
-    engine = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=192, adaptive=True)
+    engine = Engine(
+        target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=192, adaptive=True)
+    )
     make_restless(engine)
     for _ in range(2):  # rows are used again
         assert texts(engine.generate(requests)) == texts(plain)
@@ -146,9 +150,11 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
 
     head.propose = noted
     request = Request(prompts[4], 120, SAMPLINGS[1], ignore_eos=True)
-    Engine(target, head, shape=parse_shape("chain:2"), max_length=192).generate([request])
+    Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192)).generate([request])
     always, drafts = drafts, {}
-    make_restless(Engine(target, head, shape=parse_shape("chain:4"), max_length=192, adaptive=True)).generate([request])
+    make_restless(
+        Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=192, adaptive=True))
+    ).generate([request])
     common = sorted(always.keys() & drafts.keys())
     assert len(common) > 15
     assert {len(drafts[at]) for at in common} == {2, 3, 4, 5}, "chains of all lengths, and their roots"
@@ -197,7 +203,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
 ) -> None:
     target = target_of("llama")
     requests = [Request(p, 150, SAMPLINGS[i % 2], ignore_eos=True) for i, p in enumerate(prompts[3:6])]
-    plain = Engine(target, batch_size=batch_size, max_length=192)
+    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192))
     FakeClock(plain, monkeypatch)
     expected = plain.generate(requests)
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, expected, strict=True)]
@@ -206,7 +212,9 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
         head = scripted_head(target, known, right=right, aux_layer_ids=())
         monkeypatch.setattr(head, "check_features", lambda *observed: None)
         engine = Engine(
-            target, head, shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True
+            target,
+            head,
+            EngineOptions(shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True),
         )
         FakeClock(engine, monkeypatch)
         assert texts(engine.generate(requests)) == texts(expected)
@@ -226,7 +234,9 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)
-    engine = Engine(target, head, shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
+    engine = Engine(
+        target, head, EngineOptions(shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
+    )
     candidates = engine.candidates
     assert candidates is not None
     with torch.inference_mode():
@@ -241,7 +251,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
 def test_what_cannot_be_adaptive_is_refused(target_of: TargetOf) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="adaptive drafts need a head"):
-        Engine(target, max_length=64, adaptive=True)
+        Engine(target, None, EngineOptions(max_length=64, adaptive=True))
     with pytest.raises(UserError, match="rule block with adaptive drafts"):
         head = make_head("draft", target)
-        Engine(target, head, shape=parse_shape("chain:2"), max_length=64, rule="block", adaptive=True)
+        Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=64, rule="block", adaptive=True))

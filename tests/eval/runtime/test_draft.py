@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.backends.huggingface import HFCache
@@ -37,7 +37,7 @@ def storage(state: DraftState) -> tuple[int, int]:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_round_never_waits_for_the_host(shape: str, family: str, target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of(family)
-    engine = Engine(target, draft_of(target), shape=parse_shape(shape), batch_size=2, max_length=128)
+    engine = Engine(target, draft_of(target), EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128))
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
@@ -61,9 +61,11 @@ def test_the_output_is_the_targets_own(family: str, batch_size: int, target_of: 
         Request([5, 6, 7 + i][: 1 + i % 3], 12 + i % 3, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True)
         for i in range(4 if batch_size == 1 else 10)
     ]
-    plain = Engine(target, batch_size=4, max_length=128).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=4, max_length=128)).generate(requests)
     for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
-        engine = Engine(target, draft_of(target), shape=parse_shape(shape), batch_size=batch_size, max_length=128)
+        engine = Engine(
+            target, draft_of(target), EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=128)
+        )
         outputs = engine.generate(requests)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain], shape
         accepted = [number for output in outputs for number in output.accepted]
@@ -86,5 +88,7 @@ def test_a_draft_that_is_the_target_is_always_right(family: str, dtype: torch.dt
         Request([5, 6, 7 + i], 25, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True) for i in range(3)
     ]
     for shape in ("chain:3", "static:2.1.1", "static:3.2.1"):
-        outputs = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=128).generate(requests)
+        outputs = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128)).generate(
+            requests
+        )
         assert all(output.rounds == 6 and output.accepted == [3] * 6 for output in outputs), shape

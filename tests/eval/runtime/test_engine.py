@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -35,7 +35,7 @@ def make_requests(prompts: Sequence[Sequence[int]], *, new: int = 20, eos: bool 
 
 
 def decode_plainly(target: FrozenTarget, requests: Sequence[Request], **settings: Any) -> list[Output]:
-    return Engine(target, max_length=192, **settings).generate(requests)
+    return Engine(target, None, EngineOptions(max_length=192, **settings)).generate(requests)
 
 
 def sequences(requests: Sequence[Request], outputs: Sequence[Output]) -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_drafts_change_no_token_in_any_family(
     plain = decode_plainly(target, requests)
     for shape in (CHAIN, TREE):
         head = scripted_head(target, sequences(requests, plain), duplicates=shape is TREE)
-        engine = Engine(target, head, shape=shape, batch_size=3, max_length=192)
+        engine = Engine(target, head, EngineOptions(shape=shape, batch_size=3, max_length=192))
         outputs = engine.generate(requests)
         assert texts(outputs) == texts(plain)
         assert sum(sum(output.accepted) for output in outputs) > 0
@@ -93,7 +93,7 @@ def test_text_is_independent_of_head_shape_and_batch(
     tree = parse_shape(shape)
     if tree.paths is not None:
         tree = TreeShape(tree.depth, tree.top_k, tree.nodes, text=shape)
-    engine = Engine(target, head, shape=tree, batch_size=batch_size, max_length=192)
+    engine = Engine(target, head, EngineOptions(shape=tree, batch_size=batch_size, max_length=192))
     outputs = engine.generate(requests)
     assert texts(outputs) == texts(plain)
     for output in outputs:
@@ -113,7 +113,7 @@ def test_a_chain_that_is_always_right_is_accepted_whole(
     request = Request(prompts[3], 16, WARM, ignore_eos=True)
     plain = decode_plainly(target, [request])
     head = scripted_head(target, sequences([request], plain), right=1.0)
-    output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+    output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
     assert output.tokens == plain[0].tokens
     assert output.accepted == output.reached == [4, 4, 4]  # 1 + 3 * 5 tokens
 
@@ -127,7 +127,7 @@ def test_the_limit_cuts_inside_an_accepted_path(
     for limit in range(1, 16):
         head = scripted_head(target, known, right=1.0)
         request = Request(prompts[3], limit, WARM, ignore_eos=True)
-        output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
         assert output.tokens == known[0][len(prompts[3]) :][:limit]
         assert output.finish_reason == "length"
         left = limit - 1
@@ -149,7 +149,7 @@ def test_eos_cuts_inside_an_accepted_path(
             continue
         monkeypatch.setattr(target, "eos_token_ids", (absent, token))
         head = scripted_head(target, known, right=1.0)
-        output = Engine(target, head, shape=CHAIN, max_length=64).generate([request])[0]
+        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
         assert output.tokens == free[0].tokens[: place + 1]
         assert output.finish_reason == "eos"
         ended += 1
@@ -171,14 +171,7 @@ def test_results_do_not_depend_on_how_often_the_host_looks(
     results = []
     for interval in (1, poll_interval):
         head = scripted_head(target, known, right=1.0)
-        engine = Engine(
-            target,
-            head,
-            shape=CHAIN,
-            batch_size=3,
-            max_length=192,
-            poll_interval=interval,
-        )
+        engine = Engine(target, head, EngineOptions(shape=CHAIN, batch_size=3, max_length=192, poll_interval=interval))
         outputs = engine.generate(requests)
         results.append([(o.tokens, o.finish_reason, o.rounds, o.accepted, o.reached) for o in outputs])
     assert results[0] == results[1]
@@ -203,19 +196,21 @@ def test_long_rows_that_ended_do_not_trouble_short_ones(
         Request(prompts[3], 60, ignore_eos=True),
         Request(prompts[10] * 10, 3, WARM),
     ]
-    plain = Engine(target, max_length=400).generate(requests)
+    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
     for poll_interval in (1, 8):
         head = scripted_head(target, sequences(requests, plain), right=0.1)
-        engine = Engine(target, head, shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
+        engine = Engine(
+            target, head, EngineOptions(shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
+        )
         assert texts(engine.generate(requests)) == texts(plain)
 
 
 def test_padded_prompts_change_nothing(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
     target = target_of("gemma3_text")
     requests = [Request(prompt, 10, WARM) for prompt in (prompts[10] * 10, prompts[0], prompts[5], prompts[9] * 22)]
-    plain = Engine(target, max_length=400).generate(requests)
+    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
     head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, shape=TREE, batch_size=3, max_length=322)
+    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=3, max_length=322))
     engine.decoder.step.pads = True
     assert texts(engine.generate(requests)) == texts(plain)
 
@@ -234,7 +229,7 @@ def test_streamed_tokens_are_the_output(target_of: TargetOf, scripted_head: Head
     plain = decode_plainly(target, requests)
     streamed: list[list[int]] = [[] for _ in requests]
     head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, shape=TREE, batch_size=2, max_length=192)
+    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=2, max_length=192))
     outputs = engine.generate(requests, on_tokens=lambda index, tokens: streamed[index].extend(tokens))
     assert streamed == [output.tokens for output in outputs] == [output.tokens for output in plain]
 
@@ -244,7 +239,7 @@ def test_profiling_splits_the_decode_time(
 ) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, shape=TREE, max_length=64)
+    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=64))
     engine.profile = True
     output = engine.generate([Request(prompts[0], 5, ignore_eos=True)])[0]
     timings = engine.timings
@@ -257,7 +252,7 @@ def test_profiling_splits_the_decode_time(
 def test_an_engine_serves_many_calls(target_of: TargetOf, prompts: list[list[int]]) -> None:
     target = target_of("llama")
     requests = make_requests(prompts[:5])
-    engine = Engine(target, batch_size=2, max_length=192)
+    engine = Engine(target, None, EngineOptions(batch_size=2, max_length=192))
     assert texts(engine.generate(requests)) == texts(engine.generate(requests))
     assert engine.generate([]) == []
 
@@ -266,9 +261,9 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_he
     target = target_of("llama")
     prompt = [5] * 20
     request = Request(prompt, 128 - 20 - TREE.nodes, ignore_eos=True)
-    plain = Engine(target, max_length=128).generate([request])
+    plain = Engine(target, None, EngineOptions(max_length=128)).generate([request])
     head = scripted_head(target, sequences([request], plain), right=0.9)
-    engine = Engine(target, head, shape=TREE, max_length=128)
+    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=128))
     assert engine.decoder.step.capacity == 128
     assert engine.generate([request])[0].tokens == plain[0].tokens
 
@@ -286,7 +281,7 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_he
 def test_bad_requests_are_refused(request_: Request, words: str, target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, shape=CHAIN, max_length=64)
+    engine = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64))
     with pytest.raises(UserError, match=words):
         engine.generate([Request([3], 2), request_])
 
@@ -294,13 +289,13 @@ def test_bad_requests_are_refused(request_: Request, words: str, target_of: Targ
 def test_bad_engines_are_refused(target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="max_length: expected 1 to 512"):
-        Engine(target, max_length=513)
+        Engine(target, None, EngineOptions(max_length=513))
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, shape=CHAIN, max_length=64)
+        Engine(target, None, EngineOptions(shape=CHAIN, max_length=64))
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, scripted_head(target, []), shape=ROOT_ONLY, max_length=64)
+        Engine(target, scripted_head(target, []), EngineOptions(shape=ROOT_ONLY, max_length=64))
     with pytest.raises(UserError, match="batch size"):
-        Engine(target, batch_size=0, max_length=64)
+        Engine(target, None, EngineOptions(batch_size=0, max_length=64))
 
 
 def test_every_round_is_timed_and_outputs_know_theirs(
@@ -311,7 +306,9 @@ def test_every_round_is_timed_and_outputs_know_theirs(
     plain = decode_plainly(target, requests)
     for poll_interval in (1, 3):
         head = scripted_head(target, sequences(requests, plain))
-        engine = Engine(target, head, shape=CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
+        engine = Engine(
+            target, head, EngineOptions(shape=CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
+        )
         outputs = engine.generate(requests)
         timings = engine.timings
         assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.graph import SMALLEST_EXTENT, Rounds
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
@@ -108,7 +108,6 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
         ("llama", "draft", "tree:2x3x7", "match"),
         ("gpt2", "early_exit:1", "static:2.2", "match"),
         ("llama", "eagle3", "chain:3", "block"),
-        ("llama", "eagle3", "static:3.2", "ratio-wr"),
     ],
 )
 def test_replayed_rounds_decode_the_same_text(
@@ -116,7 +115,10 @@ def test_replayed_rounds_decode_the_same_text(
 ) -> None:
     target = target_of(family)
     options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
-    engines = [Engine(target, None if name == "none" else make_drafter(name, target), **options) for _ in range(2)]
+    engines = [
+        Engine(target, None if name == "none" else make_drafter(name, target), EngineOptions(**options))
+        for _ in range(2)
+    ]
     plain = engines[0].generate(REQUESTS)
     assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
     rounds = engines[1].rounds[shape]
@@ -136,9 +138,9 @@ def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: Tar
 
     head.extend = counting
     options: dict[str, Any] = {"shape": parse_shape("chain:3"), "max_length": 64}
-    plain = Engine(target, head, **options).generate(REQUESTS[:1])
+    plain = Engine(target, head, EngineOptions(**options)).generate(REQUESTS[:1])
     counted[0] = 0
-    assert texts(taped(Engine(target, head, **options)).generate(REQUESTS[:1])) != texts(plain)
+    assert texts(taped(Engine(target, head, EngineOptions(**options))).generate(REQUESTS[:1])) != texts(plain)
 
 
 def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
@@ -147,7 +149,11 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
     streams: list[list[tuple[int, list[int]]]] = []
     outputs = []
     for ahead, poll in ((0, 1), (1, 1), (1, 3), (3, 1)):
-        engine = Engine(target, head, shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll)
+        engine = Engine(
+            target,
+            head,
+            EngineOptions(shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll),
+        )
         engine.ahead = ahead
         engine.reports.places = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
         engine.reports.arrivals = [None] * (ahead + 2)
@@ -164,7 +170,7 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
 
 def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplog: pytest.LogCaptureFixture) -> None:
     target = target_of("llama")
-    expected = Engine(target, max_length=64).generate(REQUESTS)
+    expected = Engine(target, None, EngineOptions(max_length=64)).generate(REQUESTS)
     for error, reason in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "the GPU has no memory left for them"),
         (RuntimeError("operation not permitted when stream is capturing\nmore"), "not permitted when stream is"),
@@ -173,7 +179,7 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
         def refuse(work: Callable[[], None], error: RuntimeError = error) -> Any:
             raise error
 
-        engine = Engine(target, max_length=64)
+        engine = Engine(target, None, EngineOptions(max_length=64))
         engine.capture = refuse
         caplog.clear()
         assert texts(engine.generate(REQUESTS)) == texts(expected)
@@ -216,8 +222,8 @@ def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     target = target_of("llama")
-    expected = Engine(target, max_length=512).generate(REQUESTS[:2])
-    engine = Engine(target, max_length=512)
+    expected = Engine(target, None, EngineOptions(max_length=512)).generate(REQUESTS[:2])
+    engine = Engine(target, None, EngineOptions(max_length=512))
     engine.capture = capture
     assert texts(engine.generate(REQUESTS[:2])) == texts(expected)
     assert len(made) == 3 and alive_when_emptied == [0]
@@ -225,10 +231,10 @@ def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
 
 
 def test_extents_are_few_and_large_enough(target_of: TargetOf) -> None:
-    rounds = Rounds(Engine(target_of("llama"), max_length=512).decoder, None)
+    rounds = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=512)).decoder, None)
     assert rounds.extents() == [256, 512]
     assert all(rounds.bucket(n) in rounds.extents() and rounds.bucket(n) >= n for n in range(1, 513))
-    short = Rounds(Engine(target_of("llama"), max_length=100).decoder, None)
+    short = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=100)).decoder, None)
     assert short.extents() == [128] and SMALLEST_EXTENT > 128
 
 
@@ -238,7 +244,9 @@ def count_tensors() -> int:
 
 def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind(target_of: TargetOf) -> None:
     target = target_of("llama")
-    engine = taped(Engine(target, make_drafter("eagle3", target), shape=parse_shape("tree:3x3x8"), max_length=64))
+    engine = taped(
+        Engine(target, make_drafter("eagle3", target), EngineOptions(shape=parse_shape("tree:3x3x8"), max_length=64))
+    )
     state = engine.decoder.state
     places = [getattr(state, f.name).data_ptr() for f in fields(state)]
     held = {name: x.data_ptr() for name, x in vars(engine.decoder.head_state).items() if isinstance(x, Tensor)}
@@ -261,12 +269,8 @@ def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
     requests = [
         Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)
     ]
-    plain = Engine(target, batch_size=2, max_length=192).generate(requests)
-    engine = taped(
-        Engine(
-            target, make_drafter("eagle3", target), shape=parse_shape("chain:3"), batch_size=2, max_length=192,
-            adaptive=True,
-        )
-    )  # fmt: skip
+    plain = Engine(target, None, EngineOptions(batch_size=2, max_length=192)).generate(requests)
+    options = EngineOptions(shape=parse_shape("chain:3"), batch_size=2, max_length=192, adaptive=True)
+    engine = taped(Engine(target, make_drafter("eagle3", target), options))
     assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]
     assert engine.timings.candidates["none"] > 20 and len(engine.rounds) >= 2

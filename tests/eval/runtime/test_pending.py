@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime import pending as module
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.pending import PATIENCE, PENDING, PendingStates
 from heads.backends.cpu import pending as cpu
 from heads.backends.round_state import RoundState
@@ -158,7 +158,7 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
         extend(state, observation)
 
     monkeypatch.setattr(head, "extend", noted)
-    engine = Engine(target, head, shape=parse_shape("chain:2"), max_length=192, adaptive=True)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192, adaptive=True))
     assert engine.candidates is not None
     monkeypatch.setattr(engine.candidates.controller, "note", lambda span: None)
     engine.candidates.controller.candidate = engine.candidates.controller.none

@@ -11,7 +11,7 @@ from torch import Tensor
 from eval.runtime.acceptance import match
 from eval.runtime.distribution import RowSampling
 from eval.runtime.judges import Rejection
-from eval.runtime.rejection import Verdict, expected_tokens, ratio
+from eval.runtime.rejection import Verdict, expected_tokens, quotient, ratio, residual
 from eval.runtime.rules import RULES
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
@@ -21,6 +21,21 @@ UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")
 DEEP = static_shape([(0,), (1,), (1, 0), (1, 0, 0)], "deep")
 CHAIN = parse_shape("chain:3")
 Judge = Callable[[Rejection, Proposal, Tensor], Verdict]
+WITH_REPLACEMENT = "ratio with replacement"
+"""Recursive rejection with siblings drawn with replacement (SpecInfer, arXiv 2305.09781, algorithm 2): exact as well,
+and not offered, for it accepts less."""
+
+
+def with_replacement(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
+    """The verdict on siblings drawn with replacement: q stays as it is."""
+    q, family = rule.draws.distribution(p.shape[2]), rule.family
+    P, odds = p[:, family.parents], []
+    for r in range(family.children.shape[1]):
+        x = proposal.tokens[:, family.children[:, r]][..., None]
+        odds.append(torch.where(family.there[:, r, None], quotient(P.gather(-1, x), q.gather(-1, x)).clamp(max=1), 0.0))
+        P = torch.where(family.there[:, r, None], residual(P, q), P)
+    by_child = torch.cat(odds, dim=-1).flatten(1)[:, family.place]
+    return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 
 
 def draws_of(shape: TreeShape) -> list[int]:
@@ -41,21 +56,22 @@ def outcome(
     rule: str,
     *,
     likeliest: bool = False,
-    judge: Judge = Rejection.weigh,
+    judge: Judge | None = None,
 ) -> tuple[Tensor, float]:
     """The distribution (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
 
     `likeliest`: the draft is not drawn, but the best children that there are.
     """
     K, V = shape.depth, toy.vocab
-    pick = every_draw(draws_of(shape), V, replace=rule == "ratio-wr")
+    pick = every_draw(draws_of(shape), V, replace=rule == WITH_REPLACEMENT)
     rows = len(pick.ways)
     proposal, prefixes = toy.grow(shape, pick, rows)
     drawn = pick.likeliest if likeliest else pick.weight
     assert abs(drawn.sum() - 1) < EXACT
     sampling = RowSampling(rows)
     sampling.temperature.fill_(1.0)
-    judging = Rejection(rule, shape, sampling, torch.device("cpu"))
+    judge = judge or (with_replacement if rule == WITH_REPLACEMENT else Rejection.weigh)
+    judging = Rejection("block" if rule == "block" else "ratio", shape, sampling, torch.device("cpu"))
     judging.draws = pick
     verdict = judge(judging, proposal, toy.at(prefixes, proposal.depths))
     assert ((verdict.odds >= 0) & (verdict.odds <= 1)).all() and (verdict.rest >= 0).all()
@@ -83,7 +99,7 @@ def distance(toy: Any, distribution: Tensor, shape: TreeShape) -> float:
 
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize("vocab", [3, 4])
-@pytest.mark.parametrize("rule", ["ratio", "ratio-wr", "block"])
+@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
 def test_chains_have_the_targets_distribution(
     rule: str, vocab: int, support: int | None, toy: Any, every_draw: Any
 ) -> None:
@@ -96,7 +112,7 @@ def test_chains_have_the_targets_distribution(
 
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given
 @pytest.mark.parametrize("shape", [parse_shape("static:2.2"), parse_shape("static:3.1"), UNEVEN, DEEP], ids=str)
-@pytest.mark.parametrize("rule", ["ratio", "ratio-wr"])
+@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT])
 def test_static_trees_have_the_targets_distribution(
     rule: str, shape: TreeShape, support: int | None, toy: Any, every_draw: Any
 ) -> None:
@@ -107,13 +123,13 @@ def test_static_trees_have_the_targets_distribution(
 
 
 def test_a_larger_vocabulary_has_the_targets_distribution(toy: Any, every_draw: Any) -> None:
-    for rule in ("ratio", "ratio-wr"):
+    for rule in ("ratio", WITH_REPLACEMENT):
         distributions = toy(4, 3, 11)
         distribution, _ = outcome(distributions, every_draw, UNEVEN, rule)
         assert distance(distributions, distribution, UNEVEN) < EXACT
 
 
-@pytest.mark.parametrize("rule", ["ratio", "ratio-wr", "block"])
+@pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
 def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str, toy: Any, every_draw: Any) -> None:
     distributions = toy(3, 4, 2)
     distributions.q = distributions.p
@@ -154,7 +170,7 @@ def test_match_has_the_targets_distribution_on_every_tree(text: str, replace: bo
 
 
 def test_every_rule_is_enumerated_here() -> None:
-    assert set(RULES) == {"match", "ratio", "ratio-wr", "block"}
+    assert set(RULES) == {"match", "ratio", "block"}
 
 
 def test_block_emits_no_fewer_tokens_than_ratio_in_expectation(toy: Any, every_draw: Any) -> None:
@@ -186,7 +202,7 @@ def test_without_replacement_more_is_accepted_than_with(toy: Any, every_draw: An
     shape = parse_shape("static:2.2")
     for seed in range(5):
         distributions = toy(3, 3, seed)
-        without, with_ = (outcome(distributions, every_draw, shape, rule)[1] for rule in ("ratio", "ratio-wr"))
+        without, with_ = (outcome(distributions, every_draw, shape, rule)[1] for rule in ("ratio", WITH_REPLACEMENT))
         assert without > with_
 
 
@@ -195,7 +211,7 @@ def test_without_replacement_more_is_accepted_than_with(toy: Any, every_draw: An
 
 def stale_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     """Siblings drawn without replacement are judged as if with it: q is not renormalised after a refusal."""
-    return ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family, replace=True)
+    return with_replacement(rule, proposal, p)
 
 
 def shrinking_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
@@ -203,7 +219,7 @@ def shrinking_distribution(rule: Rejection, proposal: Proposal, p: Tensor) -> Ve
 
     Left untested instead it would do no harm: the others are a draw without replacement, if of fewer.
     """
-    verdict = ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family, replace=False)
+    verdict = ratio(p, rule.draws.distribution(p.shape[2]), proposal.tokens, rule.family)
     assert not verdict.odds[again(proposal)].any()
     return Verdict(torch.where(again(proposal), 1.0, verdict.odds), verdict.rest)
 
@@ -241,7 +257,7 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     ("rule", "shape", "judge"),
     [
         ("ratio", "static:2.2", stale_distribution),
-        ("ratio-wr", "static:2.2", shrinking_distribution),
+        (WITH_REPLACEMENT, "static:2.2", shrinking_distribution),
         ("ratio", "chain:3", unprocessed_bonus),
         ("block", "chain:3", unprocessed_bonus),
         ("ratio", "chain:3", fresh_draw),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Observation, Pick, SharedLayers
@@ -71,7 +71,6 @@ SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.0
         ("gemma3_text", "tree:3x3x10", "match"),
         ("llama", "chain:3", "ratio"),
         ("llama", "static:3.2", "ratio"),
-        ("llama", "static:3.2", "ratio-wr"),
         ("llama", "chain:3", "block"),
     ],
 )
@@ -79,7 +78,9 @@ def test_a_round_never_waits_for_the_host(
     family: str, shape: str, rule: str, target_of: TargetOf, no_waiting: Any
 ) -> None:
     head = BigramHead() if shape != "none" else None
-    engine = Engine(target_of(family), head, shape=parse_shape(shape), batch_size=2, max_length=128, rule=rule)
+    engine = Engine(
+        target_of(family), head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128, rule=rule)
+    )
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
@@ -97,7 +98,9 @@ def test_a_round_never_waits_for_the_host(
 )
 def test_nor_do_drafts_that_need_no_training(name: str, shape: str, target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of("llama")
-    engine = Engine(target, build_untrained(name, target), shape=parse_shape(shape), batch_size=2, max_length=128)
+    engine = Engine(
+        target, build_untrained(name, target), EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128)
+    )
     with torch.inference_mode():
         read_prompts(engine.decoder, {n: Request([5, 6, 7], 40, s, ignore_eos=True) for n, s in enumerate(SAMPLINGS)})
         with no_waiting():
@@ -109,7 +112,7 @@ def test_nor_do_drafts_that_need_no_training(name: str, shape: str, target_of: T
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
 def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
     head = BigramHead() if shape != "none" else None
-    engine = Engine(target_of("llama"), head, shape=parse_shape(shape), batch_size=2, max_length=128)
+    engine = Engine(target_of("llama"), head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128))
     with torch.inference_mode():
         newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
         read_prompts(engine.decoder, newcomers)
@@ -131,7 +134,7 @@ def test_a_real_draft_with_shared_noise_changes_no_token(target_of: TargetOf) ->
     requests = [
         Request([5, 6, 7 + i], 20, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(6)
     ]
-    plain = Engine(target, max_length=128).generate(requests)
+    plain = Engine(target, None, EngineOptions(max_length=128)).generate(requests)
     for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
-        engine = Engine(target, BigramHead(), shape=parse_shape(shape), batch_size=4, max_length=128)
+        engine = Engine(target, BigramHead(), EngineOptions(shape=parse_shape(shape), batch_size=4, max_length=128))
         assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.engine import Engine
+from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.target_step import TargetStep, check_family
 from heads.backends.slot_mapping import ancestors
 from heads.errors import UserError, warn_once
@@ -97,7 +97,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
 
     monkeypatch.setattr(target.base, "forward", deaf)
     with pytest.raises(UserError, match="does not take tree masks and positions"):
-        Engine(target, max_length=64, native=False)
+        Engine(target, None, EngineOptions(max_length=64, native=False))
 
 
 def test_a_target_without_a_native_decoder_is_given_of_once(
@@ -106,10 +106,10 @@ def test_a_target_without_a_native_decoder_is_given_of_once(
     """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
     warn_once.cache_clear()
     for _ in range(2):
-        Engine(target_of("gpt2"), max_length=64)
+        Engine(target_of("gpt2"), None, EngineOptions(max_length=64))
     said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
     assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
     caplog.clear()
-    Engine(target_of("gpt2"), max_length=64, native=False)  # as asked for
-    Engine(target_of("llama"), max_length=64)
+    Engine(target_of("gpt2"), None, EngineOptions(max_length=64, native=False))  # as asked for
+    Engine(target_of("llama"), None, EngineOptions(max_length=64))
     assert not caplog.records

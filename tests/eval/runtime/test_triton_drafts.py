@@ -6,7 +6,7 @@ import torch
 from eval.gpu.checks import SHAPE, make_head, make_target
 from eval.gpu.launches import Launches
 from eval.runtime.distribution import RowSampling
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.growth import grow
 from heads.tree import parse_shape
@@ -27,13 +27,13 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
         Request([9, 8], 12, Sampling(temperature=0.9, seed=3), ignore_eos=True),
         Request([11] * 4, 13, Sampling(temperature=1.4, top_k=9, seed=5), ignore_eos=True),
     ]
-    plain = Engine(target, batch_size=3, max_length=64).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=3, max_length=64)).generate(requests)
     found = []
     for kernels in (False, True):
         if kernels:
             for module in ("heads.backends.triton.select", "heads.backends.triton.pick"):
                 monkeypatch.setattr(f"{module}.runs_kernels", lambda x: True)
-        engine = Engine(target, make_head(target), shape=parse_shape(shape), batch_size=3, max_length=64)
+        engine = Engine(target, make_head(target), EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=64))
         outputs = engine.generate(requests)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         found.append([o.accepted for o in outputs])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from eval.runtime.target_step import TargetStep
 from eval.runtime.triton_step import kernels_fit, why_no_kernels
@@ -142,12 +142,12 @@ def test_rounds_with_every_kernel_decode_the_same_text(
         Request([11] * 4, 6, Sampling(temperature=0.8, top_k=9, seed=5)),
     ]
     kernels(False)
-    plain = Engine(target, batch_size=3, max_length=64).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=3, max_length=64)).generate(requests)
     kernels(True)
     known = [[*r.prompt, *o.tokens] for r, o in zip(requests, plain, strict=True)]
     head = scripted_head(target, known, right=0.8, aux_layer_ids=(1,))
     head.check_features = lambda *arguments: None  # to more digits than float32 has
-    engine = Engine(target, head, shape=parse_shape(shape), batch_size=3, max_length=64)
+    engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=64))
     outputs = engine.generate(requests)
     assert [o.tokens for o in outputs] == [o.tokens for o in plain]
     assert sum(sum(o.accepted) for o in outputs) > 0
@@ -159,11 +159,11 @@ def test_a_request_alone_samples_as_it_would_by_torch(
     """One row, several nodes: all of them have the row's temperature and seed."""
     target, requests = target_of_float32("llama"), [Request([5, 6, 7], 9, Sampling(0.9, seed=3), ignore_eos=True)]
     kernels(False)
-    plain = Engine(target, max_length=64).generate(requests)
+    plain = Engine(target, None, EngineOptions(max_length=64)).generate(requests)
     kernels(True)
     head = scripted_head(target, [[*requests[0].prompt, *plain[0].tokens]], right=1.0, aux_layer_ids=(1,))
     head.check_features = lambda *arguments: None
-    outputs = Engine(target, head, shape=parse_shape("chain:2"), max_length=64).generate(requests)
+    outputs = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=64)).generate(requests)
     assert outputs[0].tokens == plain[0].tokens and outputs[0].rounds < plain[0].rounds
 
 
@@ -272,10 +272,10 @@ def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Call
 
     target = target_of_float32("llama")
     with pytest.raises(UserError, match="plain decoding in steps of 4 nodes has no head"):
-        Engine(target, scripted_head(target, []), shape=parse_shape("chain:2"), max_length=64, pinned=4)
+        Engine(target, scripted_head(target, []), EngineOptions(shape=parse_shape("chain:2"), max_length=64, pinned=4))
     requests = [Request([5, 6, 7], 20), Request([4], 9, Sampling(temperature=1.0, seed=1))]
-    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
-    pinned = Engine(target, batch_size=2, max_length=64, pinned=4).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
+    pinned = Engine(target, None, EngineOptions(batch_size=2, max_length=64, pinned=4)).generate(requests)
     assert [o.tokens for o in pinned] == [o.tokens for o in plain] and pinned[0].rounds == plain[0].rounds
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from eval.gpu.checks import SHAPE, make_target
 from eval.gpu.launches import Launches
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
@@ -92,7 +92,7 @@ def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **o
     settings = {"layers": [0, 1]} if kind == "draft" else settings
     head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
     options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
-    engine = Engine(target, head, **options)
+    engine = Engine(target, head, EngineOptions(**options))
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         engine.decoder.round(64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_layers import MtpModel
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
@@ -275,9 +275,9 @@ def test_output_is_the_targets_own(
     head = build_head("mtp", {"native": True}, target, COUNTS).double()
     prompts = [[5, 9, 77], [6], [100, 3, 3, 40, 12]]
     requests = [Request(prompt, 16, Sampling(temperature, seed=n)) for n, prompt in enumerate(prompts)]
-    plain = [output.tokens for output in Engine(target, max_length=64).generate(requests)]
+    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=64)).generate(requests)]
     for shape, batch_size in (("chain:3", 1), ("chain:3", 8), ("tree:3x2x6", 2)):
-        engine = Engine(target, head, shape=parse_shape(shape), batch_size=batch_size, max_length=64)
+        engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=64))
         assert [output.tokens for output in engine.generate(requests)] == plain, (shape, batch_size)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from train.data import answers
@@ -26,7 +26,7 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 
 def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_path: Path) -> None:
     made = make_answers(target, PROMPTS, GREEDY, tmp_path)
-    engine = Engine(target, max_length=32)
+    engine = Engine(target, None, EngineOptions(max_length=32))
     assert made == [output.tokens for output in engine.generate([Request(prompt, 6) for prompt in PROMPTS])]
 
 

@@ -20,7 +20,7 @@ from eval.gpu.drafts import (
     some_news,
 )
 from eval.gpu.launches import Launches
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.backends.recurrent_memory import TorchRecurrent
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
@@ -185,7 +185,7 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
         monkeypatch.setitem(SHAPE, size, value)
     target = make_target("llama", torch.float32, CPU)
     requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
-    plain = Engine(target, batch_size=2, max_length=64).generate(requests)
+    plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
     found = []
     for kernels in (False, True):
         if kernels:
@@ -200,7 +200,7 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
         with torch.random.fork_rng():
             torch.manual_seed(0)
             head = build_head(kind, settings[kind], target, torch.ones(target.vocab_size).long())
-        engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=64)
+        engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=64))
         state = engine.decoder.head_state
         by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonRecurrent
         assert by_kernels == kernels

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.metrics import is_loop
-from eval.runtime.engine import Engine, Request
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.target.frozen import load_target
 
 CONTEXT = 512
@@ -71,7 +71,7 @@ def measure_target(
         size += int(sizes[rows[:, 1:]].sum())
     step = max(1, len(windows) // SAMPLES)
     prompts = [row[:SAMPLE_PROMPT].tolist() for row in windows[::step][:SAMPLES]]
-    engine = Engine(target, batch_size=8, max_length=CONTEXT)
+    engine = Engine(target, None, EngineOptions(batch_size=8, max_length=CONTEXT))
     outputs = engine.generate([Request(prompt, max_new_tokens=SAMPLE_TOKENS) for prompt in prompts])
     return Quality(
         bits_per_byte=nats / math.log(2) / size,
