@@ -17,7 +17,6 @@ slots of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -96,7 +95,7 @@ class DraftConfig:
     def divergence(self) -> Divergence:
         """What the rows' loss is."""
         if self.beta is not None:
-            return partial(jsd, beta=self.beta)
+            return jsd(beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
 
 
