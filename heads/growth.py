@@ -27,7 +27,7 @@ Draw = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 """(logits (B, W, Vd), level, R) -> R children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
-holds the places of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
+holds the indices of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
 from 0, level by level, and the W that are being expanded come last."""
 
 
@@ -84,8 +84,8 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
         nodes = select.prune(nodes, penalties, shape.nodes)
     else:
         nodes = replace(nodes, depths=depths.expand(B, -1))
-    places = nodes.places if shape.depth > 1 else None
-    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, places)
+    expanded = nodes.places if shape.depth > 1 else None
+    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, expanded)
 
 
 @cache
@@ -100,7 +100,7 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
     B = len(root)
-    levels, parents, depths, places = _plan(shape.paths, root.device)
+    levels, parents, depths, indices = _plan(shape.paths, root.device)
     picked, logp = draw(logits, 1, levels[0].count)  # (B, 1, R)
     tokens, scores = root.new_empty(B, shape.nodes), logp.new_empty(B, shape.nodes)
     beam = select.place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
@@ -108,7 +108,7 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
         logits = expand(beam, above.rows.expand(B, -1), above.paths.expand(B, -1, -1), k)
         picked, logp = draw(logits, k + 1, level.count)  # (B, P, R)
         beam = select.place(tokens, scores, root, picked, logp, level)
-    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, places.expand(B, -1))
+    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, indices.expand(B, -1))
 
 
 @cache

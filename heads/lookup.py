@@ -72,9 +72,9 @@ class Lookup:
     def extend(self, state: LookupState, observation: Observation) -> None:
         tokens, count = observation.tokens, observation.count
         offset = torch.arange(tokens.shape[1], device=tokens.device)
-        junk = state.tokens.shape[1] - 1
+        padding = state.tokens.shape[1] - 1
         known = (offset <= count[:, None]) & (count > 0)[:, None]  # the rows observed, and the root
-        state.tokens.scatter_(1, torch.where(known, observation.start[:, None] + offset, junk), tokens)
+        state.tokens.scatter_(1, torch.where(known, observation.start[:, None] + offset, padding), tokens)
         state.length.copy_(torch.where(count > 0, observation.start + count, state.length))
 
     def propose(self, state: LookupState, pick: Pick) -> Proposal:

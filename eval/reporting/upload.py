@@ -39,7 +39,7 @@ def publish(options: argparse.Namespace) -> int:
     token = get_token()
     if not token:
         raise UserError("no token for the Hub; log in with `hf auth login`, set HF_TOKEN, or look with --dry-run")
-    with told(options.repo_id, token):
+    with one_line_errors(options.repo_id, token):
         url = upload(HfApi(token=token), publication, options)
     print(f"published: {url}")
     return 0
@@ -101,7 +101,7 @@ def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) 
 
 
 @contextmanager
-def told(repo_id: str, token: str) -> Iterator[None]:
+def one_line_errors(repo_id: str, token: str) -> Iterator[None]:
     """Turn an error of the Hub or the network into one line, which never contains the token."""
     try:
         yield

@@ -1,8 +1,8 @@
 """The frozen target: auxiliary hidden states, last hidden states, embeddings and output head of any Hugging Face causal
 LM.
 
-An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last layer's
-output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
+An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last
+layer's output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
 may see, and sliding windows follow from positions, so that packed documents and draft trees need no code of their own.
 """
 
