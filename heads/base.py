@@ -73,7 +73,7 @@ class Observation:
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
     nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if none was drafted
     missed: bool = False
-    """Whether these are rounds that drafted nothing, told of afterwards, and not a prompt."""
+    """True for rounds that drafted nothing, read later; False for a prompt."""
 
 
 class DraftState(Protocol):
@@ -87,7 +87,7 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """What the runtime asks of whatever drafts, trained or not."""
+    """Interface of a drafter to the runtime, trained or not."""
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -107,7 +107,8 @@ class Drafter(Protocol):
 
 
 class DraftHead(Drafter, Protocol):
-    """What the training loop and checkpoints ask of a head beside that: a method is a class with these members."""
+    """Interface of a head to the training loop and checkpoints, beside that of a drafter. A method is a class with
+    these members."""
 
     Config: ClassVar[type[Any]]
     """A frozen dataclass: everything that the head's function and its training loss depend on."""

@@ -93,7 +93,7 @@ class DraftConfig:
 
     @property
     def divergence(self) -> Divergence:
-        """What the rows' loss is."""
+        """Return the divergence of the loss."""
         if self.beta is not None:
             return jsd(beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
@@ -119,7 +119,7 @@ ROWS = 1024
 
 @dataclass
 class DraftState:
-    """What one batch of sequences drafts with.
+    """Static tensors of one batch of sequences.
 
     Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
     """
