@@ -105,7 +105,7 @@ def draft_tree(text: str) -> str:
 
 
 def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
-    """Return the tree shapes of texts for a head. UserError for one that drafts nothing."""
+    """The shapes that texts name for a head. UserError for one that drafts nothing."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
         raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")

@@ -87,7 +87,7 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """Interface of a drafter to the runtime, trained or not."""
+    """What the runtime asks of whatever drafts, trained or not."""
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -107,8 +107,7 @@ class Drafter(Protocol):
 
 
 class DraftHead(Drafter, Protocol):
-    """Interface of a head to the training loop and checkpoints, beside that of a drafter. A method is a class with
-    these members."""
+    """What the training loop and checkpoints ask of a head beside that: a method is a class with these members."""
 
     Config: ClassVar[type[Any]]
     """A frozen dataclass: everything that the head's function and its training loss depend on."""

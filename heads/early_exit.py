@@ -54,7 +54,7 @@ class FirstLayers(nn.Module):
 
 
 class EarlyExit:
-    """A draft model made of the target's own layers."""
+    """Drafts as a draft model does, by layers that are the target's."""
 
     aux_layer_ids: tuple[int, ...] = ()
 

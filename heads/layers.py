@@ -23,16 +23,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Settings of one decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
+    """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
-    """Width of the residual stream, the same as the target's."""
+    """Width of the residual stream: the target's."""
     intermediate_size: int
     """Width of the MLP."""
     num_attention_heads: int
     """Attention heads."""
     num_key_value_heads: int
-    """Key and value heads, shared by groups of attention heads."""
+    """Heads of keys and values, shared by groups of attention heads."""
     head_dim: int
     """Width of one attention head."""
     rms_norm_eps: float
@@ -41,7 +41,7 @@ class BlockConfig:
     """Base of the rotary positions."""
 
     def check_block(self) -> None:
-        """Raise UserError for a block of invalid settings: of a wrong type, or of no size."""
+        """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
         for field in fields(BlockConfig):
             value, whole = getattr(self, field.name), field.type is int
             if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:

@@ -46,7 +46,7 @@ class LookupState:
 
 
 class Lookup:
-    """Drafter of chains by n-gram matches in the text so far."""
+    """Drafts chains by n-gram matches in the text so far."""
 
     aux_layer_ids: tuple[int, ...] = ()
 

@@ -22,7 +22,7 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 
 
 def recipe_settings(kind: str) -> list[str]:
-    """Return the names of the settings that a recipe may give a head of this kind."""
+    """The names of the settings that a recipe may give a head of this kind."""
     return [field.name for field in fields(HEADS[kind].Config) if field.name not in HEADS[kind].FROM_TARGET]
 
 

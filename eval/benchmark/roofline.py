@@ -127,7 +127,7 @@ def fill_batch(engine: Engine, length: int) -> None:
 
 
 def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
-    """Run `roofline` for an engine, with a new engine for plain decoding."""
+    """The same for an engine of which no plain one is at hand."""
     plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length)
     return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 

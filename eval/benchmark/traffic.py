@@ -1,4 +1,4 @@
-"""Least memory traffic of a round: the bytes of its floor (`eval.benchmark.roofline`)."""
+"""What a round must read from memory, at least: the bytes of its floor (`eval.benchmark.roofline`)."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
 
 
 def draft_bytes(decoder: Decoder) -> tuple[int, int]:
-    """Return the bytes of the head's weights that drafting a round must read, and those to extend it by the accepted
-    tokens; 0 if it is no module."""
+    """What drafting a round must read of the head's weights, and what the head must read to take in what was accepted;
+    0 where it is no module."""
     module: Any = getattr(decoder.head, "draft", decoder.head)
     if not isinstance(module, torch.nn.Module):
         return 0, 0
@@ -55,7 +55,7 @@ def numbers_read(draft: Draft) -> int:
 
 
 def bytes_a_weight(decoder: Decoder) -> int:
-    """Return the bytes of one weight of a draft: the CPU kernels hold weights in bfloat16, whatever their dtype."""
+    """Of what drafts: the CPU kernels hold a draft's weights in bfloat16, whatever they are loaded in."""
     state, module = decoder.head_state, getattr(decoder.head, "draft", decoder.head)
     products = [level.out for level in getattr(state, "levels", ())]
     if isinstance(module, Draft) and state.reader.decoder is not None:

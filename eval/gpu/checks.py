@@ -1,4 +1,4 @@
-"""Checks that only a GPU can make: plain functions that raise AssertionError.
+"""What must hold on a GPU and can be shown nowhere else: plain functions that raise AssertionError.
 
 The kernels are compared with their twins on the device; graphs with plain calls; and rounds must not wait.
 """
@@ -160,7 +160,7 @@ def targets_decode_alike_with_and_without_kernels(device: torch.device = CUDA) -
 
 
 def draft_models_draft_alike_with_and_without_kernels(device: torch.device = CUDA) -> None:
-    """Check every family in float32: chains, dynamic and static trees; a long prompt."""
+    """Of every family, in float32; chains, dynamic and static trees; a long prompt."""
     for family in FAMILIES:
         target = make_target(family, torch.float32, device)
         for shape in ("chain:4", "tree:4x3x12", "static:3.2.1"):

@@ -34,7 +34,7 @@ def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt:
 
 
 def rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, *, kernels: bool) -> list[Proposal]:
-    """Return the drafts for two rows after accepted paths of all lengths; then one after rounds without drafts."""
+    """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
     state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
     assert (state.reader.passes is not None) == kernels
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)

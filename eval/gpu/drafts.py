@@ -77,9 +77,9 @@ def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor |
 def rounds(
     head: Recurrent, shape: str, memory: type, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> list[Proposal]:
-    """Return a head's drafts by that kind of memory for two rows: after the prompt of each, one after the other, and
-    after rounds of a few tokens until the first row's cache is full. `table`: True if it reads the target's embeddings
-    as a table."""
+    """What a head drafts, by that kind of memory, for two rows: after the prompt of each, one after the other, and
+    after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
+    as such."""
     D, V = head.config.hidden_size, head.config.vocab_size
     draw = torch.Generator().manual_seed(2)
     rows, out = torch.randn(2, V, D, generator=draw).to(device)

@@ -1,4 +1,4 @@
-"""Share of a round in which the device is idle, by the profiler's clock of every kernel."""
+"""How much of a round the device stands idle, by the profiler's clock of every kernel."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,8 +17,8 @@ COUNT = 16
 
 @torch.inference_mode()
 def measure_idle(engine: Engine, length: int) -> dict[str, Any]:
-    """Measure an engine whose rows have `length` tokens: kernels in a round, the share of a round in which none runs,
-    and microseconds between two rounds."""
+    """Of an engine whose rows stand at `length`: kernels a round, the share of a round in which none runs, and
+    microseconds between two rounds."""
     rounds = engine.rounds_of(engine.decoder)
     extent = min(round_up(length + (COUNT + 1) * engine.nodes), engine.decoder.step.capacity)
     with rewound(engine):

@@ -1,5 +1,5 @@
-"""Kernel launches of a piece of work, counted without a GPU: in Triton's interpreter, whose tensors need no memory if
-nothing is run."""
+"""What a GPU is given to do by a piece of work, counted where there is none: in Triton's interpreter, whose tensors may
+be of no memory if nothing is run."""
 
 from collections import Counter
 from typing import Any

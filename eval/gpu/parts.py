@@ -27,12 +27,12 @@ from heads.tree import parse_shape
 
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
-"""Part of the suite. It writes down its findings at once, so that a part that fails leaves what it had."""
+"""What it finds it writes down at once, so that a part that breaks leaves what it had."""
 TREES = ("chain:5", "tree:6x8x32")
 PROMPT, NEW, LONG = 96, 160, 256
 """Tokens of a prompt, of a text that is timed, of one that is held against its reference."""
 LENGTH, CONTEXT = 2048, 1024
-"""Lengths of the texts behind which kernels, and plain steps, are timed."""
+"""Of the texts behind which kernels, and plain steps, are timed."""
 VERIFIED = (8, 16, 32, 64)
 """Nodes of the steps that are compared with a step of one."""
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
@@ -41,11 +41,11 @@ BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
 
 @dataclass
 class Bench:
-    """Context of the parts."""
+    """What the parts share."""
 
     device: torch.device
     shape: str
-    """Name of a shape in `eval.benchmark.shapes.SHAPES`."""
+    """Of `eval.benchmark.shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""
@@ -71,7 +71,7 @@ class Bench:
         return time.monotonic() > self.deadline
 
     def leaves_out(self, what: str, found: Found) -> bool:
-        """Return True, and record it, if there is no time left."""
+        """Whether there is no time for it, which is then found."""
         if self.out_of_time:
             found.setdefault("left_out", []).append(what)
         return self.out_of_time
@@ -131,7 +131,7 @@ def identity(bench: Bench, found: Found) -> None:
 
 
 def compare(engine: Engine, requests: list[Request]) -> Found:
-    """Return the number of texts equal to the reference's, and the first differences of the others."""
+    """How many texts are the reference's, and what the others' first flips are."""
     pinned = pinned_engine(engine)
     ours, theirs = engine.generate(requests), pinned.generate(requests)
     differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.tokens != b.tokens]
@@ -170,7 +170,7 @@ def plain(bench: Bench, found: Found) -> None:
 
 
 def idle(bench: Bench, found: Found) -> None:
-    """Measure the idle time of the device inside rounds and between them."""
+    """How long the device stands idle inside rounds and between them."""
     for tree in ("none", *TREES):
         engine = bench.engine(bench.grown, tree)
         fill_batch(engine, PROMPT)
@@ -219,7 +219,7 @@ def useless_head(bench: Bench, found: Found) -> None:
 
 
 def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
-    """Time all requests by each engine, in turns. Return their tokens too."""
+    """Of all requests by each engine, in turns, and what they gave."""
     seconds = [0.0] * len(engines)
     outputs: list[list[Output]] = [[] for _ in engines]
     for request in requests:

@@ -10,7 +10,7 @@ CUDA = torch.device("cuda")
 
 
 def rows_of_the_kernels_are_independent(device: torch.device = CUDA) -> None:
-    """Ways to make the products: kernels where the library's rows are not independent, or everywhere."""
+    """Of the products that replace the library's where rows are not, or everywhere."""
     bank = torch.randn(8, 768, 2048, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
 
     def by_head(x: Tensor, weight: Tensor) -> Tensor:

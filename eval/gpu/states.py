@@ -1,4 +1,4 @@
-"""Kernels for states, caches and features at a round's end against their twins, on the device."""
+"""What a round's end does to states, caches and features: its kernels against their twins, on the device."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ CUDA = torch.device("cuda")
 
 
 def states_equal_their_twins(device: torch.device = CUDA) -> None:
-    """Commit random decisions of rounds into random states."""
+    """What rounds decide, taken into random states."""
     draw = torch.Generator().manual_seed(0)
 
     def random(low: int, high: int, *size: int) -> Tensor:

@@ -62,7 +62,7 @@ def run_suite(options: argparse.Namespace, script: Path) -> int:
 
 
 def failed(found: Any) -> bool:
-    """Return True if a part failed, or one of its checks, or had no time for all of it."""
+    """Whether a part broke, or one of its checks, or had no time for all of it."""
     return isinstance(found, dict) and any(found.get(sign) for sign in ("error", "failed", "left_out"))
 
 

@@ -15,7 +15,7 @@ from heads.tree import Proposal, TreeShape, parse_shape
 
 CUDA = torch.device("cuda")
 COLUMNS = 32000
-"""Size of the draft vocabulary that is timed."""
+"""Of the draft vocabulary that is timed."""
 
 
 def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
@@ -56,8 +56,7 @@ def picks_are_those_of_tensor_operations(device: torch.device = CUDA) -> None:
 
 
 def works(text: str, device: torch.device) -> list[tuple[str, int, Callable[[], Any]]]:
-    """Return the work of a tree beside its head's passes, to be timed: names, the bytes it must read and write,
-    functions."""
+    """What a tree takes beside its head's passes, to be timed: names, the bytes it must read and write, work."""
     shape = parse_shape(text)
     K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
     distributions = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)

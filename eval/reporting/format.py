@@ -144,7 +144,7 @@ def short_name(path: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if a name has the form OWNER/NAME or OWNER/NAME@REVISION and no folder of that name exists."""
+    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
     repo, _ = repo_and_revision(name)
     whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
     return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()

@@ -31,9 +31,9 @@ OTHERS = (
     *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
-"""Files of a Hugging Face model directory that may accompany a head's two files: a draft model is one."""
-PATH_KEYS = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
-"""Keys under which transformers records the path of a file."""
+"""What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
+PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
+"""Keys under which transformers notes where a file was read."""
 
 BASE = "TARGET"
 """Name of an unnamed target in commands."""
@@ -193,7 +193,7 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
 
 
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """Return the files that belong to a head, with records freed of local paths."""
+    """The files of a head's folder that belong to it, records freed of local paths."""
     weights = HEADS[record["kind"]].weights_file
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
@@ -211,8 +211,8 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 
 
 def public_config(file: Path, base: str | None) -> bytes:
-    """Return a head's config.json for publication, sealed again, since the name of its target differs."""
-    config = {key: value for key, value in read_object(file).items() if key not in PATH_KEYS}
+    """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
+    config = {key: value for key, value in read_object(file).items() if key not in PLACES}
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
     if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
@@ -232,7 +232,7 @@ def public_config(file: Path, base: str | None) -> bytes:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a record with every path reduced to its last part. Hub ids and texts that are not paths stay."""
+    """The same, of every path in it only the last part. Ids of the Hub stay; so do texts that are no paths."""
     match value:
         case dict():
             return {key: without_paths(item) for key, item in value.items()}
@@ -245,15 +245,15 @@ def without_paths(value: Any) -> Any:
 
 
 def last_part(text: str) -> str:
-    """Return the last part of a path or an address, without its query."""
+    """The last part of a path or an address, less what follows a question mark."""
     if "/" not in text or is_hub_id(text):
         return text
     return text.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 
 def without_places(file: Path) -> bytes:
-    """Return a JSON file without the keys that record its path."""
-    return as_json({key: value for key, value in read_object(file).items() if key not in PATH_KEYS})
+    """A JSON file less the keys that say where it was read."""
+    return as_json({key: value for key, value in read_object(file).items() if key not in PLACES})
 
 
 def check_private(files: Contents) -> None:

@@ -131,9 +131,9 @@ class Engine:
             self.candidates = Ladder(self.decoder) if adaptive else None
         self.capture = open_capture(target.device) if graphs else None
         self.rounds: dict[str, Rounds] = {}
-        """Rounds by the name of the draft."""
+        """By the name of the draft."""
         self.ahead = 0 if on_cpu or adaptive else 1
-        """Number of polls postponed while rounds run."""
+        """Looks that are put off while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
         """Rounds launched and not yet polled: their number, and the requests in their rows."""

@@ -64,7 +64,7 @@ class Rounds:
             self.record(self.form)
 
     def bucket(self, extent: int) -> int:
-        """Return the smallest captured extent that covers so many slots."""
+        """The smallest captured extent that shows so many slots."""
         if self.decoder.step.kernels is not None:
             return self.decoder.step.capacity
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)

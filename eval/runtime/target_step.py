@@ -69,7 +69,7 @@ class TargetStep:
             self.cos_sin_table = decoder.cos_sin_table(self.capacity)
         self.slot = torch.arange(self.capacity, device=device)  # (S,)
         self.pads = device.type != "cpu"
-        """True if prompts are padded to few shapes, which kernels and graphs need. On a CPU padding only costs time."""
+        """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
 
     def chunk_size(self, remaining: int) -> int:
         """Return the number of slots of the next prefill step; with padding a power of two, less than half of it
@@ -188,7 +188,7 @@ def open_step(
     nodes: int = 1,
     strict: bool = False,
 ) -> TargetStep:
-    """Return the fastest correct step: the native one if the architecture is known, unless another is asked for."""
+    """The fastest step that was found to be right: native where the architecture is known, unless told otherwise."""
     decoder = native_decoder(target) if native else None
     if decoder is not None:
         step = TargetStep(

@@ -1,4 +1,4 @@
-"""A target's passes by kernels, on a GPU: prompts, trees to verify, and the target's choices.
+"""A target's passes by kernels, on a GPU: prompts, trees under test, and what the target chooses.
 
 Letters: B rows, N tokens of a step, R = B * N, S slots a row, D hidden, V vocabulary.
 """
@@ -20,7 +20,7 @@ from heads.target.frozen import Features, FrozenTarget
 
 
 def kernels_fit(target: FrozenTarget) -> bool:
-    """Return True if kernels can run on the target's device and dtype. Warn of a GPU without them."""
+    """Whether kernels can run where the target lives, on numbers of its kind; a GPU without them is told of."""
     reason = why_no_kernels(target.dtype, target.device) if target.device.type == "cuda" else None
     if reason is not None:
         warn_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
@@ -28,13 +28,13 @@ def kernels_fit(target: FrozenTarget) -> bool:
 
 
 def why_no_kernels(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the reason why a target on a GPU cannot use the kernels, or None."""
+    """What keeps a target on a GPU from the kernels, or None."""
     reason = f"kernels take no {str(dtype).removeprefix('torch.')}"
     return why_not(device) or (None if dtype in DTYPES else reason)
 
 
 class TritonTargetStep(DecoderPass):
-    """Passes of one batch over one cache."""
+    """The passes of one batch over one cache."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class TritonTargetStep(DecoderPass):
         lm_head = target.shared.lm_head
         plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
         self.reads_out = plain and getattr(target.head, "bias", None) is None and type(target.head) is torch.nn.Linear
-        """True if the output head is a plain product, so that the choice comes from its tiles."""
+        """Whether the output head is a product, so that the choice comes from its tiles."""
 
     def prefill(self, row: int, tokens: Tensor, positions: Tensor) -> Features:
-        """Read one row's prompt tokens (1, C) at positions (C,), ascending by one; padding past the capacity goes to
-        the last slot."""
+        """One row's prompt tokens (1, C) at positions (C,), ascending by one; padding past the capacity stays in the
+        last slot."""
         C = tokens.shape[1]
         depths = torch.arange(C, device=tokens.device)[None]
         words, _ = ancestor_words((depths - 1).clamp_min_(0), depths, C - 1)
@@ -68,7 +68,7 @@ class TritonTargetStep(DecoderPass):
         return self.features(tokens, tree, self.aux_layer_ids, row)
 
     def verify(self, tokens: Tensor, parents: Tensor, depths: Tensor, length: Tensor, depth: int) -> Features:
-        """Verify trees of at most `depth` levels, (B, N) each, behind `length` (B,) tokens."""
+        """Trees of at most `depth` levels, (B, N) each, behind `length` (B,) tokens."""
         N = tokens.shape[1]
         words, paths = ancestor_words(parents, depths, depth)
         slots = (length[:, None] + self.slot[:N] + self.cache.row_starts).flatten()
@@ -77,8 +77,7 @@ class TritonTargetStep(DecoderPass):
         return self.features(tokens, tree, self.aux_layer_ids)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Return the values that `choose` compares, (..., D) -> (..., V) float32, or None if the output head is more
-        than a product."""
+        """(..., D) -> (..., V) float32: what `choose` compares; None where the output head is more than a product."""
         if not self.reads_out:
             return None
         made: Tensor = choose.logits(hidden.flatten(0, -2), self.target.lm_head_weight)

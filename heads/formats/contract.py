@@ -40,23 +40,23 @@ PORTABLE = (
     "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
     "hidden state alone"
 )
-"""Advice on the form that both engines load for the most targets."""
+"""What both engines load for the most targets."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of checking a folder against one reader."""
+    """What one reader makes of one folder."""
 
     reader: str
     command: str
     lacks: str | None
     """Why the reader takes no such head, whatever its folder holds."""
     faults: tuple[str, ...]
-    """Contents of the folder that it would refuse or misread."""
+    """What of the folder it would refuse or misread."""
 
     @property
     def serves(self) -> bool:
-        """True if the command serves the head."""
+        """Whether the command serves the head."""
         return self.lacks is None and not self.faults
 
     @property
@@ -70,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder to compare with the readers."""
+    """What is compared."""
 
     config: Mapping[str, Any]
     """config.json."""

@@ -50,7 +50,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 
 def convert_command(head: str, target: str, aux_layer_ids: Sequence[int]) -> str:
-    """Conversions of a saved head into speculators' form."""
+    """What brings a saved head into speculators' form."""
     ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(aux_layer_ids)})
     return (
         f"speculators convert {shlex.quote(head)} --algorithm eagle3 --verifier {shlex.quote(target)} "

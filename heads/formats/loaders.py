@@ -1,4 +1,4 @@
-"""Loaders of engines and of the papers' own repositories, as data: classes, tensors, fields and layer ids.
+"""What engines, and the papers' own repositories, load: classes, tensors, fields and layer ids, as data.
 
 Read in the source of the versions named here. None of them can be trusted to notice what does not fit: SGLang skips
 tensors whose names it does not know, vLLM leaves absent ones as they are in memory, the EAGLE repository does both.
@@ -24,7 +24,7 @@ Command = Callable[[str, str, int], str]
 
 
 def vllm(method: str) -> Command:
-    """Return the command of vLLM."""
+    """Of vLLM."""
 
     def run(target: str, head: str, steps: int) -> str:
         settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
@@ -34,7 +34,7 @@ def vllm(method: str) -> Command:
 
 
 def sglang(algorithm: str) -> Command:
-    """Return the command of SGLang: chains, as vLLM drafts them."""
+    """Of SGLang: chains, as vLLM drafts them."""
 
     def run(target: str, head: str, steps: int) -> str:
         return (
@@ -61,7 +61,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Loader:
-    """Loading of an EAGLE-3 head by one reader."""
+    """How one reader loads an EAGLE-3 head."""
 
     targets: frozenset[str]
     """Classes of targets whose residual streams it hands to a head."""
@@ -70,7 +70,7 @@ class Eagle3Loader:
     offset: int = 0
     """The stream that enters layer k is number k + offset."""
     last: bool = False
-    """True if it captures the output of the last layer."""
+    """Whether it captures what the last layer puts out."""
     fewest: int = 1
     """The fewest layers that it fuses."""
     options: frozenset[str] = frozenset()
@@ -157,7 +157,7 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
 
 @dataclass(frozen=True)
 class MtpLoader:
-    """Loading of the modules of one class of targets by the engines."""
+    """How engines load the modules of one class of targets."""
 
     layout: str
     """One of heads.formats.mtp.LAYOUTS."""
@@ -184,7 +184,7 @@ def block_norms(D: int) -> Shapes:
 
 
 def qwen2_block(c: Any) -> Shapes:
-    """Return the shapes of MiMo: queries, keys and values with biases."""
+    """Of MiMo: queries, keys and values with biases."""
     D, d = c.hidden_size, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     queries, keys = c.num_attention_heads * d, c.num_key_value_heads * d
     shapes = block_norms(D) | gated_mlp("mlp", D, c.intermediate_size)
@@ -194,7 +194,7 @@ def qwen2_block(c: Any) -> Shapes:
 
 
 def deepseek_block(c: Any) -> Shapes:
-    """Return the shapes of DeepSeek-V3: latent attention and experts."""
+    """Of DeepSeek-V3: latent attention and experts."""
     D, H, latent, rope = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
     queries = H * (c.qk_nope_head_dim + rope)
     shapes = block_norms(D) | {
@@ -216,7 +216,7 @@ def deepseek_block(c: Any) -> Shapes:
 
 
 def qwen3_next_block(c: Any) -> Shapes:
-    """Return the shapes of Qwen3-Next and of Qwen3.5's mixtures of experts: gated attention with norms, and experts."""
+    """Of Qwen3-Next and of Qwen3.5's mixtures of experts: gated attention with norms, and experts."""
     D = c.hidden_size
     return {
         **gated_attention(c),
@@ -228,7 +228,7 @@ def qwen3_next_block(c: Any) -> Shapes:
 
 
 def qwen3_5_block(c: Any) -> Shapes:
-    """Return the shapes of Qwen3.5's dense models."""
+    """Of Qwen3.5's dense models."""
     return gated_attention(c) | gated_mlp("mlp", c.hidden_size, c.intermediate_size)
 
 
@@ -263,7 +263,7 @@ MTP = {
 and take embedding table and output head from the target where the folder has none. None reads a draft vocabulary."""
 
 MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
-"""Loading of Medusa heads by the Medusa repository. It unpickles medusa_lm_head.pt, which holds the same tensors."""
+"""What the Medusa repository runs. It unpickles medusa_lm_head.pt, which holds the same tensors."""
 MEDUSA_FIELDS: dict[str, Any] = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
 MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
 

@@ -28,23 +28,23 @@ from heads.target.hub import repo_and_revision
 INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""The target's own embeddings and output head, of which DeepSeek's modules store copies."""
+"""What DeepSeek's modules store again although it is the target's own: its embeddings and output head."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a module's tensors in one family."""
+    """How one family names a module's tensors."""
 
     prefix: str
-    """Prefix of module i; n is the number of the target's decoder layers."""
+    """Of module i; n is the number of the target's decoder layers."""
     parts: tuple[str, str, str, str]
     """The names of PARTS."""
     block: str
     """Between the prefix and the names of the decoder block."""
     hidden_first: bool
-    """True if the first half of the projection reads the hidden state."""
+    """Which half of the projection reads the hidden state."""
     zero_first: bool = False
-    """True if engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
+    """Whether engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)
@@ -178,7 +178,7 @@ def tensor_files(path: str) -> dict[str, Path]:
 
 
 def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
-    """Return the number of modules of this layout among the tensors, from the first on; one if all share a prefix."""
+    """How many modules of this layout are among the tensors, from the first on; one where all share a prefix."""
     held, count = set(names), 0
     while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
         count += 1
