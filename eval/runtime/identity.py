@@ -1,4 +1,4 @@
-"""Whether a text is plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
+"""Comparison of a text with plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
 
 In bfloat16 a product of one row and a product of eight are different kernels with different roundings, and logits that
 lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
