@@ -1,4 +1,4 @@
-"""Measure one head: tau, acceptance, speed against plain decoding, and whether every token is the target's.
+"""Measure one head: tau, acceptance, speed against plain decoding, and an audit of every token.
 
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
@@ -17,7 +17,7 @@ from eval.command import Parser, add_head_options, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Measure a draft head: tau, speed, and whether every token is the target's.")
     add_head_options(parser, optional=True)
     parser.add_argument("--head", dest="named", metavar="HEAD", help="the head, as a sweep's agent names it")
@@ -31,7 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def hyphenated(word: str) -> str:
-    """An option spelled as sweeps do, --batch_size=4, with hyphens in its name."""
+    """Rewrite an option in the spelling of sweeps, --batch_size=4, with hyphens in its name."""
     name, equals, value = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 

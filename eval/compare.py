@@ -17,11 +17,11 @@ from eval.command import HEAD_HELP, Parser, add_target_options, exit_status
 from heads.base import HEAD_TREE
 
 DEFAULT_TREES = ("chain:5", "chain:3", HEAD_TREE)
-"""Something for heads that reach no depth of 5, too."""
+"""Default trees, one of which suits heads of a depth below 5."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Measure several heads of one target side by side.")
     parser.add_argument("heads", nargs="+", help=HEAD_HELP)
     parser.add_argument("--target", help="the target's path; by default the one the first head was trained for")

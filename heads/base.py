@@ -73,7 +73,7 @@ class Observation:
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
     nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if none was drafted
     missed: bool = False
-    """Whether these are rounds that drafted nothing, told of afterwards, and not a prompt."""
+    """True for rounds that drafted nothing, read later; False for a prompt."""
 
 
 class DraftState(Protocol):

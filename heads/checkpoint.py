@@ -52,7 +52,7 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "quantize": (str, type(None)),
     "adapter": (dict, type(None)),
 }
-"""What a head's record says of its target; the last two may be absent."""
+"""Fields of the target in a head's record; the last two may be absent."""
 
 Found = TypeVar("Found")
 
@@ -66,8 +66,8 @@ class WithFiles(Protocol):
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """What a head remembers of the target it was trained for, and under `config` the target's own config.json, which
-    is not kept but where a head's format asks for it."""
+    """Return the record of the target in a head's files, and under `config` the target's own config.json, which is
+    saved only if a head's format needs it."""
     config = target.config
     whole: dict[str, Any] = json.loads(target.model.config.to_json_string())
     return {
@@ -184,7 +184,7 @@ def _weights_file(place: Path) -> Path:
 
 
 def _result(path: Path, read: Callable[[], Found]) -> Found:
-    """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
+    """Return the result of `read` at `path`. Read again if there was none while a save replaced the head."""
     while True:
         before = _stamps(path)
         try:
@@ -198,7 +198,7 @@ def _result(path: Path, read: Callable[[], Found]) -> Found:
 
 
 def _stamps(path: Path) -> list[tuple[int, int] | None]:
-    """What tells the saves of the heads at a path apart."""
+    """Return the stamps that distinguish the saves of the heads at a path."""
     found: list[tuple[int, int] | None] = []
     for folder in _folders(path):
         for place in (folder, _replaced(folder)):
@@ -380,7 +380,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
-    """What engines make of a saved head, as `heads.formats.contract.check_folder` says."""
+    """Return the engines' verdicts on a saved head, by `heads.formats.contract.check_folder`."""
     folder = find_head(path)
     record = read_config(folder)
     kind = record["kind"]
@@ -388,7 +388,7 @@ def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET",
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects of a JSON value lie more than so many levels in each other."""
+    """Return True if lists and objects of a JSON value are nested deeper than `levels`."""
     holders = [value]
     for _ in range(levels + 1):
         items = [holder.values() if isinstance(holder, dict) else holder for holder in holders]

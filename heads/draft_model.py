@@ -17,7 +17,6 @@ slots of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,9 +93,9 @@ class DraftConfig:
 
     @property
     def divergence(self) -> Divergence:
-        """What the rows' loss is."""
+        """Return the divergence of the loss."""
         if self.beta is not None:
-            return partial(jsd, beta=self.beta)
+            return jsd(beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
 
 
@@ -120,7 +119,7 @@ ROWS = 1024
 
 @dataclass
 class DraftState:
-    """What one batch of sequences drafts with.
+    """Static tensors of one batch of sequences.
 
     Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
     """

@@ -22,10 +22,10 @@ from heads.tree import Proposal, TreeShape
 
 @dataclass(frozen=True)
 class EarlyExitConfig:
-    """All that it depends on, beside the target."""
+    """Settings of an early exit."""
 
     layers: int
-    """Layers before the exit."""
+    """Number of layers before the exit."""
 
 
 class FirstLayers(nn.Module):
@@ -63,7 +63,7 @@ class EarlyExit:
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
-        """`number`: the layers before the exit."""
+        """Make the draft from a `number` of layers before the exit."""
         if not 1 <= number < target.num_layers:
             raise UserError(
                 f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"

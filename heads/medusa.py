@@ -92,7 +92,7 @@ class MedusaConfig:
     tree_nodes: int = 64
     """Nodes of the static tree, root included, which is grown from measured accuracies; 0 grows none."""
     tree: tuple[Path, ...] | None = None
-    """That tree, each node but the root as the ranks on its path; None before anything is measured."""
+    """The static tree, each node but the root as the ranks on its path; None before it is measured."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self, also=LABELS)
@@ -104,7 +104,7 @@ class MedusaConfig:
 
 @dataclass
 class MedusaState:
-    """What one batch of sequences drafts with."""
+    """Static tensors of one batch of sequences."""
 
     shape: TreeShape
     root: Tensor  # (B,) int64

@@ -1,4 +1,4 @@
-"""What heads share that draft by recycling their own state: training through all steps, drafting over a cache.
+"""Heads that draft by recycling their own state: training through all steps, drafting over a cache.
 
 A step reads the embedding of one token and a state, and gives the state to recycle. EAGLE-3 (arXiv 2503.01840) applies
 one module at every step; DeepSeek's multi-token prediction (arXiv 2412.19437, section 2.2) has one for each of J steps,
@@ -44,7 +44,7 @@ CosSin = tuple[Tensor, Tensor]
 
 @dataclass
 class RecurrentState:
-    """What one batch of sequences drafts with.
+    """Static tensors of one batch of sequences.
 
     Slot p of a module's cache holds its key of token x_{p+1}. Drafted tokens go to the slots behind the observed ones,
     which true tokens take over later.
@@ -85,7 +85,7 @@ class Recurrent(nn.Module):
 
     @property
     def zero_first(self) -> bool:
-        """Whether a step reads zeros in the place of the token at position 0."""
+        """True if a step reads zeros in place of the token at position 0."""
         return False
 
     def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Recurrent(nn.Module):
         return embedding.masked_fill((positions == 0)[..., None], 0.0) if self.zero_first else embedding
 
     def normed(self, recycled: Tensor) -> Tensor:
-        """What the output head reads of a recycled state."""
+        """Return the input of the output head for a recycled state."""
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
@@ -142,7 +142,7 @@ class Recurrent(nn.Module):
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
     def parts(self) -> HeadParts | None:
-        """What is computed, for kernels; None where no description holds."""
+        """Return a description of the modules for kernels, or None if none applies."""
         return None
 
     @torch.no_grad()

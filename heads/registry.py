@@ -1,4 +1,4 @@
-"""The heads there are, and how one is made for a target."""
+"""Registry of the heads, and their construction for a target."""
 
 from dataclasses import fields
 from typing import Any
@@ -27,7 +27,7 @@ def recipe_settings(kind: str) -> list[str]:
 
 
 def kind_of(head: Any) -> str:
-    """The kind of which a head is."""
+    """Return the kind of a head."""
     return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
 
 
@@ -43,13 +43,13 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 
 
 def untrained_kind(text: str) -> str | None:
-    """The kind that a text such as `lookup:3` names; None where it is of no such form."""
+    """Return the kind in a text such as `lookup:3`, or None if it has another form."""
     kind, colon, _ = text.partition(":")
     return kind if colon and kind in UNTRAINED else None
 
 
 def build_untrained(text: str, target: FrozenTarget) -> Any:
-    """The drafter that `KIND:NUMBER` names."""
+    """Make the drafter that `KIND:NUMBER` names."""
     kind, _, number = text.partition(":")
     if not number.isdecimal():
         raise UserError(f"{text}: expected {kind} with a number, such as {kind}:3")

@@ -25,7 +25,7 @@ from heads.tree import TreeShape
 
 
 def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
-    """UserError for a setting that has no effect on this target."""
+    """Raise UserError for a setting that has no effect on this target."""
     if settings.strict and not is_narrow(target):
         raise UserError(
             "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "
@@ -151,7 +151,7 @@ def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokeniz
 
 
 def withhold_speed(measurements: Sequence[Results]) -> None:
-    """Where the audit failed, no speedup is stated anywhere."""
+    """Remove every speedup, because the audit failed."""
     for measurement in measurements:
         measurement["speedup"] = None
 

@@ -1,4 +1,4 @@
-"""Whether other processes leave this one the cores that its threads are to run on.
+"""Detection of other processes on the cores that this one's threads are to run on.
 
 Threads that compute one product wait for the slowest of them, thousands of times a step: where one core fewer is free
 than there are threads, a step can take many times as long, and nothing but a look at the machine tells why.
@@ -15,7 +15,7 @@ CONTENTION_SECONDS = 0.3
 
 
 def contention(device: torch.device) -> str | None:
-    """What to do where a CPU's cores are taken; None where they are not, or cannot be watched."""
+    """Return advice if a CPU's cores are taken; None if they are not, or cannot be watched."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not STAT.is_file():
         return None
@@ -26,7 +26,7 @@ def contention(device: torch.device) -> str | None:
 
 
 def contended(idle: float, cores: int, threads: int) -> str | None:
-    """What to do where `threads` threads are to share `idle` of `cores` cores; None where these suffice."""
+    """Return advice if `threads` threads share `idle` of `cores` cores; None if these suffice."""
     if idle >= threads - 0.5:
         return None
     return (
@@ -36,7 +36,7 @@ def contended(idle: float, cores: int, threads: int) -> str | None:
 
 
 def read_ticks(text: str) -> dict[int, tuple[int, int]]:
-    """By core, (idle, all) ticks since the machine was started, of /proc/stat's text."""
+    """Return (idle, all) ticks since the machine was started by core, from /proc/stat's text."""
     found = {}
     for line in text.splitlines():
         name, *values = line.split()
@@ -47,7 +47,7 @@ def read_ticks(text: str) -> dict[int, tuple[int, int]]:
 
 
 def idle_cores(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], cores: set[int]) -> float:
-    """How many of `cores` stood idle between the two."""
+    """Return the number of `cores` that were idle between the two."""
     shares = []
     for core in cores & before.keys() & after.keys():
         (idle, total), (idle_then, total_then) = after[core], before[core]

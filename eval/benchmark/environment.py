@@ -1,4 +1,4 @@
-"""What a measurement ran on: hardware and versions, for results and provenance."""
+"""Hardware and versions of a measurement, for results and provenance."""
 
 import platform
 import subprocess

@@ -32,7 +32,7 @@ Head = TypeVar("Head", bound=nn.Module)
 
 @dataclass(frozen=True)
 class HeadSize:
-    """What a grown head may have more of than its target's growth gives it; None: as much as it has to."""
+    """Sizes in which a grown head may exceed those of its target's growth; None: the least possible."""
 
     intermediate_size: int | None = None
     """The grown target's by default."""

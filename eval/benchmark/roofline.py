@@ -1,4 +1,4 @@
-"""Where the time of a round goes, beside the time that its bytes alone would take.
+"""Time of a round by part, beside the time that its bytes alone would take.
 
     floor of a part    = bytes it must move / copy bandwidth measured here
     speedup now        = tau * seconds of a plain step / seconds of a round
@@ -39,7 +39,7 @@ COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Larger than any cache."""
 GLUE = "accept, compact, state"
 BELIEVABLE = 1.25
-"""Of the copy bandwidth: reading alone, which is what a plain step does, may be as much faster than copying."""
+"""Factor of the copy bandwidth: reading alone, as a plain step does, may be as much faster than copying."""
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
 """Rounds timed together, and how often; the best counts, as it does of the parts."""
 
@@ -50,7 +50,7 @@ class Part:
 
     name: str
     bytes: int
-    """What it must read and write, at least: weights, and the cache as long as the text is."""
+    """Least number of bytes to read and write: weights, and the cache as long as the text is."""
     seconds: float
 
     def record(self, bandwidth: float) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
 
 
 def gaps(whole: float, busy: float) -> dict[str, Any]:
-    """What the parts, each by itself, do not account for."""
+    """Return the time that the parts, each by itself, do not account for."""
     left = max(0.0, whole - busy)
     return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
 
@@ -134,7 +134,7 @@ def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def round_seconds(engine: Engine, length: int) -> float:
-    """Of one round, as the engine runs them, one after another without a look."""
+    """Return the time of one round as the engine runs them, one after another without a poll."""
     rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
     best = float("inf")

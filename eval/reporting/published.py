@@ -1,4 +1,4 @@
-"""What of a run is published: its head's files and its model card, and no word of where they were made.
+"""Publication of a run: the head's files and its model card, without local paths.
 
 A head's record names its target, its data and its command as they were given, often as paths with a user's name in
 them. What is published keeps ids of the Hub; of a path it keeps the last part, and the target becomes "a local model".
@@ -36,33 +36,33 @@ PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
 """Keys under which transformers notes where a file was read."""
 
 BASE = "TARGET"
-"""What commands call a target that is not named."""
+"""Name of an unnamed target in commands."""
 STEPS = 5
-"""Tokens drafted a round by a head that was neither measured nor trained to a depth."""
+"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
 
 Contents = dict[str, Path | bytes]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """The files by their names in the repository (a file here, or the bytes themselves), and what they are."""
+    """Files by their names in the repository (a local file, or bytes), and their descriptions."""
 
     files: Contents
     kind: str
     base_model: str | None
     measurement: Path | None
-    """The folder of the measurement that the card tells of."""
+    """Folder of the measurement in the card."""
     results: Results | None
 
     @property
     def card(self) -> str:
-        """The model card."""
+        """Return the model card."""
         data = self.files[CARD]
         assert isinstance(data, bytes)
         return data.decode()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Return the size of each file in bytes."""
         return {
             name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
         }
@@ -78,11 +78,11 @@ def collect(
     unmeasured: bool = False,
     unserved: bool = False,
 ) -> Publication:
-    """What is to be published of a run with its newest measurement, or with the one in the folder `results`. UserError
-    where the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
+    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. UserError
+    if the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
     misread by one (unless `unserved`).
 
-    rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
+    rights: license keys of a target by its id on the Hub, empty if it has none.
     """
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; expected a run directory")
@@ -125,8 +125,8 @@ def collect(
 def measured(
     folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
 ) -> tuple[Path, Results] | None:
-    """The measurement in the folder `chosen`, else the newest of the run that a head's folder is in, with its folder;
-    None where there is none and that is wanted."""
+    """Return the measurement in the folder `chosen`, or else the newest of the run that contains the head, with its
+    folder; None if there is none and that is allowed."""
     run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
     found = newest_results(folders_of(run) if chosen is None else [chosen])
     if found is None:
@@ -155,7 +155,7 @@ def measured(
 
 
 def usage(repo_id: str, base: str | None) -> str:
-    """How the published head is run."""
+    """Return the command that runs the published head."""
     target = "" if base else " --target FOLDER_OF_THE_TARGET"
     return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
 
@@ -163,7 +163,8 @@ def usage(repo_id: str, base: str | None) -> str:
 def head_verdicts(
     folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
 ) -> list[Verdict]:
-    """What engines make of the head, drafting as many tokens as its headline setting or its training."""
+    """Return the result of each engine's check of the head, with as many draft tokens as its headline setting or its
+    training has."""
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
@@ -173,7 +174,7 @@ def head_verdicts(
 
 
 def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
-    """The card's section on what loads the head, with the command of each."""
+    """Return the section of the card on engines, with the command of each."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     lines = ["## Served by", ""]
     for verdict in (verdict for verdict in engines if verdict.serves):
@@ -256,7 +257,7 @@ def without_places(file: Path) -> bytes:
 
 
 def check_private(files: Contents) -> None:
-    """Refuse a text of ours in which the user's home still stands. UserError names the file."""
+    """Refuse a text that contains the user's home directory. UserError names the file."""
     home = os.path.expanduser("~").rstrip("/")
     for name, data in files.items():
         if home and isinstance(data, bytes) and f"{home}/".encode() in data:
@@ -264,7 +265,7 @@ def check_private(files: Contents) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; UserError where it does not."""
+    """Read a JSON object from a file; UserError if it holds none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -275,5 +276,5 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> bytes:
-    """As a head's files are written."""
+    """Return a value as JSON in the layout of a head's files."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The acceptance rule `match`: what the target chose decides, the draft only proposed.
+"""The acceptance rule `match`: the target's choice decides, and the draft only proposes.
 
 The target chooses a token at every node. Starting at the root, follow a child that bears the chosen token as far as
 that goes; the tokens on the path are accepted, and the choice at its last node is the bonus. So what comes out is the
@@ -28,14 +28,14 @@ def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acce
 
 
 def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """The same by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
+    """Accept by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
     if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
         return triton.accept(proposal, choice, depth)
     return match(proposal, choice, ancestors(proposal.parents, depth), depth)
 
 
 def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """The same by tensor operations, on any device."""
+    """Accept by tensor operations, on any device."""
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
@@ -46,8 +46,8 @@ def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int)
 
 
 def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The deepest path of nodes that follow (B, N), the lowest node where several are as deep: its length (B,), and its
-    nodes (B, K + 1), the root first."""
+    """Return the deepest path of nodes that follow (B, N), or the lowest of equal depth: its length (B,), and its nodes
+    (B, K + 1), from the root on."""
     B, N = follows.shape
     node = torch.arange(N, device=follows.device).expand(B, N)
     alive = (follows[:, None, :] | ~above).all(dim=2)  # every node above it follows, and so does it
@@ -60,7 +60,7 @@ def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int)
 
 
 def match_chain(tokens: Tensor, choice: Tensor) -> Acceptance:
-    """The same for a chain: tokens (B, K + 1), root first, each the child of the one before it; choice (B, K + 1)."""
+    """Accept a chain: tokens (B, K + 1), from the root on, each the child of the one before it; choice (B, K + 1)."""
     accepted = (tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
     path = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return Acceptance(accepted, path, choice)

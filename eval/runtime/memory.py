@@ -1,4 +1,4 @@
-"""Whether there is memory for what is asked, before any of it is taken.
+"""Estimates of the memory that a batch needs, made before any of it is allocated.
 
 Letters: B rows, S slots a row, N nodes of a round.
 """
@@ -17,26 +17,26 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
 RESERVE = 0.05
-"""Of what is free: kept for the allocator and the library's own."""
+"""Share of free memory kept for the allocator and the library."""
 LOGITS = 4
-"""Copies of a round's logits that are alive at once, at most, in float32."""
+"""Maximum number of float32 copies of a round's logits alive at once."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a batch takes, in bytes."""
+    """Memory of a batch in bytes."""
 
     batch_size: int
     capacity: int
     nodes: int
     per_slot: int
-    """Of one slot of one row, in all layers."""
+    """Bytes of one slot of one row, in all layers."""
     per_node: int
-    """Of one node of one row: its logits, and its streams."""
+    """Bytes of one node of one row: its logits and its activations."""
     per_look: int = 0
-    """Of one node and one slot that it looks at, in the widest layer."""
+    """Bytes of one node and one slot that it attends to, in the widest layer."""
     per_row: int = 0
-    """Of one row, however long it is."""
+    """Bytes of one row, independent of its length."""
 
     @property
     def bytes(self) -> int:
@@ -56,8 +56,8 @@ def need_of(
     pending: int = 0,
     num_aux_layers: int = 0,
 ) -> Need:
-    """The caches and the widest tensors of a round; a draft's cache is taken for two layers of the target's. `pending`:
-    tokens of a row of which a head that rests is not told yet, with their features and `num_aux_layers` auxiliary
+    """Estimate the caches and the widest tensors of a round. A draft's cache counts as two layers of the target's.
+    `pending`: tokens of a row that a paused head has not read, kept with their features and `num_aux_layers` auxiliary
     hidden states."""
     config: Any = target.config
     size = target.dtype.itemsize
@@ -78,7 +78,7 @@ def need_of(
 
 
 def check_memory(need: Need, device: torch.device, name: str) -> None:
-    """UserError where the need is more than is free, saying what would fit."""
+    """Raise UserError if the need exceeds the free memory, with a size that would fit."""
     free = free_bytes(device)
     if free is None:
         return
@@ -98,7 +98,7 @@ def check_memory(need: Need, device: torch.device, name: str) -> None:
 
 
 def largest(need: Need, field: str, room: int) -> int:
-    """The largest value of one field that fits; 0 if none does."""
+    """Return the largest value of one field that fits; 0 if none does."""
     low, high = 0, getattr(need, field)
     while low < high:
         middle = (low + high + 1) // 2
@@ -107,7 +107,7 @@ def largest(need: Need, field: str, room: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What the device can still give; None where it does not say."""
+    """Return the free memory of the device, or None if it is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -119,8 +119,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that there is no memory, or came of one that did: what fails for want of memory while a
-    graph is captured ends in the capture's own complaint. A CPU's allocator says so in its text alone."""
+    """Return True if an error, or the error that caused it, says that memory ran out. A failed allocation during a
+    graph's capture ends in an error of the capture. A CPU's allocator says so in its text alone."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return True
@@ -129,5 +129,5 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def gib(count: int) -> str:
-    """Bytes in GiB."""
+    """Return bytes in GiB."""
     return f"{count / 2**30:.1f} GiB"

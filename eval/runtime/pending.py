@@ -1,10 +1,10 @@
-"""What a head has not been told of rounds that drafted nothing, kept until it is.
+"""Tokens and hidden states of rounds that drafted nothing, kept until the head reads them.
 
 To read one token a round would cost a pass of the head's weights for each. A GPU reads `PENDING` tokens in the time of
 one, so that is how many it keeps. A CPU pays by the token whenever it reads them, so it keeps many more: a text may end
 before they are needed. On a CPU with a C compiler, to keep a token is one call of `pending.c`.
 
-Letters: B rows, S tokens kept of each, M of them told at once.
+Letters: B rows, S tokens kept of each, M of them read at once.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ from heads.backends.round_state import RoundState
 from heads.base import Observation
 
 PENDING = 64
-"""Tokens that a head reads at once: a power of two."""
+"""Number of tokens that a head reads at once: a power of two."""
 PATIENCE = 16
-"""How many times as many are kept on a CPU."""
+"""Factor by which more are kept on a CPU."""
 
 
 def room_of(device: torch.device) -> int:
-    """How many tokens of a row are kept there."""
+    """Return the number of tokens kept for a row on a device."""
     return PENDING * (PATIENCE if device.type == "cpu" and cpu.load() is not None else 1)
 
 
 class PendingStates:
-    """What is kept of every row of a batch."""
+    """Pending tokens of every row of a batch."""
 
     def __init__(self, rounds: RoundState) -> None:
         """`rounds`: the state of the rows; the features' sizes show in the first observation."""
@@ -38,29 +38,29 @@ class PendingStates:
         self.library, self.room = cpu.load() if device.type == "cpu" else None, room_of(device)  # S
         self.count = torch.zeros_like(rounds.length)  # (B,)
         self.most = 0
-        """No row has more; known without asking the device."""
+        """Upper bound on the tokens of a row, known without asking the device."""
         self.tokens = self.aux_hidden_states = self.hidden = (
             self.count
         )  # (B, S + 1), (B, S, L * D) and (B, S, D), once allocated
 
     def allocate(self, like: Observation) -> None:
-        """Take the room for features as these are."""
+        """Allocate room for features like these."""
         B, S = len(self.count), self.room
         self.tokens = like.tokens.new_zeros(B, S + 1)
         self.aux_hidden_states, self.hidden = (
             fresh.new_zeros(B, S, fresh.shape[2]) for fresh in (like.aux_hidden_states, like.hidden)
         )
-        places = (self.tokens, self.count, self.aux_hidden_states, self.hidden)
+        tensors = (self.tokens, self.count, self.aux_hidden_states, self.hidden)
         sizes = (fresh.shape[2] * fresh.element_size() for fresh in (self.aux_hidden_states, self.hidden))
-        self.struct = cpu.PendingStruct(*(place.data_ptr() for place in places), B, S, *sizes)
+        self.struct = cpu.PendingStruct(*(tensor.data_ptr() for tensor in tensors), B, S, *sizes)
         self.reference = ctypes.byref(self.struct)
 
     def forget(self, rows: Tensor) -> None:
-        """Drop what is kept of some rows (B,) bool."""
+        """Drop the pending tokens of some rows (B,) bool."""
         self.count.masked_fill_(rows, 0)
 
     def keep(self, observation: Observation) -> None:
-        """Take in a round that drafted nothing: one token of each row."""
+        """Add a round that drafted nothing: one token of each row."""
         if self.tokens is self.count:
             self.allocate(observation)
         fresh = observation.tokens, observation.aux_hidden_states, observation.hidden, observation.count
@@ -77,7 +77,7 @@ class PendingStates:
         self.count.add_(count)
 
     def has_room(self, rounds: int) -> bool:
-        """Whether every row has room for so many more; then they are counted as kept."""
+        """Return True if every row has room for so many more, and count them as kept."""
         if self.most + rounds > self.room and self.library is not None:
             self.most = int(self.live().max())  # rows come and go; a CPU may be asked
         if self.most + rounds > self.room:
@@ -86,11 +86,11 @@ class PendingStates:
         return True
 
     def live(self) -> Tensor:
-        """(B,) int64: what is kept of the rows that go on."""
+        """Return (B,) int64, the number of pending tokens of the rows that go on."""
         return torch.where(self.rounds.done, 0, self.count)
 
     def drain(self) -> Iterator[Observation]:
-        """All that is kept, the oldest first, `PENDING` tokens a row at once; then nothing is."""
+        """Yield all pending tokens, the oldest first, `PENDING` tokens a row at once, and clear them."""
         if self.most == 0:
             return
         count = self.live()

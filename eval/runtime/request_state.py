@@ -1,4 +1,4 @@
-"""A row of the batch and the request that holds it: what the host knows of them between two looks.
+"""A row of the batch and its request, as the host knows them between two polls.
 
 Letters: M tokens a round can emit.
 """
@@ -14,36 +14,36 @@ from eval.runtime.stops import StopWatch
 
 @dataclass
 class RequestState:
-    """One request, from its prompt's pass to its end."""
+    """State of one request, from its prompt's pass to its end."""
 
     index: int
-    """The request's, among all."""
+    """Index of the request among all."""
     request: Request
     first_round: int
-    """Rounds of the whole batch before its own first."""
+    """Rounds of the whole batch before its first."""
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
-    """Whether a stop string ended it, or whoever follows its tokens."""
+    """True if it was ended by a stop string or by the callback."""
 
     def __post_init__(self) -> None:
         self.most_tokens = len(self.request.prompt)
-        """At most this many tokens stand in the row's cache, whatever the rounds launched give."""
+        """Upper bound on the tokens in the row's cache after the rounds launched."""
         self.left = self.request.max_new_tokens - 1
-        """Tokens it may still get, at most, after the rounds launched: each gives one at least."""
+        """Upper bound on the tokens still to come after the rounds launched, each of which gives at least one."""
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and output, at most."""
+        """Maximum number of tokens of prompt and output."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     def launch(self, M: int) -> None:
-        """Reckon with a round more."""
+        """Count one more round as launched."""
         self.most_tokens = min(self.most_tokens + M, self.limit)
         self.left -= 1
 
     def learn(self, report: Report, under_way: int, M: int) -> list[int]:
-        """Take in a report, `under_way` rounds having been launched since; -> the tokens that are new."""
+        """Add a report, with `under_way` rounds launched since. Return the new tokens."""
         before = len(self.tokens)
         self.left = self.request.max_new_tokens - report.output_length - under_way
         self.most_tokens = min(report.length + M * under_way, self.limit)
@@ -55,8 +55,8 @@ class RequestState:
         return self.tokens[before:]
 
     def output(self, accepted: Sequence[int], reached: Sequence[int], eos_token_ids: Sequence[int]) -> Output:
-        """The record of a request that ended. accepted, reached: of each round of the row, as in `Output`; rounds that
-        a stop string left behind are not in it."""
+        """Return the output of a request that ended. accepted, reached: of each round of the row, as in `Output`;
+        rounds after a stop string are dropped."""
         kept_by_round, tested_by_round, left = [], [], len(self.tokens) - 1
         for kept, tested in zip(accepted, reached, strict=True):
             if left == 0:

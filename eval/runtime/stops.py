@@ -1,4 +1,4 @@
-"""Stop strings: where a generation ends because of what its text says."""
+"""Stop strings: a generation ends when its text contains one."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -6,7 +6,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 SLACK = 16
-"""Tokens looked at beyond the longest a stop string can be, for tokens that show as nothing."""
+"""Number of tokens searched beyond the longest that a stop string can be, for tokens that show as nothing."""
 
 
 class StopWatch:
@@ -24,7 +24,8 @@ class StopWatch:
         self.looked_at = 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """How many of the tokens the output keeps, None where no stop string is complete. Call it as tokens come in."""
+        """Return the number of tokens that the output keeps, or None if no stop string is complete. Call it as tokens
+        come in."""
         for end in range(self.looked_at + 1, len(tokens) + 1):
             tail = list(islice(tokens, max(0, end - self.reach), end))
             text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,11 +6,12 @@ from pathlib import Path
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 PINNED = re.compile(rf"({NAME}/{NAME})@([A-Za-z0-9_][A-Za-z0-9_./-]*)")
 MODEL = re.compile(rf"(?:{NAME}/)?{NAME}")
-"""A few old models have no owner."""
+"""Names of models without an owner: a few old ones."""
 
 
 def is_here(name: str) -> bool:
-    """Whether there is a file or folder of that name; no for what cannot be a path at all, such as a name too long."""
+    """Return True if there is such a file or folder; False also for a name that cannot be a path, such as one too
+    long."""
     try:
         return Path(name).exists()
     except (OSError, ValueError):
@@ -18,7 +19,8 @@ def is_here(name: str) -> bool:
 
 
 def repo_and_revision(name: str) -> tuple[str, str | None]:
-    """What the Hub's functions take for a name; whatever is a folder here, or has no @ behind an id, stays whole."""
+    """Split a name into the Hub's arguments, repository and revision. A local folder and a name without @ stay
+    whole."""
     pinned = PINNED.fullmatch(name)
     if pinned is None or is_here(name):
         return name, None

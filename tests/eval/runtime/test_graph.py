@@ -149,7 +149,7 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
     for ahead, poll in ((0, 1), (1, 1), (1, 3), (3, 1)):
         engine = Engine(target, head, shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll)
         engine.ahead = ahead
-        engine.reports.places = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
+        engine.reports.buffers = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
         engine.reports.arrivals = [None] * (ahead + 2)
         stream: list[tuple[int, list[int]]] = []
         outputs.append(engine.generate(REQUESTS, on_tokens=lambda i, tokens, stream=stream: stream.append((i, tokens))))  # type: ignore[misc]
