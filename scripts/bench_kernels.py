@@ -7,8 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from eval.benchmark.shapes import SHAPES
 from eval.command import Parser, count, exit_status
+from scripts.model_shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,8 +14,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve()
 sys.path.insert(0, str(SCRIPT.parents[1]))
 
-from eval.benchmark.shapes import SHAPES  # noqa: E402
 from eval.command import Parser, exit_status  # noqa: E402
+from scripts.model_shapes import SHAPES  # noqa: E402
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
-from eval.benchmark.shapes import ModelShape
 from heads.backends.recurrent_memory import TorchRecurrent
 from heads.backends.slot_mapping import Drafted
 from heads.backends.triton.pick import best_columns, best_columns_twin, serves
@@ -24,6 +23,7 @@ from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import Recurrent, RecurrentState
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
+from scripts.model_shapes import ModelShape
 
 CUDA = torch.device("cuda")
 SMALL: dict[str, Any] = dict(

@@ -5,10 +5,10 @@ import argparse
 import torch
 
 from eval.benchmark.roofline import Part, copy_bandwidth
-from eval.benchmark.shapes import SHAPES
 from eval.gpu.drafts import draft_parts
 from eval.gpu.kernels import ROWS, kernel_parts
 from heads.errors import UserError
+from scripts.model_shapes import SHAPES
 
 
 def show_floors(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
-from eval.benchmark.shapes import ModelShape
 from eval.gpu.trees import works
 from eval.runtime.state import Commit
 from heads.backends.round_state import RoundState
@@ -19,6 +18,7 @@ from heads.backends.triton import accept, attention, choose, compaction, layers
 from heads.backends.triton.products import COLD, MAKERS
 from heads.backends.triton.timing import device_seconds
 from heads.tree import Proposal
+from scripts.model_shapes import ModelShape
 
 ROWS = (1, 8, 16, 32, 64)
 ACCEPTED = 7

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from eval.benchmark.grown import Growth, grow_llama, shape_of
-from eval.benchmark.grown_heads import HeadSize, grow_head
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.eagle3 import Eagle3
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
+from scripts.grown_heads import HeadSize, grow_head
+from scripts.grown_target import Growth, grow_llama, shape_of
+from scripts.model_shapes import SHAPES, ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "recipes/quickstart/target", ROOT / "runs/quickstart/head"
@@ -50,7 +50,7 @@ def small_models(device: torch.device, head_path: Path | None = None) -> Models:
 
 
 def grown_models(models: Models, name: str, device: torch.device) -> Models:
-    """The small models in the shape `name` of `eval.benchmark.shapes.SHAPES`, on the device."""
+    """The small models in the shape `name` of `scripts.model_shapes.SHAPES`, on the device."""
     shape, head = SHAPES[name], copy.deepcopy(models.head).to(torch.device("cpu"))
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
     grown = grow_llama(copy.deepcopy(models.target.model), shape)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
-from eval.benchmark.shapes import SHAPES
 from eval.gpu.baselines import WAYS, tokens_per_second
 from eval.gpu.checks import CHECKS
 from eval.gpu.drafts import draft_parts
@@ -24,6 +23,7 @@ from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_mod
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from heads.tree import parse_shape
+from scripts.model_shapes import SHAPES
 
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
@@ -45,7 +45,7 @@ class Bench:
 
     device: torch.device
     shape: str
-    """Of `eval.benchmark.shapes.SHAPES`."""
+    """Of `scripts.model_shapes.SHAPES`."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.gpu import checks, idle, parts, suite
 from eval.gpu.models import Models
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.backends.triton.timing import device_seconds
+from scripts.model_shapes import SHAPES, ModelShape
 
 pytest.importorskip("triton")
 pytestmark = [

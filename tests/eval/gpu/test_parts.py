@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.gpu import parts, suite
 from eval.gpu.idle import idle_of
 from scripts import gpu_suite
+from scripts.model_shapes import SHAPES, ModelShape
 
 CPU_PARTS = {part.__name__: part for group in parts.GROUPS.values() for part in group}
 for without in ("checks", "kernels", "draft_steps", "idle"):  # of the device alone: see test_dry_run.py

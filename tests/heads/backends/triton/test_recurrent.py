@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.gpu.checks import SHAPE, make_target
 from eval.gpu.drafts import (
     SMALL,
@@ -29,6 +28,7 @@ from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
 from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
+from scripts.model_shapes import SHAPES, ModelShape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
