@@ -1,0 +1,36 @@
+"""Switches between the forms of a forward pass, for tests that compare them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from heads.backends.cpu import accept, commit, compiling, draws, kernels, pending, trees
+
+LOADERS = (compiling.find_compiler, *(module.load for module in (accept, commit, draws, kernels, pending, trees)))
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    """As where there is no compiler: what is built inside takes torch's operations."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CC", "none")
+            forget_libraries()
+            yield
+    finally:
+        forget_libraries()
+
+
+def forget_libraries() -> None:
+    """Have every library looked for again."""
+    for loader in LOADERS:
+        loader.cache_clear()
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Run Triton's kernels on CPU tensors, in its interpreter, and no C."""
+    with without_c(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+        yield
