@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in three commands of under ten minutes each and one record.
 
-    python scripts/gpu_suite.py checks  --out runs/gpu.json    # tests/gpu, and texts against plain decoding
-    python scripts/gpu_suite.py rounds  --out runs/gpu.json    # rounds at a big model's shape
-    python scripts/gpu_suite.py kernels --out runs/gpu.json    # kernels beside their floors, and other ways
+    python scripts/gpu_suite.py checks  --out gpu.json    # tests/gpu, and texts against plain decoding
+    python scripts/gpu_suite.py rounds  --out gpu.json    # rounds at a big model's shape
+    python scripts/gpu_suite.py kernels --out gpu.json    # kernels beside their floors, and other ways
 
 Needs torch, triton, transformers and pytest (with pytest-xdist, or the checks take long), and no network. Each group of
 parts runs in a process of its own and writes into the record as it goes; whatever fails is written down beside what did
