@@ -188,3 +188,16 @@ def interpreted() -> Iterator[None]:
 
     with kernels_on_cpu():
         yield
+
+
+@pytest.fixture(params=[True, False], ids=["C", "torch"])
+def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both ways of a CPU: through C, and without it."""
+    from tests.switches import need_c, without_c
+
+    if request.param:
+        need_c()
+        yield True
+    else:
+        with without_c():
+            yield False

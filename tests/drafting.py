@@ -21,6 +21,7 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 from scripts.gpu.draft_steps import likeliest
+from tests.switches import by_torch
 
 SMALL: dict[str, Any] = dict(
     hidden_size=24,
@@ -95,7 +96,7 @@ def drafts_are_those_of_torch(
     """In float32: tokens, parents, and scores within rounding."""
     head = some_head(name, device)
     ours = head_rounds(head, shape, TritonRecurrent, device, prompt=prompt, table=table)
-    with patch.object(type(head), "parts", lambda self: None):
+    with by_torch(head):
         agree(ours, head_rounds(head, shape, TorchRecurrent, device, prompt=prompt))
 
 

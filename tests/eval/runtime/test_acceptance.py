@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from eval.runtime.acceptance import match, match_chain
-from heads.backends.cpu import accept as module
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal
+
+pytestmark = pytest.mark.usefixtures("with_c")
 
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:
@@ -28,15 +29,6 @@ def random_tree(chooser: random.Random, nodes: int, depth: int, vocab: int) -> t
         depths.append(depths[parents[-1]] + 1)
         tokens.append(chooser.randrange(vocab))
     return tokens, parents, depths
-
-
-@pytest.fixture(params=[True, False], ids=["C", "tensors"], autouse=True)
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of accepting."""
-    if not request.param:
-        monkeypatch.setattr(module, "load", lambda: None)
-    elif module.load() is None:
-        pytest.skip("no C compiler")
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 40])  # few tokens: duplicate siblings and ties everywhere

@@ -17,7 +17,7 @@ from heads.registry import build_head
 from heads.tree import parse_shape
 from tests.launches import Launches
 from tests.small_targets import make_target
-from tests.switches import kernels_on_cpu
+from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
@@ -44,7 +44,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -54,8 +54,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", unrecorded)
-    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    with kernels_on_cpu():
+    with kernels_on_cpu(), as_on_a_gpu():
         yield
 
 

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+def seeded(interpreted: None) -> None:
     torch.manual_seed(0)
 
 

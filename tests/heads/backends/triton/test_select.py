@@ -1,6 +1,8 @@
 """What chooses a tree's nodes, kernels in Triton's interpreter and C on a CPU, against its twins and plain Python."""
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from heads.backends.cpu import trees
 from heads.backends.triton import select
 from heads.growth import grow
 from heads.tree import parse_shape
+from tests.switches import kernels_on_cpu, need_c
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -18,11 +21,11 @@ VOCAB = 40
 
 
 @pytest.fixture(autouse=True, params=["kernels", "C"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", request.param == "kernels")
-    if request.param == "C" and trees.load() is None:
-        pytest.skip("no C compiler")
-    return str(request.param)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "C":
+        need_c()
+    with kernels_on_cpu() if request.param == "kernels" else nullcontext():
+        yield request.param
 
 
 def distributions(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
