@@ -9,6 +9,8 @@ from eval.runtime.acceptance import match, match_chain
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal
 
+pytestmark = pytest.mark.usefixtures("with_c")
+
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:
     """The deepest path of chosen tokens; the lowest end node where several are as deep."""

@@ -17,6 +17,7 @@ from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.switches import as_on_a_gpu
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -216,10 +217,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     assert shares[1]["chain:4"] > 0.7 * sum(shares[1].values())
 
 
-def test_neither_resting_nor_catching_up_waits_for_the_host(
-    target_of: TargetOf, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)
@@ -227,7 +225,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
     candidates = engine.candidates
     assert candidates is not None
     candidates.rest.pending.may_ask = False  # as on a GPU
-    with torch.inference_mode():
+    with torch.inference_mode(), as_on_a_gpu():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
             for candidate in (3, 3, 0, 3, 1):

@@ -152,10 +152,10 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
         accepted_tokens.append(observation.missed)
         extend(state, observation)
 
-    monkeypatch.setattr(head, "extend", noted)
+    head.extend = noted
     engine = Engine(target, head, shape=parse_shape("chain:2"), max_length=192, adaptive=True)
     assert engine.candidates is not None
-    monkeypatch.setattr(engine.candidates.controller, "note", lambda span: None)
+    engine.candidates.controller.note = lambda span: None  # type: ignore[method-assign]
     engine.candidates.controller.candidate = engine.candidates.controller.none
     engine.generate([Request([5, 6, 7], 150, ignore_eos=True)])
     assert accepted_tokens == ([False] if patience > 1 else [False, True, True])

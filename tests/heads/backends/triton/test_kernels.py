@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+def seeded(interpreted: None) -> None:
     torch.manual_seed(0)
 
 
@@ -204,9 +203,7 @@ def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
     assert kept(accept(chain, choice[:, :N], N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)
     shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
-    assert kept(accept(shared, choice[:, :N], N)) == kept(
-        match(shared, choice[:, :N], ancestors(shared.parents, N), N)
-    )
+    assert kept(accept(shared, choice[:, :N], N)) == kept(match(shared, choice[:, :N], ancestors(shared.parents, N), N))
 
 
 def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:

@@ -1,6 +1,7 @@
 """What chooses a tree's nodes, kernels in Triton's interpreter, against its twins and plain Python."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from heads.backends.triton import select
 from heads.growth import grow
 from heads.tree import parse_shape
+from tests.switches import kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -17,8 +19,9 @@ VOCAB = 40
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+def interpreted() -> Iterator[None]:
+    with kernels_on_cpu():
+        yield
 
 
 def distributions(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

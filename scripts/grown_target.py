@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.shapes import ModelShape
 from heads.errors import UserError
 from heads.target.families import rope_theta
+from scripts.model_shapes import ModelShape
 
 NEVER = -1e7
 """The weight on the constant channel of an id that must never be chosen."""
