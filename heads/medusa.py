@@ -306,7 +306,7 @@ class Medusa(nn.Module, DraftHead):
     def bytes_per_round(self, state: MedusaState) -> RoundReads:
         packed = any(level.out.packed is not None for level in state.levels)
         width = 2 if packed else self.lm_heads[0].weight.element_size()  # type: ignore[operator]
-        return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))  # type: ignore[operator]
+        return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

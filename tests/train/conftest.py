@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, SharedLayers
+from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
@@ -33,12 +33,13 @@ class LinearConfig(LinearSettings):
     vocab_size: int = 0
 
 
-class LinearHead(nn.Module, DraftHead):
+class LinearHead(nn.Module):
     """Medusa's simplest form: depth k is a matrix on the last hidden state h_t and predicts x_{t+1+k}; no draft
     vocabulary."""
 
     Settings = LinearSettings
     aux_layer_ids: tuple[int, ...] = ()
+    own_tree = None
 
     def __init__(self, config: LinearConfig):
         super().__init__()
