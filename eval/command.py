@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
-from heads.base import HEAD_TREE, shape_for
+from heads.base import HEAD_TREE, Drafter, shape_for
 from heads.errors import UserError, first_line
 from heads.tree import TreeShape
 
@@ -104,7 +104,7 @@ def draft_tree(text: str) -> str:
     return found[0]
 
 
-def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
+def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
     """The shapes that texts name for a head. UserError for one that drafts nothing."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -53,7 +53,7 @@ class FirstLayers(nn.Module):
         return head
 
 
-class EarlyExit:
+class EarlyExit(Drafter):
     """Drafts as a draft model does, by layers that are the target's."""
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -84,3 +84,6 @@ class EarlyExit:
 
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         return self.draft.propose(state, pick)
+
+    def bytes_per_round(self, state: DraftState) -> RoundReads:
+        return self.draft.bytes_per_round(state)

@@ -4,7 +4,7 @@ Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I interme
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,31 +22,43 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockSettings:
+    """The settings of a head's decoder block."""
+
+    intermediate_size: int | None = None
+    """Width of the MLP. Null: the target's."""
+    num_attention_heads: int | None = None
+    """Attention heads. Null: the target's."""
+    num_key_value_heads: int | None = None
+    """Heads of keys and values, shared by groups of attention heads. Null: the target's."""
+    head_dim: int | None = None
+    """Width of one attention head. Null: the target's."""
+    rms_norm_eps: float | None = None
+    """Epsilon of the norms. Null: the target's."""
+    rope_theta: float | None = None
+    """Base of the rotary positions. Null: the target's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(BlockSettings):
     """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
     """Width of the residual stream: the target's."""
-    intermediate_size: int
-    """Width of the MLP."""
-    num_attention_heads: int
-    """Attention heads."""
-    num_key_value_heads: int
-    """Heads of keys and values, shared by groups of attention heads."""
-    head_dim: int
-    """Width of one attention head."""
-    rms_norm_eps: float
-    """Epsilon of the norms."""
-    rope_theta: float
-    """Base of the rotary positions."""
+    intermediate_size: int = field()
+    num_attention_heads: int = field()
+    num_key_value_heads: int = field()
+    head_dim: int = field()
+    rms_norm_eps: float = field()
+    rope_theta: float = field()
 
     def check_block(self) -> None:
         """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
-        for field in fields(BlockConfig):
-            value, whole = getattr(self, field.name), field.type is int
+        for part in fields(BlockConfig):
+            value, whole = getattr(self, part.name), part.type is int
             if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:
                 what = "whole number" if whole else "number"
-                raise UserError(f"head.{field.name}: expected a {what} above 0 and below 2^53, got {value!r}")
+                raise UserError(f"head.{part.name}: expected a {what} above 0 and below 2^53, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
@@ -45,7 +45,7 @@ class LookupState:
     length: Tensor  # (B,) int64, the root's position: tokens up to it are known
 
 
-class Lookup:
+class Lookup(Drafter):
     """Drafts chains by n-gram matches in the text so far."""
 
     aux_layer_ids: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.base import from_plain
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.early_exit import EarlyExit
@@ -21,11 +22,6 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 """kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
 
 
-def recipe_settings(kind: str) -> list[str]:
-    """The names of the settings that a recipe may give a head of this kind."""
-    return [field.name for field in fields(HEADS[kind].Config) if field.name not in HEADS[kind].FROM_TARGET]
-
-
 def kind_of(head: Any) -> str:
     """Return the kind of a head."""
     return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
@@ -36,10 +32,11 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 
     token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if forbidden := HEADS[kind].FROM_TARGET & given.keys():
-        raise UserError(f"head.{min(forbidden)}: decided by the target or measured; take it out of the recipe")
-    return HEADS[kind].for_target(given, target, token_counts)
+    head = HEADS[kind]
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    if others := chosen.keys() - {field.name for field in fields(head.Settings)}:
+        raise UserError(f"head.{min(others)}: decided by the target, or no setting at all; take it out of the recipe")
+    return head.for_target(from_plain(head.Settings, chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:

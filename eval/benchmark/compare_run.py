@@ -33,7 +33,7 @@ from eval.files import check_folder
 from eval.reporting.compare_report import show, write_comparison
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.results import SCHEMA_VERSION, Results, write_results
-from heads.base import HEAD_TREE, Drafter, TreeHead
+from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.registry import untrained_kind
 from heads.target.frozen import FrozenTarget
@@ -108,7 +108,7 @@ def compare(
 def named_shapes(contestant: Contestant, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """The trees that the settings name and this head drafts. UserError if there are none."""
     head = contestant.head
-    own = settings.rule == "match" and isinstance(head, TreeHead) and head.tree
+    own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = replace(settings, trees=texts).shapes(head)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]

@@ -10,7 +10,7 @@ from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_h
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.runtime.rules import RULES, check_adaptive, check_rule
 from eval.runtime.sampling import Sampling
-from heads.base import HEAD_TREE, TreeHead
+from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
 
@@ -49,10 +49,10 @@ class BenchSettings:
         """True if drafts are to be searched for."""
         return AUTO in self.trees
 
-    def shapes(self, head: object) -> list[TreeShape]:
+    def shapes(self, head: Drafter) -> list[TreeShape]:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
-        own = self.is_auto and self.rule == "match" and isinstance(head, TreeHead) and head.tree
+        own = self.is_auto and self.rule == "match" and head.own_tree is not None and head.own_tree.tree
         shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
         for shape in shapes:
             check_rule(self.rule, shape)

@@ -100,7 +100,7 @@ class Outcome:
     count: Tensor  # (B,), how many of them are accepted, the root included; 0 for a row that takes no part
 
 
-class Recorded:
+class Recorded(Drafter):
     """A drafter, and the outcome of its proposals. They are kept as they are: counting waits until the clocks stand."""
 
     def __init__(self, head: Drafter) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.reporting.format import Results, busy_warning, is_hub_id, sampling_text, short_name
-from heads.target.hub import repo_and_revision
+from eval.reporting.format import Results, busy_warning, sampling_text, short_name
+from heads.target.hub import is_hub_id, repo_and_revision
 
 LIBRARY = "draftsmith"
 LIBRARY_LINE = f"library_name: {LIBRARY}"

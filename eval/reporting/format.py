@@ -3,10 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from heads.target.hub import NAME, repo_and_revision
 
 Results = dict[str, Any]
 
@@ -141,13 +138,6 @@ def short_name(path: str) -> str:
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
         return path
     return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
-    repo, _ = repo_and_revision(name)
-    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
-    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
 
 
 def target_text(target: Results) -> str:

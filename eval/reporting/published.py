@@ -1,7 +1,7 @@
 """Publication of a run: the head's files and its model card, without local paths.
 
-A head's record names its target, its data and its command as they were given, often as paths with a user's name in
-them. What is published keeps ids of the Hub; of a path it keeps the last part, and the target becomes "a local model".
+A saved head names its data without paths. Its target, by whose path it is found here, is published by its id on the
+Hub, or as "a local model".
 """
 
 import json
@@ -13,27 +13,31 @@ from typing import Any
 
 from eval.benchmark.measurements import RESULTS, folders_of, newest_results
 from eval.reporting.card_data import front_matter, hub_datasets
-from eval.reporting.format import LOCAL_MODEL, is_exact, is_hub_id
+from eval.reporting.format import LOCAL_MODEL, is_exact
 from eval.reporting.report import CARD, model_card, quoted
 from eval.reporting.results import Results
-from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
+from heads.formats.base import ENGINES
 from heads.formats.contract import Verdict, why_unfit
-from heads.formats.eagle3 import convert_command
-from heads.formats.loaders import ENGINES
 from heads.registry import HEADS
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.target.hub import repo_and_revision
+from heads.target.hub import is_hub_id, repo_and_revision
 
 PLOT = "plots/acceptance.png"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = (
-    *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "chat_template.jinja",
+    ),
 )
 """What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
-PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
-"""Keys under which transformers notes where a file was read."""
 
 BASE = "TARGET"
 """Name of an unnamed target in commands."""
@@ -183,9 +187,8 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
     for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
         what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
         lines.append(f"- {verdict.reader}: {what}")
-    if record["kind"] == "eagle3":
-        run = convert_command(repo_id, base or BASE, record["config"]["aux_layer_ids"])
-        lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
+    converters = HEADS[record["kind"]].format.converters(repo_id, base or BASE, record["config"])
+    lines += [f"- {line}" for line in converters]
     if record["target"].get("adapter"):
         lines.append("- the target in these commands is the one with `adapter/` merged into it")
     lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
@@ -193,13 +196,12 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
 
 
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """The files of a head's folder that belong to it, records freed of local paths."""
-    weights = HEADS[record["kind"]].weights_file
+    """The files of a head's folder that belong to it, with the target by its public name."""
+    weights = HEADS[record["kind"]].format.weights_file
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
         if (folder / name).is_file():
-            place = folder / name
-            files[name] = without_places(place) if name == TOKENIZER_CONFIG else place
+            files[name] = folder / name
     if record["target"].get("adapter"):
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if not (folder / ADAPTER / name).is_file():
@@ -211,8 +213,8 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 
 
 def public_config(file: Path, base: str | None) -> bytes:
-    """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
-    config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    """A head's config.json for everyone, whose target has another name there."""
+    config = read_object(file)
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
     if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
@@ -220,40 +222,8 @@ def public_config(file: Path, base: str | None) -> bytes:
         config["auto_map"] = {
             key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
         }
-    ours = dict(config["draftsmith"])
-    ours["target"] = {**without_paths(ours["target"]), "name": base}
-    ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}
-    provenance = without_paths({key: value for key, value in ours.get("provenance", {}).items() if key != "command"})
-    if isinstance(provenance.get("target"), dict):
-        provenance["target"]["path"] = base or LOCAL_MODEL
-    ours["provenance"] = provenance
-    ours["seal"] = seal(ours)
-    return as_json({**config, "draftsmith": ours})
-
-
-def without_paths(value: Any) -> Any:
-    """The same, of every path in it only the last part. Ids of the Hub stay; so do texts that are no paths."""
-    match value:
-        case dict():
-            return {key: without_paths(item) for key, item in value.items()}
-        case list():
-            return [without_paths(item) for item in value]
-        case str():
-            return ",".join(last_part(part) for part in value.split(","))
-        case _:
-            return value
-
-
-def last_part(text: str) -> str:
-    """The last part of a path or an address, less what follows a question mark."""
-    if "/" not in text or is_hub_id(text):
-        return text
-    return text.partition("?")[0].rstrip("/").rpartition("/")[2]
-
-
-def without_places(file: Path) -> bytes:
-    """A JSON file less the keys that say where it was read."""
-    return as_json({key: value for key, value in read_object(file).items() if key not in PLACES})
+    config["draftsmith"]["target"]["name"] = base
+    return as_json(config)
 
 
 def check_private(files: Contents) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 PINNED = re.compile(rf"({NAME}/{NAME})@([A-Za-z0-9_][A-Za-z0-9_./-]*)")
@@ -25,3 +26,28 @@ def repo_and_revision(name: str) -> tuple[str, str | None]:
     if pinned is None or is_here(name):
         return name, None
     return pinned[1], pinned[2]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
+    repo, _ = repo_and_revision(name)
+    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
+    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
+
+
+def name_of(path: str) -> str:
+    """A name that says nothing of this machine: of a path or an address the last part; an id of the Hub stays."""
+    return path if "/" not in path or is_hub_id(path) else path.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def with_names(value: Any) -> Any:
+    """A JSON value with names in the place of paths, those in lists with commas too."""
+    match value:
+        case dict():
+            return {key: with_names(item) for key, item in value.items()}
+        case list():
+            return [with_names(item) for item in value]
+        case str():
+            return ",".join(name_of(part) for part in value.split(","))
+        case _:
+            return value
