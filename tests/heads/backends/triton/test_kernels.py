@@ -62,6 +62,24 @@ def test_tree_attention(
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize(("length", "P"), [(61, 40), (10, 100), (70, 130)])
+def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None:
+    """Of slots behind the length some were never written in this round; zero times what is not a number is none."""
+    from heads.backends.triton.attention import pack_bits, tree_attention
+
+    S, N = 220, 4
+    seen = torch.zeros(1, N, P, dtype=torch.bool)
+    for i in range(N):
+        seen[0, i, torch.randperm(P)[:3]] = True
+    words = pack_bits(torch.nn.functional.pad(seen, (0, 0, 0, P - N)))[:, :N]
+    q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
+    at = torch.tensor([length])
+    clean = tree_attention(q, *cache, words, at, None, behind=P, split=64)
+    cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
+    cache[:, :, length + P :] = torch.nan
+    assert torch.equal(tree_attention(q, *cache, words, at, None, behind=P, split=64), clean)
+
+
 def test_the_twin_is_softmax_over_the_path() -> None:
     """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
     from heads.backends.triton.attention import pack_bits, tree_attention_twin
@@ -89,6 +107,23 @@ def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
     found = choose(hidden, weight, temperature, seeds, positions, noisy=noisy)
     assert found.tolist() == choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy).tolist()
     assert found[0] == 3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+@pytest.mark.parametrize("noisy", [False, True])
+def test_choose_gives_an_id_whatever_the_scores(noisy: bool) -> None:
+    """Rows of numbers, of none, of one and of none below infinity; the ids decide what is read next."""
+    from heads.backends.triton.choose import choose, choose_twin
+
+    hidden, weight = torch.ones(4, 16), torch.randn(150, 16)
+    hidden[1], hidden[2], hidden[3] = torch.nan, torch.tensor([0.0] * 15 + [1.0]), -torch.inf
+    weight[100, 15], weight[140, 15] = torch.nan, torch.nan
+    weight[:, :15] = weight[:, :15].abs()
+    weight[:, 15] = torch.where(weight[:, 15].isnan(), torch.nan, weight[:, 15].abs())
+    given = hidden, weight, torch.full((4,), 0.7 * noisy), torch.arange(4), torch.arange(4)
+    found = choose(*given, noisy=noisy).tolist()
+    assert found == choose_twin(*given, noisy=noisy).tolist()
+    assert found[1:] == [0, 100, 100]
 
 
 @pytest.mark.parametrize(("B", "N"), [(1, 5), (3, 4)])

@@ -134,7 +134,7 @@ def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
         for at in (ours.at, stand(places, behind=70)):
             for field in ("positions", "slots", "words"):
                 assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
-        assert ours.at.words.numel() == (0 if observed else 2 * B * W)
+        assert ours.at.words.shape == (B, W, 1 if observed else 2)
     if not observed:
         for bits, path in zip(ours.at.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
             assert {j for j in range(70) if bits[j // 64] >> (j % 64) & 1} == set(path)
