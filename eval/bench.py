@@ -38,7 +38,7 @@ def hyphenated(word: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.run import bench_command
+    from eval.commands.bench_run import bench_command
 
     return bench_command(options)
 

@@ -41,7 +41,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.scaling_run import scaling_command
+    from eval.commands.scaling_run import scaling_command
 
     return scaling_command(options)
 

@@ -32,7 +32,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.sweep_run import run_sweep
+    from eval.commands.sweep_run import run_sweep
 
     return run_sweep(options)
 

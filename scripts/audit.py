@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.audit_run import audit
+    from eval.commands.audit_run import audit
 
     return audit(options)
 

@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.generate_run import compare
+    from eval.commands.generate_run import compare
 
     return compare(options)
 

@@ -30,7 +30,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.rules_run import bench_rules
+    from eval.commands.rules_run import bench_rules
 
     return bench_rules(options)
 

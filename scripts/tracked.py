@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
+from eval.benchmark.results import read_results
 from eval.benchmark.sweep_file import read_sweep
 from eval.command import Parser, count, exit_status
 from eval.files import read_given
-from eval.reporting.results import read_results
 from heads.errors import UserError, first_line
 
 

@@ -83,3 +83,31 @@ def test_every_recipe_loads(path: Path) -> None:
     from train.recipe import load_recipe
 
     assert load_recipe(path)
+
+
+STAGES = ("files", "runtime", "command", "benchmark", "reporting")  # of eval/; entries and commands come last
+
+
+def stage(module: str) -> int:
+    """The place of a module of eval/ in the order of its stages."""
+    part = module.split(".")[1]
+    return STAGES.index(part) if part in STAGES else len(STAGES)
+
+
+def test_eval_measures_before_it_reports() -> None:
+    for path in modules("eval"):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.name == "__init__.py" or own.startswith("eval.gpu"):
+            continue
+        names = [name for name in imported_names(path) if name.startswith("eval.")]
+        wrong = [name for name in names if stage(name) > stage(own)]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules("eval")}
+    imports = {own: {name for name in imported_names(path) if name in files} for own, path in files.items()}
+    while leaves := [own for own, names in imports.items() if not names & imports.keys()]:
+        for own in leaves:
+            del imports[own]
+    assert not imports, f"a cycle among {sorted(imports)}"

@@ -17,9 +17,9 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from eval import bench
 from eval.benchmark.measurements import folders_of, newest_results
+from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
-from eval.reporting.results import read_results
 from heads.checkpoint import read_config
 from train import checkpointing
 from train.entry import attempt

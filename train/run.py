@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from eval.benchmark.run import run_bench
+from eval.benchmark.results import read_results
 from eval.benchmark.settings import BenchSettings
+from eval.commands.bench_run import run_bench
 from eval.reporting.report import write_report
-from eval.reporting.results import read_results
 from heads.checkpoint import adapt_target, check_loaders, load_head, weights_hash
 from heads.errors import UserError
 from heads.formats.contract import why_unfit

@@ -10,10 +10,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from eval.benchmark.results import Results
 from eval.benchmark.sweep_file import figures_of
 from eval.files import write_text
 from eval.reporting.format import is_disturbed
-from eval.reporting.results import Results
 from heads.errors import UserError, first_line
 from train.recipe import Recipe, plain_settings
 from train.run_folder import RunFolder

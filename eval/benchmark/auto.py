@@ -15,9 +15,9 @@ import numpy as np
 
 from eval.benchmark.metrics import predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
+from eval.benchmark.results import Results
 from eval.benchmark.tune import Calibration, calibrate, can_draft
 from eval.command import AUTO
-from eval.reporting.format import Results
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError

@@ -14,8 +14,8 @@ from eval.benchmark.figures import by_suite, figures, samples
 from eval.benchmark.measure import Comparison, VariantSpec, check_decoded, compare
 from eval.benchmark.opening import prompt_room
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, split_prompts
+from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
-from eval.reporting.results import Results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.identity import is_narrow
 from heads.base import Drafter

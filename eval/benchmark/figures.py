@@ -13,7 +13,7 @@ from eval.benchmark import metrics
 from eval.benchmark.environment import decoder_facts, device_facts, versions
 from eval.benchmark.measure import Comparison, Timing, Variant, trace
 from eval.benchmark.prompts import spread
-from eval.reporting.results import Results, finite
+from eval.benchmark.results import Results, finite
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import PHASES, Output
 from heads.base import Drafter

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmark.prompts import split_prompts, suite_name
-from eval.reporting.results import Results, read_results
+from eval.benchmark.results import Results, read_results
 
 RESULTS = "results.json"
 BENCH = "bench"

@@ -10,8 +10,8 @@ from transformers.utils import logging as transformers_logging
 
 from eval.benchmark.environment import setup_line
 from eval.benchmark.prompts import Prompt, load_prompts, prompts_hash
+from eval.benchmark.results import Results
 from eval.command import tell
-from eval.reporting.results import Results
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
 from heads.errors import UserError

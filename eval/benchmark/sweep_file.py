@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from eval.benchmark.results import Results
 from eval.files import read_given
-from eval.reporting.results import Results
 from heads.errors import UserError, first_line
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")

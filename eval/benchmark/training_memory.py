@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eval.benchmark.results import write_results
 from eval.files import check_file
-from eval.reporting.results import write_results
 from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError

@@ -5,7 +5,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from eval.reporting.format import Results, busy_warning, sampling_text, short_name
+from eval.benchmark.results import Results
+from eval.reporting.format import busy_warning, sampling_text, short_name
 from heads.target.hub import is_hub_id, repo_and_revision
 
 LIBRARY = "draftsmith"

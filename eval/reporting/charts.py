@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
 from eval.reporting.format import (
-    Results,
     is_disturbed,
     number,
     percent,

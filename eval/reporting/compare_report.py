@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Lines
 
+from eval.benchmark.results import Results
 from eval.command import AUTO
 from eval.files import write_text
 from eval.reporting.charts import comparison_charts
@@ -15,7 +16,6 @@ from eval.reporting.drawing import Chart, write_charts
 from eval.reporting.format import (
     MISSING,
     NOT_RELIABLE,
-    Results,
     as_markdown,
     audit_line,
     count,

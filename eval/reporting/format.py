@@ -3,9 +3,8 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
-Results = dict[str, Any]
+from eval.benchmark.results import Results
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")

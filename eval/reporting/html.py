@@ -8,10 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, Chart, inline_svg
 from eval.reporting.format import (
     NOT_RELIABLE,
-    Results,
     adaptive_line,
     audit_line,
     count,

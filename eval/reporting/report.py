@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.benchmark.measurements import folders_of, newest_results
+from eval.benchmark.results import Results, read_results
 from eval.files import write_text
 from eval.reporting.card_data import LIBRARY_LINE, front_matter
 from eval.reporting.format import (
@@ -41,7 +42,6 @@ from eval.reporting.format import (
     warnings,
     with_interval,
 )
-from eval.reporting.results import Results, read_results
 from heads.errors import UserError
 
 SHOWN_DIVERGENCES = 5

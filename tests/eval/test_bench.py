@@ -19,15 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from eval import bench as module
 from eval.benchmark.measure import Variant
 from eval.benchmark.prompts import load_prompts
-from eval.benchmark.run import default_out, run_bench
+from eval.benchmark.results import Results, read_results
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
+from eval.commands.bench_run import default_out, run_bench
 from eval.reporting.charts import head_charts, points
 from eval.reporting.drawing import inline_svg
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
 from eval.reporting.report import model_card, print_report, read_log, write_report
-from eval.reporting.results import Results, read_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import Verdict

@@ -14,10 +14,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
-from eval.benchmark.conversation import Conversation, Screen, Stream, interruptible
 from eval.benchmark.opening import Opened
 from eval.benchmark.prompts import render
 from eval.command import exit_status
+from eval.commands.conversation import Conversation, Screen, Stream, interruptible
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.sampling import Sampling

@@ -14,12 +14,12 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eval import compare as module
-from eval.benchmark.compare_run import Contestant, compare, head_names, named_shapes
+from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import exit_status
+from eval.commands.compare_run import Contestant, compare, head_names, named_shapes
 from eval.reporting.compare_report import show, write_comparison
 from eval.reporting.format import NOT_RELIABLE
-from eval.reporting.results import Results
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from eval import scaling as module
 from eval.benchmark import measure
 from eval.benchmark.measure import Variant
-from eval.benchmark.scaling_run import measure_scaling, windows
+from eval.benchmark.results import Results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import exit_status
+from eval.commands.scaling_run import measure_scaling, windows
 from eval.reporting.format import heading
-from eval.reporting.results import Results
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_left_out(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measure.compare(target, entries, prompts, *rest, **settings)
 
-    monkeypatch.setattr("eval.benchmark.scaling_run.compare", small_memory)
+    monkeypatch.setattr("eval.commands.scaling_run.compare", small_memory)
     results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()

@@ -15,13 +15,13 @@ import yaml
 from eval import sweep
 from eval.bench import parse_arguments as parse_bench
 from eval.benchmark import environment
-from eval.benchmark.run import bench_command
+from eval.benchmark.results import read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import Sweep, ranked, read_sweep
-from eval.benchmark.sweep_run import place_of
 from eval.command import exit_status
+from eval.commands.bench_run import bench_command
+from eval.commands.sweep_run import place_of
 from eval.reporting.format import NOT_RELIABLE
-from eval.reporting.results import read_results
 from tests.wandb_file import outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,9 +21,9 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 from rich.console import Console
 
-from eval.benchmark.run import run_bench
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
+from eval.commands.bench_run import run_bench
 from eval.reporting import upload
 from eval.reporting.published import collect
 from heads.checkpoint import load_head, read_config, save_head, target_record

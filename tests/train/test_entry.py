@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from eval.reporting.results import read_results
+from eval.benchmark.results import read_results
 from heads.eagle3 import Eagle3Settings
 from heads.registry import HEADS
 from tests.wandb_file import outcome

@@ -10,9 +10,9 @@ from eval.benchmark.figures import environment, target_facts
 from eval.benchmark.metrics import speedup, speedup_interval
 from eval.benchmark.opening import chosen_prompts, open_target, prompt_facts
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.results import write_results
 from eval.files import check_file
 from eval.reporting.format import with_interval
-from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from heads.target.frozen import FrozenTarget
 

@@ -24,13 +24,13 @@ from eval.benchmark.measure import VariantSpec, compare
 from eval.benchmark.measurements import own_folder, plain_name
 from eval.benchmark.opening import open_head, prompt_room
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
+from eval.benchmark.results import Results, write_results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
 from eval.files import check_folder
 from eval.reporting.drawing import COLOURS, save, style, title
 from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
 from eval.reporting.report import print_audit
-from eval.reporting.results import Results, write_results
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.errors import UserError, first_line

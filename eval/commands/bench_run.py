@@ -27,13 +27,13 @@ from eval.benchmark.figures import environment, head_facts, headline, pooled_exa
 from eval.benchmark.measurements import BENCH, own_folder, plain_name
 from eval.benchmark.opening import open_head
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
 from eval.benchmark.roofline import lines, run_roofline
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import draft_shapes, tell
 from eval.files import check_folder
 from eval.reporting.format import short_name
 from eval.reporting.report import check_card, print_report, write_report
-from eval.reporting.results import SCHEMA_VERSION, Results, write_results
 from eval.runtime.engine import Engine
 from heads.base import Drafter
 from heads.checkpoint import find_head

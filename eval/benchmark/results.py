@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from eval.benchmark.results_schema import ResultsFile
 from eval.files import write_text
-from eval.reporting.format import Results as Results
-from eval.reporting.results_schema import ResultsFile
 from heads.errors import UserError, first_line
 
 SCHEMA_VERSION = 1
+Results = dict[str, Any]
 
 
 def write_results(results: Results, path: Path) -> None:

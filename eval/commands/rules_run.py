@@ -23,10 +23,10 @@ from eval.benchmark.metrics import (
     tau_interval,
 )
 from eval.benchmark.opening import chosen_prompts, open_head, prompt_facts
+from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
-from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import block, expected_tokens, ratio

@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.figures import headline, pieces, pooled_exactness
+from eval.benchmark.results import read_results, write_results
 from eval.benchmark.sweep_file import figures_of
 from eval.command import exit_status
 from eval.files import write_text
@@ -29,7 +30,6 @@ from eval.reporting.format import (
 )
 from eval.reporting.html import render_page
 from eval.reporting.report import model_card, print_report, report_command
-from eval.reporting.results import read_results, write_results
 from eval.runtime.engine import Output
 from heads.errors import UserError
 from tests.mutations import damage_bytes, mutate

@@ -26,13 +26,13 @@ from eval.benchmark.contention import contention
 from eval.benchmark.figures import environment, head_facts, pooled_exactness, target_facts
 from eval.benchmark.measurements import own_folder
 from eval.benchmark.opening import fitting_head, open_target_of
+from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.benchmark.tune import can_draft
 from eval.command import tell
 from eval.files import check_folder
 from eval.reporting.compare_report import show, write_comparison
 from eval.reporting.format import is_exact, short_name
-from eval.reporting.results import SCHEMA_VERSION, Results, write_results
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.registry import untrained_kind

@@ -17,10 +17,10 @@ from eval.benchmark.measure import Comparison, Variant, trace
 from eval.benchmark.metrics import loop_share, tau
 from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import divergence_text, number, percent, sampling_text
-from eval.reporting.results import write_results
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from heads.tree import ROOT_ONLY, TreeShape

@@ -19,11 +19,11 @@ from rich.table import Table
 
 from eval.bench import parse_arguments as parse_bench
 from eval.benchmark.prompts import split_prompts
+from eval.benchmark.results import Results, read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
 from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
-from eval.reporting.results import Results, read_results
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
 from heads.registry import untrained_kind
