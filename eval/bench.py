@@ -1,5 +1,4 @@
-"""Measure one head, or several side by side: tau, acceptance, speed against plain decoding, and whether every token is
-the target's.
+"""Measure one head, or several side by side: tau, acceptance, speed against plain decoding, an audit of every token.
 
     python eval/bench.py runs/quickstart
     python eval/bench.py HEAD_DIR_OR_HUB_ID --prompts mt_bench,humaneval --tree chain:5,tree:5x8x24 --temperature 0,1
@@ -26,7 +25,7 @@ TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Measure draft heads: tau, speed, and whether every token is the target's.")
     add_head_options(parser, several=True)
     parser.add_argument("--head", metavar="HEAD", help="the head, as a sweep's agent names it")
@@ -43,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def hyphenated(word: str) -> str:
-    """An option spelled as sweeps do, --batch_size=4, with hyphens in its name."""
+    """Rewrite an option in the spelling of sweeps, --batch_size=4, with hyphens in its name."""
     name, equals, value = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 

@@ -16,7 +16,7 @@ from eval.command import Parser, add_head_options, count, draft_tree, exit_statu
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Write with a draft head: answers are streamed, accepted draft tokens in colour.")
     add_head_options(parser)
     add = parser.add_argument

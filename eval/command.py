@@ -1,4 +1,4 @@
-"""What the commands share: arguments that are refused in one line, and the exit status.
+"""Helpers that all commands share: arguments that are refused in one line, and the exit status.
 
 A command reads its arguments before it imports what does the work: torch and transformers take seconds to import, and
 neither --help nor a mistyped option is to wait for them. So an entry, and all that it imports at its top, this file
@@ -16,16 +16,16 @@ from typing import NoReturn
 
 from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
-from heads.base import HEAD_TREE, shape_for
+from heads.base import HEAD_TREE, Drafter, shape_for
 from heads.errors import UserError, first_line
 from heads.tree import TreeShape
 
 AUTO = "auto"
-"""In the place of a tree: look for the best."""
+"""Placeholder for a tree: search for the best one."""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Defaults are told where they say something, as they would be typed."""
+    """Help formatter that shows defaults as they would be typed."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -36,7 +36,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line that is refused in one line, as a recipe is; `--help` has the rest."""
+    """A parser that refuses a command line in one line, as a recipe is; `--help` has the rest."""
 
     def __init__(self, description: str):
         super().__init__(description=description, formatter_class=_Formatter)
@@ -46,12 +46,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A whole number from 1 up."""
+    """Parse a positive integer."""
     return _at_least(1, text)
 
 
 def seed(text: str) -> int:
-    """A whole number from 0 up."""
+    """Parse a non-negative integer."""
     return _at_least(0, text)
 
 
@@ -66,12 +66,12 @@ def _at_least(least: int, text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 up, commas between."""
+    """Parse positive integers separated by commas."""
     return tuple(count(part) for part in text.split(","))
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """Temperatures, commas between."""
+    """Parse temperatures separated by commas."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -81,7 +81,7 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def temperature(text: str) -> float:
-    """One temperature."""
+    """Parse a temperature."""
     found = temperatures(text)
     if len(found) > 1:
         raise argparse.ArgumentTypeError(f"expected one number, got {text!r}")
@@ -89,7 +89,7 @@ def temperature(text: str) -> float:
 
 
 def trees(text: str) -> tuple[str, ...]:
-    """Trees that draft something, or `auto`, commas between."""
+    """Parse trees that draft something, or `auto`, separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     with _told():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
@@ -97,14 +97,14 @@ def trees(text: str) -> tuple[str, ...]:
 
 
 def draft_tree(text: str) -> str:
-    """One tree that drafts something."""
+    """Parse a tree that drafts something."""
     found = trees(text)
     if len(found) > 1 or AUTO in found:
         raise argparse.ArgumentTypeError(f"expected one tree, such as chain:5, got {text!r}")
     return found[0]
 
 
-def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
+def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
     """The shapes that texts name for a head. UserError for one that drafts nothing."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
@@ -114,7 +114,7 @@ def draft_shapes(texts: Sequence[str], head: object = None) -> list[TreeShape]:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """UserErrors as argparse wants to hear them: it takes any other ValueError for one that says nothing."""
+    """Turn a UserError into the error that argparse shows in full; of another ValueError it hides the text."""
     try:
         yield
     except UserError as error:
@@ -122,7 +122,7 @@ def _told() -> Iterator[None]:
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say how a target is loaded."""
+    """Add the options for loading a target."""
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
@@ -137,7 +137,7 @@ HEAD_HELP = "a run directory, a head's directory or a hub id; or lookup:NGRAM, e
 
 
 def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """The head, or any number of them, and options that say how their target is loaded."""
+    """Add the head, or any number of them, and the options for loading their target."""
     if several:
         parser.add_argument("heads", nargs="*", metavar="head", help=HEAD_HELP)
     else:
@@ -147,7 +147,7 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
 
 
 def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
-    """Print the usage of a command that takes a recipe, and the recipe's keys, where --help is asked for; True then.
+    """If --help is given, print the usage of a command that takes a recipe, with the recipe's keys, and return True.
 
     UserError if there are no arguments."""
     if not arguments:
@@ -165,7 +165,8 @@ def tell(text: str | None) -> None:
 
 
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
-    """What `act` returns, or the status of what it raises: 2 and a line for what a user can mend, 130, or 1."""
+    """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
+    an interrupt, else 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
     # `heads.target.quantization`, which has a use for it, takes it back.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also after a power cut."""
+"""Writing of files that are complete or absent, even after a power cut."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ from heads.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, making its folder. UserError if it cannot be written."""
+    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
     write_bytes(path, text.encode(errors="backslashreplace"))  # the name of a file need not be Unicode
 
 
@@ -20,7 +20,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, making its folder. UserError if it cannot be written."""
+    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a file; no for what cannot be a path at all, such as a name too long."""
+    """Return True if there is such a file; False also for a name that cannot be a path, such as one too long."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def read_given(path: Path, what: str) -> str:
-    """The text of a file that a user named, and that is to be `what`. UserError where there is none in UTF-8."""
+    """Read the text of a file that a user named, described as `what`. UserError if it is not there or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def sync_folder(path: Path) -> None:
 
 
 def check_folder(path: Path, name: str) -> None:
-    """Refuse a folder that could not be made or written to, before hours are spent on what is to lie in it."""
+    """Refuse a folder that cannot be created or written to, before hours are spent on its content."""
     try:
         nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
     except (OSError, ValueError) as error:
@@ -81,15 +81,15 @@ def check_folder(path: Path, name: str) -> None:
 
 
 def check_file(path: Path, name: str) -> None:
-    """Refuse a file that could not be written, before hours are spent on what is to stand in it."""
+    """Refuse a file that cannot be written, before hours are spent on its content."""
     if path.is_dir():
         raise UserError(f"{name} {path}: expected a file, it is a folder; name a file in it")
     check_folder(path.parent, name)
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that no space is left: on the disk, of a quota, or of what one file may have. safetensors
-    raises its own kind, with the number in the text."""
+    """Return True if an error means that no space is left: on the disk, of a quota, or of one file. safetensors raises
+    its own kind, with the number in the text."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
         return error.errno in numbers

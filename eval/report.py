@@ -1,4 +1,4 @@
-"""Turn a results.json into a table in the terminal, charts, one self-contained page, and a model card.
+"""Render a results.json as a table in the terminal, charts, one self-contained page, and a model card.
 
 python eval/report.py RUN_OR_RESULTS_JSON        # writes report.html, plots/ and README.md beside results.json anew;
                                                  # of a run that was measured several times, beside the newest
@@ -13,7 +13,7 @@ from eval.command import Parser, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Render a results.json anew: report.html, plots/ and README.md.")
     parser.add_argument(
         "results",

@@ -1,4 +1,4 @@
-"""Where drafting stops paying: speedup against batch size and context length.
+"""Measure speedup against batch size and context length.
 
     python eval/scaling.py runs/quickstart --batch-sizes 1,2,4,8 --contexts 64,256,768 [--adaptive] [--out DIR]
 
@@ -19,7 +19,7 @@ from eval.command import trees as tree_names
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     known = ScalingSettings()
     parser = Parser("Measure a head's speedup against batch size and context length.")
     add_head_options(parser)

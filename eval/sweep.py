@@ -19,7 +19,7 @@ from eval.command import Parser, count, exit_status, seed
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = Parser("Measure a head in many settings: a wandb sweep file over eval/bench.py, without a server too.")
     add = parser.add_argument
     add("sweep", type=Path, help="a sweep file, such as recipes/sweeps/quickstart-drafts.yaml")

@@ -6,19 +6,22 @@ nodes (root included), M rows of one observation, S cache slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, get_args, get_type_hints
 
+from heads.errors import UserError
 from heads.tree import Pick as Pick
-from heads.tree import Proposal, TreeShape
+from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
+    from heads.formats.base import Format
     from heads.target.frozen import FrozenTarget
-from heads.errors import UserError
-from heads.tree import parse_shape, static_shape
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Observation:
     count: Tensor  # (B,) int64, 1 <= count <= M; 0 for a row that is done: nothing of its state that is read may change
     nodes: Tensor | None  # (B, M) int64, the proposal's nodes that became these rows; None if none was drafted
     missed: bool = False
-    """Whether these are rounds that drafted nothing, told of afterwards, and not a prompt."""
+    """True for rounds that drafted nothing, read later; False for a prompt."""
 
 
 class DraftState(Protocol):
@@ -86,12 +89,38 @@ class DraftState(Protocol):
     shape: TreeShape
 
 
-class Drafter(Protocol):
-    """What the runtime asks of whatever drafts, trained or not."""
+@dataclass(frozen=True)
+class RoundReads:
+    """The least that a round reads of a drafter's weights, and what it chooses from."""
+
+    propose: int = 0
+    """Bytes, to draft."""
+    extend: int = 0
+    """Bytes, to take in what was accepted."""
+    logits: int = 0
+    """Logits that each draft token is chosen from; 0 where there are none."""
+
+
+class OwnTree(Protocol):
+    """A static tree that a head carries, which is what the tree named `head` means."""
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """The residual streams the head reads, by the number of the layer they enter; empty if none."""
+    def tree(self) -> tuple[tuple[int, ...], ...] | None:
+        """Each node but the root as the ranks of the children on its path; None before there is one."""
+
+    @property
+    def tree_nodes(self) -> int:
+        """The most nodes it has or will have, root included."""
+
+    def grow_tree(self, batches: Iterable[Batch]) -> None:
+        """Choose the tree by the labels of held-out text."""
+
+
+class Drafter(Protocol):
+    """Whatever drafts, trained or not, as the runtime asks for it; a class that drafts inherits from this one."""
+
+    aux_layer_ids: tuple[int, ...]
+    """The residual streams it reads, by the number of the layer they enter; empty if none."""
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
         """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape`."""
@@ -105,42 +134,42 @@ class Drafter(Protocol):
     def propose(self, state: Any, pick: Pick) -> Proposal:
         """Draft a tree of the state's shape below each root; static shapes, no host synchronisation."""
 
+    def bytes_per_round(self, state: Any) -> RoundReads:
+        """The reads of one round with this state; none unless a class says otherwise."""
+        return RoundReads()
+
+    @property
+    def own_tree(self) -> OwnTree | None:
+        """The static tree that it carries or will grow; None where it has none."""
+        return None
+
 
 class DraftHead(Drafter, Protocol):
-    """What the training loop and checkpoints ask of a head beside that: a method is a class with these members."""
+    """A drafter that is trained and saved: a method is a module with these members beside a drafter's.
 
-    Config: ClassVar[type[Any]]
-    """A frozen dataclass: everything that the head's function and its training loss depend on."""
-    FROM_TARGET: ClassVar[frozenset[str]]
-    """Settings of Config that only the target decides, or a measurement; a recipe does not name them."""
+    `Settings` and `config` are frozen dataclasses. What a recipe leaves out of the first follows the target, and stands
+    in the second: a config is complete.
+    """
 
-    weights_file: ClassVar[str]
-    """The file that engines look for the tensors in."""
+    Settings: ClassVar[type[Any]]
+    """What a recipe may say of the head, with defaults; None follows the target."""
+    format: ClassVar[Format]
+    """The folder that it is saved as."""
+    config: Any
+    """Everything that the head's function and its training loss depend on, as plain values."""
+    depth_weights: tuple[float, ...]
+    """The weight of each depth in the training loss, K of them."""
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Self:
-        """A new head. `settings`: the recipe's, none of FROM_TARGET; token_counts (V,): labels in the training data."""
+    def for_target(cls, settings: Any, target: FrozenTarget, token_counts: Tensor) -> Self:
+        """A new head by its Settings; token_counts (V,): labels in the training data."""
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
-        """The module that `weights` will fill, from `asdict(config)` as JSON gives it back. UserError if damaged."""
+        """The head that gave `to_checkpoint`, from `asdict(config)` as JSON gives it back. UserError if damaged."""
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        """The tensors of `weights_file`, under the names of the method's own field."""
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Take up what `saved` gave; names and shapes are known to fit."""
-
-    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """config.json as engines read it; `target` is `heads.checkpoint.target_record`, `config` included."""
-
-    @property
-    def config(self) -> Any:
-        """The frozen dataclass that the head was made from."""
-
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        """The weight of each depth in the training loss, K of them."""
+        """The tensors to save, under the names of the method's own field."""
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         """(K,) float32: supervised rows at each depth; a function of the mask alone, known before any forward pass."""
@@ -158,40 +187,49 @@ class DraftHead(Drafter, Protocol):
         What the runtime accepts of a chain rooted there follows from it, without running it.
         """
 
-
-@runtime_checkable
-class TreeHead(Protocol):
-    """A head that carries a static tree of its own, which is what the tree named `head` means."""
-
     @property
-    def tree(self) -> tuple[tuple[int, ...], ...] | None:
-        """Each node but the root as the ranks of the children on its path; None before there is one."""
+    def language_model(self) -> PreTrainedModel | None:
+        """The causal LM that the head is, if it is one: it may write text, and its config says `lora`."""
+        return None
 
-    @property
-    def tree_nodes(self) -> int:
-        """The most nodes it has or will have, root included; 0 if it is never to have a tree."""
 
-    def grow_tree(self, batches: Iterable[Batch]) -> None:
-        """Choose the tree by the labels of held-out text."""
+def given(settings: Any) -> dict[str, Any]:
+    """The settings that are not left to the target."""
+    return {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
+
+
+def from_plain(made: type[Made], values: Mapping[str, Any]) -> Made:
+    """A dataclass of values as YAML and JSON give them: lists where it has tuples, objects where it has dataclasses."""
+    hints = get_type_hints(made)
+    return made(**{name: _typed(value, hints.get(name)) for name, value in values.items()})
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_typed(item, None) for item in value)
+    part = next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
+    if isinstance(value, dict) and isinstance(part, type):
+        return from_plain(part, {name: inner for name, inner in value.items() if inner is not None})
+    return value
 
 
 HEAD_TREE = "head"
 
 
-def shape_for(text: str, head: object) -> TreeShape:
+def shape_for(text: str, head: Drafter | None) -> TreeShape:
     """The shape that a text names for this head. UserError where it has no tree of its own."""
     if text != HEAD_TREE:
         return parse_shape(text)
-    paths = head.tree if isinstance(head, TreeHead) else None
-    if not paths:
+    own = None if head is None else head.own_tree
+    if own is None or not own.tree:
         raise UserError("tree 'head': this head carries no static tree of its own; name one, such as chain:3")
-    return static_shape(paths, text)
+    return static_shape(own.tree, text)
 
 
-def most_nodes(text: str, head: object) -> int:
+def most_nodes(text: str, head: Drafter) -> int:
     """The most nodes of the tree that a text names for this head, which may have yet to grow it."""
     if text != HEAD_TREE:
         return parse_shape(text).nodes
-    if not isinstance(head, TreeHead) or head.tree_nodes == 0:
+    if head.own_tree is None:
         raise UserError("tree 'head': heads of this kind and these settings grow no static tree; name one")
-    return head.tree_nodes
+    return head.own_tree.tree_nodes

@@ -1,8 +1,7 @@
 """Heads on disk: config.json and a file of tensors, the form that engines load, with what draftsmith needs beside it.
 
-Each kind of head says which tensors it saves, in which file, and what engines want to read in config.json. Everything
-of ours stands there under one key, `draftsmith`, which engines ignore. `heads.formats.contract` says which engines load
-a saved head.
+A head gives its tensors and its config; its format (`heads.formats`) says in which file they lie, and what engines
+want to read in config.json. Everything of ours stands there under one key, `draftsmith`, which engines ignore.
 
 A save is complete or absent, by what every POSIX file system has: no rename puts a folder in the place of another that
 holds something, so the old one is first moved into a hidden folder beside it. Whoever reads a head at that instant, or
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -31,16 +30,14 @@ from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, kind_of
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
 from heads.target.frozen import FrozenTarget
-from heads.target.hub import repo_and_revision
+from heads.target.hub import repo_and_revision, with_names
 
 FORMAT = 1
 CONFIG = "config.json"
-WEIGHTS: list[str] = sorted({head.weights_file for head in HEADS.values()})
+WEIGHTS: list[str] = sorted({head.format.weights_file for head in HEADS.values()})
 """Names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that say where it comes from."""
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Floating-point numbers that weights may be held in."""
 MOST_NESTED = 64
 """Levels of a config.json."""
 TARGET_TYPES: dict[str, tuple[type, ...]] = {
@@ -52,22 +49,14 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "quantize": (str, type(None)),
     "adapter": (dict, type(None)),
 }
-"""What a head's record says of its target; the last two may be absent."""
+"""Fields of the target in a head's record; the last two may be absent."""
 
 Found = TypeVar("Found")
 
 
-@runtime_checkable
-class WithFiles(Protocol):
-    """A head whose folder holds more than its config and weights."""
-
-    def write_beside(self, folder: Path, target: dict[str, Any]) -> None:
-        """Write the other files; `target` is `target_record`."""
-
-
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """What a head remembers of the target it was trained for, and under `config` the target's own config.json, which
-    is not kept but where a head's format asks for it."""
+    """Return the record of the target in a head's files, and under `config` the target's own config.json, which is
+    saved only if a head's format needs it."""
     config = target.config
     whole: dict[str, Any] = json.loads(target.model.config.to_json_string())
     return {
@@ -96,7 +85,9 @@ def save_head(
 ) -> None:
     """Write a head into `folder`, replacing what is there. `target` is `target_record` of the target it belongs to.
 
-    Where `folder` is a symbolic link, the head is written where it leads. `write_adapter` writes the adapter of that
+    A head goes out to others, so its provenance is kept without the command, and by names in the place of paths; the
+    target's path is kept, by which the head finds it. Where `folder` is a symbolic link, the head is written where it
+    leads. `write_adapter` writes the adapter of that
     target into a folder, and returns what is to be said of it.
     """
     folder = Path(os.path.realpath(folder))
@@ -107,24 +98,23 @@ def save_head(
         "kind": kind_of(head),
         "config": asdict(head.config),
         "target": {key: value for key, value in target.items() if key != "config"},
-        "provenance": provenance or {},
+        "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
     try:
         _put_back(folder)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
-        file = fresh / head.weights_file
+        file = fresh / head.format.weights_file
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors leaves it readable by its owner alone
         ours["sha256"] = file_hash(file)
         if write_adapter is not None:
             ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
-        ours["seal"] = seal(ours)
-        config = {**head.engine_config(target, dtype), "draftsmith": ours}
+        config = {**head.format.engine_config(head.config, target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if isinstance(head, WithFiles):
-            head.write_beside(fresh, target)
+        if head.format.write_beside is not None:
+            head.format.write_beside(fresh, target)
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
         if folder.exists():
@@ -139,12 +129,6 @@ def file_hash(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def seal(record: dict[str, Any]) -> str:
-    """SHA-256 of what a record says of the head itself, of its weights and of its target."""
-    said = [record.get(key) for key in ("kind", "config", "target", "sha256")]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _replaced(folder: Path) -> Path:
@@ -184,7 +168,7 @@ def _weights_file(place: Path) -> Path:
 
 
 def _result(path: Path, read: Callable[[], Found]) -> Found:
-    """What `read` finds at `path`; once more where it found nothing while a save put another head there."""
+    """Return the result of `read` at `path`. Read again if there was none while a save replaced the head."""
     while True:
         before = _stamps(path)
         try:
@@ -198,7 +182,7 @@ def _result(path: Path, read: Callable[[], Found]) -> Found:
 
 
 def _stamps(path: Path) -> list[tuple[int, int] | None]:
-    """What tells the saves of the heads at a path apart."""
+    """Return the stamps that distinguish the saves of the heads at a path."""
     found: list[tuple[int, int] | None] = []
     for folder in _folders(path):
         for place in (folder, _replaced(folder)):
@@ -249,47 +233,29 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
 def _load(folder: Path) -> Any:
     record = _read_config(folder)
-    file = folder / HEADS[record["kind"]].weights_file
+    kind = HEADS[record["kind"]]
+    file = folder / kind.format.weights_file
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    head, expected = _make_head(folder, record, weights)
-    found = forms(weights)
-    for name in sorted(expected.keys() | found.keys()):
-        ours, theirs = expected.get(name, "no such tensor"), found.get(name, "none")
-        if ours != theirs:
-            raise UserError(f"{file}: tensor {name}: by {CONFIG} beside it expected {ours}, found {theirs}")
+    try:
+        with _NoLargerThan(weights):
+            head = kind.from_checkpoint(record["config"], weights)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
+        raise UserError(
+            f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
+        ) from error
+    for name in sorted(weights):
         if not weights[name].isfinite().all():
             raise UserError(f"{file}: tensor {name} holds values that are not finite; fetch or train it again")
     if file_hash(file) != record.get("sha256"):
         raise UserError(
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
-    head.load_weights(weights)
     return head
-
-
-def forms(weights: dict[str, Tensor]) -> dict[str, str]:
-    """Shape and kind of number of each tensor; floating-point tensors may come in any width of at least 16 bits."""
-    return {
-        name: f"{tuple(value.shape)} {'floating-point' if value.dtype in FLOATS else value.dtype}"
-        for name, value in weights.items()
-    }
-
-
-def _make_head(folder: Path, record: dict[str, Any], weights: dict[str, Tensor]) -> tuple[Any, dict[str, str]]:
-    """The empty head that the record describes, and the forms of the tensors that it has."""
-    try:
-        with _NoLargerThan(weights):
-            head = HEADS[record["kind"]].from_checkpoint(record["config"], weights)
-        return head, forms(head.to_checkpoint())
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
-    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
-        raise UserError(
-            f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
-        ) from error
 
 
 class _NoLargerThan(TorchFunctionMode):
@@ -325,7 +291,7 @@ def find_head(path: str | Path) -> Path:
             "hub id"
         )
     folder = _from_hub(path, repo, revision, CONFIG).parent
-    _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].weights_file)
+    _from_hub(path, repo, revision, HEADS[read_config(folder)["kind"]].format.weights_file)
     if read_config(folder)["target"].get("adapter"):
         with suppress(OSError, ValueError):  # said by who reads them
             for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -364,31 +330,28 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: format {record.get('format')!r:.40}, this version reads {FORMAT}; use the one that wrote it"
         )
-    needed = {"config": HEADS[record["kind"]].FROM_TARGET, "target": TARGET_TYPES.keys() - {"quantize", "adapter"}}
-    for section, keys in {**needed, "provenance": set()}.items():
+    for section in ("config", "target", "provenance"):
         if not isinstance(record.get(section), dict):
             raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
-        if absent := keys - record[section].keys():
-            raise UserError(f"{file}: draftsmith.{section} lacks {min(absent)}; fetch or train it again")
+    if absent := TARGET_TYPES.keys() - {"quantize", "adapter"} - record["target"].keys():
+        raise UserError(f"{file}: draftsmith.target lacks {min(absent)}; fetch or train it again")
     for name, types in TARGET_TYPES.items():
         value = record["target"].get(name)
         if not isinstance(value, types) or (isinstance(value, str) and not value.isprintable()):
             raise UserError(f"{file}: draftsmith.target.{name}: got {value!r:.80}; fetch or train it again")
-    if record.get("seal") != seal(record):
-        raise UserError(f"{file}: draftsmith was changed since it was saved; fetch or train it again")
     return record
 
 
 def check_loaders(path: str | Path, *, name: str = "HEAD", base: str = "TARGET", steps: int = 1) -> list[Verdict]:
-    """What engines make of a saved head, as `heads.formats.contract.check_folder` says."""
+    """Return the engines' verdicts on a saved head, by `heads.formats.contract.check_folder`."""
     folder = find_head(path)
     record = read_config(folder)
-    kind = record["kind"]
-    return check_folder(folder, kind, HEADS[kind].weights_file, record["target"], name=name, base=base, steps=steps)
+    form = HEADS[record["kind"]].format
+    return check_folder(folder, form, record["kind"], record["target"], name=name, base=base, steps=steps)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects of a JSON value lie more than so many levels in each other."""
+    """Return True if lists and objects of a JSON value are nested deeper than `levels`."""
     holders = [value]
     for _ in range(levels + 1):
         items = [holder.values() if isinstance(holder, dict) else holder for holder in holders]

@@ -19,11 +19,12 @@ from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
 )
-"""Names of a model's config that `fresh` may not set."""
+"""Names in a model's config that `fresh` must not set."""
 
 
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
-    """The causal LM at `path`, in float32. UserError if it cannot be masked as a draft is, or has another tokenizer."""
+    """Load the causal LM at `path` in float32. UserError if it cannot take the masks of a draft, or has another
+    tokenizer."""
     check_tokenizers(path, target.name)
     loaded = load_target(path, dtype=torch.float32)
     if loaded.start_token not in (None, target.start_token):
@@ -38,7 +39,7 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
 
 
 def check_tokenizers(path: str, target: str) -> None:
-    """Refuse a draft whose token ids are not the target's, naming the first that differs."""
+    """Refuse a draft whose token ids are not the target's. UserError names the first that differs."""
     vocabularies = [load_tokenizer(name).get_vocab() for name in (target, path)]
     ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
     for number in sorted(ours.keys() | theirs.keys()):
@@ -50,7 +51,7 @@ def check_tokenizers(path: str, target: str) -> None:
 
 
 def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
-    """A copy of the target with the decoder layers `layers` alone; embeddings, final norm and output head stay."""
+    """Copy the target with the decoder layers `layers` alone; embeddings, final norm and output head stay."""
     n = target.num_layers
     for k in layers:
         if not 0 <= k < n:
@@ -86,7 +87,7 @@ def keep_layers(target: FrozenTarget, layers: Sequence[int]) -> PreTrainedModel:
 
 
 def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedModel:
-    """A random model of the target's family: the target's config with `changes`."""
+    """Make a random model of the target's family: the target's config with `changes`."""
     config = _own_config(target)
     settings = config.to_dict()
     known = sorted(settings.keys() | (config.attribute_map or {}).keys())
@@ -136,13 +137,13 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
 
 
 def empty_model(record: dict[str, Any]) -> PreTrainedModel:
-    """The model that `model_record` described, with weights yet to come."""
+    """Make the model that `model_record` describes, with weights to be loaded later."""
     kept = {name: value for name, value in record.items() if name not in ("model_type", "transformers_version")}
     return _from_config(AutoConfig.for_model(record["model_type"], **kept))
 
 
 def model_record(model: PreTrainedModel) -> dict[str, Any]:
-    """A model's config as plain values."""
+    """Return a model's config as plain values."""
     record: dict[str, Any] = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     for name in ("dtype", "_name_or_path"):
         record.pop(name, None)

@@ -17,8 +17,6 @@ slots of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,15 +25,28 @@ from transformers import PreTrainedModel
 
 from heads.backends.draft_reader import Parts, Reader, positions_of
 from heads.backends.slot_mapping import Drafted, Observed, round_up
-from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
+from heads.base import (
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    from_plain,
+    given,
+)
 from heads.draft_lm import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
 from heads.errors import UserError
+from heads.formats.base import Format, check_tensors
+from heads.formats.draft_model import FORMAT
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
-from heads.target.encoder_decoder import find_base
+from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
-from heads.target.frozen import FrozenTarget, decode, load_tokenizer, packed_visible
+from heads.target.frozen import FrozenTarget, decode, packed_visible
+from heads.target.hub import name_of
 from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 
@@ -60,8 +71,8 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
-    """All that the head's function and its training loss depend on; one of `path`, `layers` and `fresh` is given."""
+class DraftSettings:
+    """What a recipe may say of the head; one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
     """A smaller model with the target's tokenizer: a folder or a Hub id."""
@@ -77,12 +88,6 @@ class DraftConfig:
     """`jsd` only: weight of the target's distribution in the mixture. Null: 0.5."""
     lora: LoraSettings | None = None
     """Adapters to train. Null: all weights are trained."""
-    model: dict[str, Any]
-    """The draft's own config, by which it is made again."""
-    vocab_size: int
-    """The target's vocabulary, and the rows of the draft's embeddings."""
-    common_size: int
-    """Tokens that can be drafted, from the first: the draft's own vocabulary held no more."""
 
     def __post_init__(self) -> None:
         if self.loss not in (*LOSSES, LABELS):
@@ -92,25 +97,24 @@ class DraftConfig:
         if self.beta is not None and not 0 < self.beta < 1:
             raise UserError(f"head.beta: expected a number between 0 and 1, got {self.beta}")
 
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(DraftSettings):
+    """All that the head's function and its training loss depend on."""
+
+    model: dict[str, Any]
+    """The draft's own config, by which it is made again."""
+    vocab_size: int
+    """The target's vocabulary, and the rows of the draft's embeddings."""
+    common_size: int
+    """Tokens that can be drafted, from the first: the draft's own vocabulary held no more."""
+
     @property
     def divergence(self) -> Divergence:
-        """What the rows' loss is."""
+        """Return the divergence of the loss."""
         if self.beta is not None:
-            return partial(jsd, beta=self.beta)
+            return jsd(beta=self.beta)
         return LOSSES["cross_entropy" if self.loss == LABELS else self.loss]
-
-
-def typed_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as YAML and JSON give them, in the types of `DraftConfig`."""
-    typed = dict(settings)
-    if typed.get("layers") is not None:
-        typed["layers"] = tuple(typed["layers"])
-    if typed.get("lora") is not None:
-        given = {name: value for name, value in typed["lora"].items() if value is not None}
-        if "modules" in given:
-            given["modules"] = tuple(given["modules"])
-        typed["lora"] = LoraSettings(**given)
-    return typed
 
 
 SOURCES = ("path", "layers", "fresh")
@@ -120,7 +124,7 @@ ROWS = 1024
 
 @dataclass
 class DraftState:
-    """What one batch of sequences drafts with.
+    """Static tensors of one batch of sequences.
 
     Slot p of the cache holds position p, the last one padding. Expanded nodes go to the slots behind their root's.
     """
@@ -134,12 +138,11 @@ class DraftState:
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
 
 
-class Draft(nn.Module):
+class Draft(nn.Module, DraftHead):
     """The head. What it saves is a Hugging Face causal LM."""
 
-    Config: ClassVar[type[DraftConfig]] = DraftConfig
-    FROM_TARGET = frozenset({"model", "vocab_size", "common_size"})
-    weights_file: ClassVar[str] = "model.safetensors"
+    Settings: ClassVar[type[DraftSettings]] = DraftSettings
+    format: ClassVar[Format] = FORMAT
     aux_layer_ids: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 
@@ -150,36 +153,39 @@ class Draft(nn.Module):
         self.model = untyped.eval()  # without dropout: what is trained is what drafts
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Draft":
-        given = [name for name in SOURCES if name in settings]
-        if len(given) != 1:
+    def for_target(cls, settings: DraftSettings, target: FrozenTarget, token_counts: Tensor) -> "Draft":
+        said = given(settings)
+        sources = [name for name in SOURCES if name in said]
+        if len(sources) != 1:
             raise UserError(
                 f"head: a draft needs one of path (a smaller model), layers (of the target, to keep) and fresh "
-                f"(a config), got {' and '.join(given) or 'none'}"
+                f"(a config), got {' and '.join(sources) or 'none'}"
             )
-        typed = typed_settings(settings)
-        # Settings are checked before a large model is loaded.
-        DraftConfig(**typed, model={}, vocab_size=target.vocab_size, common_size=target.vocab_size)
         make: dict[str, Callable[[], PreTrainedModel]] = {
-            "path": lambda: load_smaller(typed["path"], target),
-            "layers": lambda: keep_layers(target, typed["layers"]),
-            "fresh": lambda: fresh_model(target, typed["fresh"]),
+            "path": lambda: load_smaller(said["path"], target),
+            "layers": lambda: keep_layers(target, said["layers"]),
+            "fresh": lambda: fresh_model(target, said["fresh"]),
         }
-        model = make[given[0]]()
+        model = make[sources[0]]()
         common = fit_vocabulary(model, target.vocab_size)
-        config = DraftConfig(**typed, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
+        if settings.path is not None:
+            said["path"] = name_of(settings.path)
+        config = DraftConfig(**said, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
         return cls(config, model)
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Draft":
-        made = DraftConfig(**typed_settings(config))
+        made = from_plain(DraftConfig, config)
         model: Any = empty_model(made.model)
         if not 0 < made.common_size <= made.vocab_size == model.get_output_embeddings().weight.shape[0]:
             raise UserError(
                 f"draftsmith.config: vocab_size {made.vocab_size} and common_size {made.common_size} do not fit a "
                 f"model of {model.get_output_embeddings().weight.shape[0]} tokens"
             )
-        return cls(made, model)
+        head = cls(made, model)
+        check_tensors(head.to_checkpoint(), weights)
+        head.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
+        return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         """Hugging Face's names; a tied weight once."""
@@ -190,16 +196,6 @@ class Draft(nn.Module):
                 weights[name] = tensor.detach()
             seen.add(id(tensor))
         return weights
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(weights, strict=False)  # what is left out is tied to what is there
-
-    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        return {**self.config.model, "dtype": dtype, "torch_dtype": dtype}
-
-    def write_beside(self, folder: Path, target: dict[str, Any]) -> None:
-        """The tokenizer's files, so that the folder is a whole model."""
-        load_tokenizer(target["name"]).save_pretrained(folder)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
@@ -216,6 +212,11 @@ class Draft(nn.Module):
                 assert moved is not None
                 module._buffers[key] = buffer.to(moved.device)
         return self
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        model: PreTrainedModel = self.model
+        return model
 
     @property
     def base(self) -> nn.Module:
@@ -296,6 +297,17 @@ class Draft(nn.Module):
         hits = correct.sum(1).float()
         chains = torch.full_like(hits, correct.shape[1])
         return HeadLoss(loss, sums, {"correct": hits, "accepted": hits, "chains": chains, "overlap": overlap})
+
+    def bytes_per_round(self, state: DraftState) -> RoundReads:
+        """A step reads some rows of its embeddings, unless they are its output head too, and nothing of an encoder."""
+        output, reader = self.output.head.weight, state.reader
+        products = [] if reader.decoder is None else [p for kind in reader.decoder.products().values() for p in kind]
+        width = 2 if any(product.packed is not None for product in products) else output.element_size()
+        stack: Any = decoder_of(self.base)
+        table = stack.get_input_embeddings().weight
+        weights = {p.data_ptr(): p.numel() for p in stack.parameters() if p.data_ptr() != table.data_ptr()}
+        read = width * sum((weights | {output.data_ptr(): output.numel()}).values())
+        return RoundReads(state.shape.depth * read, 0, self.config.common_size)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

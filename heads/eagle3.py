@@ -12,17 +12,18 @@ vocabulary.
 Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
-from heads.base import SharedLayers
+from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError
-from heads.formats.eagle3 import eagle3_engine_config
-from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
+from heads.formats.base import Format, check_tensors
+from heads.formats.eagle3 import FORMAT
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
@@ -32,21 +33,15 @@ from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(BlockConfig):
-    """Everything that the head's function and its training loss depend on."""
+class Eagle3Settings(BlockSettings):
+    """What a recipe may say of the head."""
 
-    vocab_size: int
-    """The target's vocabulary: the width of its logits."""
-    num_target_layers: int
-    """Decoder layers of the target."""
-    aux_layer_ids: tuple[int, ...]
-    """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. By default
-    layers 2, n/2 and n - 3 of a target of n layers."""
-    draft_vocab_size: int
-    """Tokens the head can draft: the most frequent in the training data. By default 32,000, or the whole vocabulary of
-    a smaller target."""
-    max_position_embeddings: int
-    """Context length, for engines; the head itself has no limit."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. Null: layers
+    2, n/2 and n - 3 of a target of n layers."""
+    draft_vocab_size: int | None = None
+    """Tokens the head can draft: the most frequent in the training data. Null: 32,000, or the whole vocabulary of a
+    smaller target."""
     depth: int = 7
     """Steps of the training-time test."""
     depth_decay: float = 0.8
@@ -59,6 +54,20 @@ class Eagle3Config(BlockConfig):
     norm_output: bool = False
     """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository reads neither of
     the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(BlockConfig, Eagle3Settings):
+    """Everything that the head's function and its training loss depend on."""
+
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    num_target_layers: int
+    """Decoder layers of the target."""
+    max_position_embeddings: int
+    """Context length, for engines; the head itself has no limit."""
+    aux_layer_ids: tuple[int, ...] = field()
+    draft_vocab_size: int = field()
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -88,8 +97,8 @@ class Eagle3Layer(nn.Module):
 class Eagle3(Recurrent):
     """The head. Its tensors bear the names that SGLang, vLLM and the EAGLE repository read."""
 
-    Config: ClassVar[type[Eagle3Config]] = Eagle3Config
-    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings"})
+    Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
+    format: ClassVar[Format] = FORMAT
     config: Eagle3Config
     d2t: Tensor
     t2d: Tensor
@@ -98,7 +107,8 @@ class Eagle3(Recurrent):
         super().__init__()
         check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
         D, L = config.hidden_size, len(config.aux_layer_ids)
-        self.config = config
+        self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.fc_norm = (
             nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
@@ -111,12 +121,12 @@ class Eagle3(Recurrent):
         self.register_buffer("kept", kept_ids(d2t), persistent=False)
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
+    def for_target(cls, settings: Eagle3Settings, target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
         check_one_width(target, "eagle3")
         aux_layer_ids = (
-            check_aux_layer_ids(settings["aux_layer_ids"], target.num_layers)
-            if "aux_layer_ids" in settings
-            else default_aux_layer_ids(target.num_layers)
+            default_aux_layer_ids(target.num_layers)
+            if settings.aux_layer_ids is None
+            else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
         )
         defaults = {
             "hidden_size": target.hidden_size,
@@ -124,9 +134,9 @@ class Eagle3(Recurrent):
             "num_target_layers": target.num_layers,
             "max_position_embeddings": target.context_length,
             "draft_vocab_size": min(32_000, target.vocab_size),
-            **block_settings(target.config, settings.get("num_attention_heads")),
+            **block_settings(target.config, settings.num_attention_heads),
         }
-        config = Eagle3Config(**{**defaults, **settings, "aux_layer_ids": aux_layer_ids})
+        config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
         head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
         norm = final_norm_scale(target.base, target.layers, target.hidden_size)
         head.initialise(target.lm_head_weight, norm, aux_scales(target, aux_layer_ids, token_counts))
@@ -135,33 +145,22 @@ class Eagle3(Recurrent):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
-        made = Eagle3Config(**{**config, "aux_layer_ids": tuple(config["aux_layer_ids"])})
-        return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        made = from_plain(Eagle3Config, config)
+        head = cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        check_tensors(head.to_checkpoint(), weights)
+        head.load_state_dict({"d2t": head.d2t, "t2d": head.t2d} | weights)
+        return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         weights = {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
         return weights | tables_to_save(self.d2t, self.t2d)
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        self.load_state_dict({"d2t": self.d2t, "t2d": self.t2d} | weights)
-
-    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        return eagle3_engine_config(self.config, target, dtype)
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.config.aux_layer_ids
-
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        return tuple(self.config.depth_decay**k for k in range(self.config.depth))
 
     @torch.no_grad()
     def initialise(self, lm_head: Tensor, norm: Tensor, aux_scales: Tensor) -> None:
         """Start where the target is, at unit size.
 
         Fuse to the target's highest auxiliary layer over its scale; read out with the target's own final norm (D,) and
-        output head (V, D). tap_scales (L,): the root mean square of each auxiliary hidden states.
+        output head (V, D). aux_scales (L,): the root mean square of each auxiliary hidden state.
         """
         D = self.config.hidden_size
         for module in self.modules():

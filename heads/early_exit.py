@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -22,10 +22,10 @@ from heads.tree import Proposal, TreeShape
 
 @dataclass(frozen=True)
 class EarlyExitConfig:
-    """All that it depends on, beside the target."""
+    """Settings of an early exit."""
 
     layers: int
-    """Layers before the exit."""
+    """Number of layers before the exit."""
 
 
 class FirstLayers(nn.Module):
@@ -53,7 +53,7 @@ class FirstLayers(nn.Module):
         return head
 
 
-class EarlyExit:
+class EarlyExit(Drafter):
     """Drafts as a draft model does, by layers that are the target's."""
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class EarlyExit:
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "EarlyExit":
-        """`number`: the layers before the exit."""
+        """Make the draft from a `number` of layers before the exit."""
         if not 1 <= number < target.num_layers:
             raise UserError(
                 f"early_exit:{number}: {target.name} has {target.num_layers} layers; name 1 to {target.num_layers - 1}"
@@ -84,3 +84,6 @@ class EarlyExit:
 
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
         return self.draft.propose(state, pick)
+
+    def bytes_per_round(self, state: DraftState) -> RoundReads:
+        return self.draft.bytes_per_round(state)

@@ -1,21 +1,21 @@
-"""The one error that users cause and can mend."""
+"""UserError, the one error that users cause and can fix."""
 
 import logging
 from functools import cache
 
 
 class UserError(ValueError):
-    """One clear line: what was expected, what came, what to do. Commands print it and exit with status 2."""
+    """An error in one clear line: expected, got, what to do. Commands print it and exit with status 2."""
 
 
 def shown(value: object) -> str:
-    """A value in an error's line, cut where it is long."""
+    """Return a value for an error's line, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without its trailing stop."""
+    """Return the first line of an error's text, without its trailing period."""
     text = str(error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
@@ -25,5 +25,5 @@ logger = logging.getLogger("draftsmith")
 
 @cache
 def warn_once(text: str) -> None:
-    """A warning, unless the process has given the very same one."""
+    """Give a warning, unless the process has given the same one before."""
     logger.warning(text)

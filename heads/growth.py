@@ -1,4 +1,4 @@
-"""Growing a draft tree below a root, and which of its nodes sees which.
+"""Growing of a draft tree below a root, with the masks of ancestors.
 
 Dynamic trees are EAGLE-2's (arXiv 2406.16858, section 4): each level expands the `top_k` likeliest nodes by the product
 of the draft's probabilities along the path, and the `nodes` - 1 likeliest of all candidates are kept. Static trees are
@@ -20,14 +20,14 @@ from heads.backends.triton import select
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
-"""Taken from a score per level in the ranking, so that a parent stands before a child of draft probability 1, whose
-logarithm rounding may bring above 0."""
+"""Amount taken from a score for each level in the ranking, so that a parent precedes a child of draft probability 1,
+whose logarithm may be rounded above 0."""
 
 Draw = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 """(logits (B, W, Vd), level, R) -> R children's target ids and log-probabilities, (B, W, R), best first."""
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens (B, W), parent rows (B, W) in the level before, paths (B, W, level), level) -> logits (B, W, Vd). A path
-holds the places of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
+holds the indices of a node's ancestors, the root's child first, and its own last: nodes expanded so far are numbered
 from 0, level by level, and the W that are being expanded come last."""
 
 
@@ -56,7 +56,7 @@ def grow(
 
 
 def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
-    """A dynamic tree of one node a level, without the operations that choose among several."""
+    """Grow a dynamic tree of one node a level, without the operations that choose among several."""
     B, K, device = len(root), shape.depth, root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
     tokens, steps, path = [root[:, None]], [constant((0.0,), device, torch.float32).expand(B, 1)], node[:, None]
@@ -84,13 +84,14 @@ def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, ex
         nodes = select.prune(nodes, penalties, shape.nodes)
     else:
         nodes = replace(nodes, depths=depths.expand(B, -1))
-    places = nodes.places if shape.depth > 1 else None
-    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, places)
+    expanded = nodes.places if shape.depth > 1 else None
+    return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, expanded)
 
 
 @cache
 def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The depths (T,) int64 of all that a dynamic tree draws, and what they take from a score, (T,) float32."""
+    """Return the depths (T,) int64 of all candidates of a dynamic tree, and the amounts (T,) float32 taken from their
+    scores."""
     levels = (0, *[1] * K, *(level for level in range(2, depth + 1) for _ in range(K * K)))
     penalties = DEPTH_PENALTY * torch.tensor(levels)
     return constant(levels, device), constant(tuple(penalties.tolist()), device, torch.float32)
@@ -99,7 +100,7 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
     assert shape.paths is not None
     B = len(root)
-    levels, parents, depths, places = _plan(shape.paths, root.device)
+    levels, parents, depths, indices = _plan(shape.paths, root.device)
     picked, logp = draw(logits, 1, levels[0].count)  # (B, 1, R)
     tokens, scores = root.new_empty(B, shape.nodes), logp.new_empty(B, shape.nodes)
     beam = select.place(tokens, scores, root, picked, logp, levels[0])  # (B, P)
@@ -107,14 +108,15 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
         logits = expand(beam, above.rows.expand(B, -1), above.paths.expand(B, -1, -1), k)
         picked, logp = draw(logits, k + 1, level.count)  # (B, P, R)
         beam = select.place(tokens, scores, root, picked, logp, level)
-    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, places.expand(B, -1))
+    return Proposal(tokens, parents.expand(B, -1), depths.expand(B, -1), scores, indices.expand(B, -1))
 
 
 @cache
 def _plan(
     paths: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[list[select.Level], Tensor, Tensor, Tensor]:
-    """A static tree's levels; its nodes' parents, depths, and places among those expanded; (1, N) each."""
+    """Return a static tree's levels, and its nodes' parents, depths and indices among the expanded nodes, (1, N)
+    each."""
     node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
     has_children = {path[:-1] for path in paths}
     expanded: list[tuple[int, ...]] = [()]  # the nodes expanded at the level before
@@ -149,6 +151,6 @@ def _plan(
 
 @cache
 def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers as a tensor on a device, sent there once: a CUDA graph cannot hold a copy from the host."""
+    """Return numbers as a tensor on a device, copied there once: a CUDA graph cannot hold a copy from the host."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

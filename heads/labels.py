@@ -1,4 +1,4 @@
-"""Which labels a head is trained on: the loss mask is indexed by the label, and no head looks across documents.
+"""Labels that a head is trained on. The loss mask is indexed by the label, and no head looks across documents.
 
 Letters: B batch, T tokens, R supervised labels, K depths, C rows of a chunk, V vocabulary.
 """
@@ -13,12 +13,12 @@ from torch.nn.functional import pad as padded
 from heads.base import Batch
 
 LABELS = "labels"
-"""The loss that sees the tokens of the data and no distribution of the target: their cross-entropy."""
+"""The loss that uses the tokens of the data and no distribution of the target: their cross-entropy."""
 
 
 def certain_of_labels(vocab_size: int) -> Callable[[Tensor], Tensor]:
-    """Labels (C,) -> the logits (C, V) of a target that is certain of them: with these in the place of its own, the
-    loss `cross_entropy`, of the target's likeliest token, is `labels`."""
+    """Return a function of labels (C,) that gives the logits (C, V) of a target that is certain of them. With it in
+    place of the target, the loss `cross_entropy` is `labels`."""
 
     def logits(labels: Tensor) -> Tensor:
         return torch.zeros(len(labels), vocab_size, device=labels.device).scatter_(1, labels[:, None], 1e4)
@@ -35,13 +35,13 @@ def supervised(loss_mask: Tensor, documents: Tensor, ahead: int, *, pad: bool = 
 
 
 def counts_by_depth(loss_mask: Tensor, documents: Tensor, ahead: int, depth: int) -> Tensor:
-    """(K,) float32: how many labels each depth k has, whose slots lie ahead + k tokens before them."""
+    """Return (K,) float32: the number of labels of each depth k, whose slots lie ahead + k tokens before them."""
     return torch.stack([supervised(loss_mask, documents, ahead + k).sum() for k in range(depth)]).float()
 
 
 def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens before:
-    slots (K, R), kept from running out of the row, and valid (K, R) bool where it lies in the label's document."""
+    """Return the labels of depth 0 (row and position, (R,) each), and for each depth k the slot ahead + k tokens
+    before: slots (K, R), clamped to the row, and valid (K, R) bool, True if the slot lies in the label's document."""
     row, label = supervised(batch.loss_mask, batch.documents, ahead, pad=True).nonzero(as_tuple=True)
     slots = label - ahead - torch.arange(depth, device=label.device)[:, None]
     inside = slots.clamp_min(0)
@@ -51,7 +51,8 @@ def label_slots(batch: Batch, ahead: int, depth: int) -> tuple[Tensor, Tensor, T
 def chain_metrics(
     correct: Tensor, valid: Tensor, overlap: Tensor, row: Tensor, slots: Tensor, shape: Any
 ) -> dict[str, Tensor]:
-    """A HeadLoss's metrics: correct, valid (K, R) bool and overlap (K,) by label -> sums over rows of (B, T) `shape`.
+    """Compute the metrics of a HeadLoss: correct, valid (K, R) bool and overlap (K,) by label -> sums over rows of (B,
+    T) `shape`. `accepted` counts the slots with correct guesses so far, `chains` those with labels so far.
 
     `accepted` counts the slots whose guesses were right so far, `chains` those that had labels so far.
     """

@@ -1,10 +1,10 @@
-"""The one decoder block that heads share, under the key names of the published checkpoints.
+"""The decoder block that heads share, under the key names of the published checkpoints.
 
 Letters: B batch, T tokens, D hidden, H query heads, d head dimension, I intermediate width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,38 +15,50 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from heads.errors import UserError
 
 MOST = 2**53
-"""Of a setting: beyond it whole numbers are no floating-point numbers."""
+"""Largest value of a setting: larger whole numbers are not exact as floating-point numbers."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockSettings:
+    """The settings of a head's decoder block."""
+
+    intermediate_size: int | None = None
+    """Width of the MLP. Null: the target's."""
+    num_attention_heads: int | None = None
+    """Attention heads. Null: the target's."""
+    num_key_value_heads: int | None = None
+    """Heads of keys and values, shared by groups of attention heads. Null: the target's."""
+    head_dim: int | None = None
+    """Width of one attention head. Null: the target's."""
+    rms_norm_eps: float | None = None
+    """Epsilon of the norms. Null: the target's."""
+    rope_theta: float | None = None
+    """Base of the rotary positions. Null: the target's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(BlockSettings):
     """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
     """Width of the residual stream: the target's."""
-    intermediate_size: int
-    """Width of the MLP."""
-    num_attention_heads: int
-    """Attention heads."""
-    num_key_value_heads: int
-    """Heads of keys and values, shared by groups of attention heads."""
-    head_dim: int
-    """Width of one attention head."""
-    rms_norm_eps: float
-    """Epsilon of the norms."""
-    rope_theta: float
-    """Base of the rotary positions."""
+    intermediate_size: int = field()
+    num_attention_heads: int = field()
+    num_key_value_heads: int = field()
+    head_dim: int = field()
+    rms_norm_eps: float = field()
+    rope_theta: float = field()
 
     def check_block(self) -> None:
         """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
-        for field in fields(BlockConfig):
-            value, whole = getattr(self, field.name), field.type is int
+        for part in fields(BlockConfig):
+            value, whole = getattr(self, part.name), part.type is int
             if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:
                 what = "whole number" if whole else "number"
-                raise UserError(f"head.{field.name}: expected a {what} above 0 and below 2^53, got {value!r}")
+                raise UserError(f"head.{part.name}: expected a {what} above 0 and below 2^53, got {value!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"head.num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -71,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class _Normed(torch.autograd.Function):
-    """Keeps its input alone, and takes half of autograd's time."""
+    """RMS norm that saves only its input for the backward pass, in half of autograd's time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,7 +104,7 @@ class _Normed(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; what attends to what is the caller's `attend`."""
+    """Projections of grouped-query attention, with attention by the caller's `attend`."""
 
     def __init__(self, config: BlockConfig, input_size: int) -> None:
         super().__init__()
@@ -125,7 +137,8 @@ class MLP(nn.Module):
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864); angles in float32 or wider."""
+    """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
+    wider."""
     wide = torch.promote_types(dtype, torch.float32)
     inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
     angles = positions[:, None, :, None] * inverse  # (B, 1, T, d / 2)
@@ -134,7 +147,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the halves of each head against each other, as Llama-family checkpoints do: x (B, H, T, d)."""
+    """Rotate the two halves of each head, as Llama-family checkpoints do: x (B, H, T, d)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -152,7 +165,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor
 
 
 def attention_of_groups(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """The same for any number of heads, by one key head's attention over all its queries."""
+    """Compute the same for any number of heads, by one key head's attention over all its queries."""
     (B, H, T, _), Hkv = q.shape, k.shape[1]
     grouped = q.reshape(B, Hkv, H // Hkv * T, -1)
     seen = visible[:, None].repeat(1, 1, H // Hkv, 1)  # (B, 1, G * T, E)

@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena, 2023): the draft is what followed the last time the text ended as it does now. No training.
+"""Prompt lookup (Saxena, 2023): the draft continues the text as an earlier match of its last tokens did. No training.
 
 Of the n newest tokens, n as large as the text allows up to `ngram`, the latest earlier occurrence is looked up in
 prompt and output; the tokens after it are proposed. A draft that runs past the newest token goes on with itself, so a
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, is_chain
 
 NOTHING = -1
-"""Stands where there is no token; equal to none."""
+"""Id in place of a missing token; equal to no token."""
 LONGEST = 100
-"""Every length up to the longest is looked for."""
+"""Maximum length of a match; every length up to it is searched."""
 
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """All that it depends on."""
+    """Settings of prompt lookup."""
 
     ngram: int = 3
-    """The longest match looked for; a longer one says no more."""
+    """Length of the longest match. Longer matches add nothing."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ngram <= LONGEST:
@@ -38,14 +38,14 @@ class LookupConfig:
 
 @dataclass
 class LookupState:
-    """The text of each row; slot t holds x_t, the last slot takes padding."""
+    """Text of each row: slot t holds x_t, and the last slot takes padding."""
 
     shape: TreeShape
     tokens: Tensor  # (B, S + 1) int64
     length: Tensor  # (B,) int64, the root's position: tokens up to it are known
 
 
-class Lookup:
+class Lookup(Drafter):
     """Drafts chains by n-gram matches in the text so far."""
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Lookup:
 
     @classmethod
     def for_target(cls, number: int, target: FrozenTarget) -> "Lookup":
-        """`number`: the longest match, in tokens. Any target will do."""
+        """Make a drafter whose longest match has `number` tokens. Any target will do."""
         return cls(LookupConfig(number), target.device)
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
@@ -72,9 +72,9 @@ class Lookup:
     def extend(self, state: LookupState, observation: Observation) -> None:
         tokens, count = observation.tokens, observation.count
         offset = torch.arange(tokens.shape[1], device=tokens.device)
-        junk = state.tokens.shape[1] - 1
+        padding = state.tokens.shape[1] - 1
         known = (offset <= count[:, None]) & (count > 0)[:, None]  # the rows observed, and the root
-        state.tokens.scatter_(1, torch.where(known, observation.start[:, None] + offset, junk), tokens)
+        state.tokens.scatter_(1, torch.where(known, observation.start[:, None] + offset, padding), tokens)
         state.length.copy_(torch.where(count > 0, observation.start + count, state.length))
 
     def propose(self, state: LookupState, pick: Pick) -> Proposal:

@@ -1,4 +1,4 @@
-"""What a draft distribution q is trained by, against the target's distribution p; computed in chunks of rows.
+"""Losses of a draft distribution q against the target's distribution p, computed in chunks of rows.
 
 No float32 tensor of (all rows) x (vocabulary) ever exists: for one chunk the target's logits are formed once, the
 draft's logits of each depth one after the other, and the gradient is taken while they are at hand (the
@@ -8,7 +8,6 @@ output weights.
 Letters: R supervised labels, C rows of a chunk, K depths, D hidden, V target vocabulary, Vd draft vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -30,8 +29,8 @@ SPAN = 128
 
 
 class Distribution:
-    """The distributions of C rows over the draft vocabulary, softmax of their logits; what only some losses ask is made
-    once."""
+    """The distributions of C rows over the draft vocabulary, softmax of their logits. What only some losses need is
+    computed when it is first asked for."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits  # (C, Vd), at least float32
@@ -71,36 +70,44 @@ def likeliest(logits: Tensor) -> Tensor:
 
 Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
 """(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
-of its own.
+of its own. scripts/bench_losses.py times gradients written out against those that autograd finds."""
 
-Written out, because a step spends much of its time here: through q = softmax(z), a gradient g in q becomes
-q * (g - sum q g). Each pass over (C, Vd) counts, exp and log above all."""
+
+def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
+    """The divergence whose rows (C,) are `value` of the draft's log-probabilities (C, Vd) and the target's p."""
+
+    def divergence(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            logits = q.logits.detach().requires_grad_()
+            rows = value(logits.log_softmax(-1), p)
+            (grad,) = torch.autograd.grad(rows.sum(), logits)
+        return rows.detach(), grad
+
+    return divergence
 
 
 def kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
-    """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which no gradient sees."""
+    """KL(p || q), EAGLE-3's soft cross-entropy (arXiv 2503.01840) less the entropy of p, which has no gradient."""
     return p.negative_entropy - vecdot(p.probs, q.logits) + q.lse, q.probs - p.probs
 
 
-def cross_entropy(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+@by_autograd
+def cross_entropy(logq: Tensor, p: Distribution) -> Tensor:
     """-log q of the target's likeliest token."""
-    best = p.best[:, None]
-    value = q.lse - q.logits.gather(-1, best)[:, 0]
-    return value, q.probs.scatter_add(-1, best, torch.full_like(q.probs[:, :1], -1.0))
+    return -logq.gather(-1, p.best[:, None])[:, 0]
 
 
-def reverse_kl(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
+@by_autograd
+def reverse_kl(logq: Tensor, p: Distribution) -> Tensor:
     """KL(q || p); p is kept from zero, where the divergence would be infinite."""
-    ratio = q.logs - p.logs.clamp_min(-23.0)
-    value = vecdot(q.probs, ratio)
-    return value, ratio.sub_(value[:, None]).mul_(q.probs)
+    value: Tensor = vecdot(logq.exp(), logq - p.logs.clamp_min(-23.0))
+    return value
 
 
-def total_variation(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
-    """1 - sum min(p, q), what rejection sampling rejects (Leviathan et al., arXiv 2211.17192, corollary 3.6)."""
-    below = (q.probs < p.probs).to(q.probs.dtype)
-    held = below.mul_(q.probs)
-    return 1 - torch.minimum(q.probs, p.probs).sum(-1), (q.probs * held.sum(-1, keepdim=True)).sub_(held)
+@by_autograd
+def total_variation(logq: Tensor, p: Distribution) -> Tensor:
+    """1 - sum min(p, q), the rate of rejection in rejection sampling (Leviathan et al., arXiv 2211.17192, cor. 3.6)."""
+    return (logq.exp() - p.probs).relu().sum(-1)  # the same sum, with the cheapest gradient
 
 
 def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
@@ -110,15 +117,20 @@ def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, T
     return -acceptance.log(), grad.div_(acceptance[:, None])
 
 
-def jsd(q: Distribution, p: Distribution, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
+def jsd(beta: float = 0.5) -> Divergence:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, 0 < beta < 1 (Agarwal et al., arXiv
     2306.13649, section 2): divided by beta, close to KL(p || q) for a small one; by 1 - beta, to KL(q || p) for a
     large."""
-    logm = torch.logaddexp(p.logs + math.log(beta), q.logs + math.log1p(-beta))
-    ratio = q.logs - logm
-    reverse = vecdot(q.probs, ratio)  # KL(q || m)
-    value = beta * vecdot(p.probs, p.logs - logm) + (1 - beta) * reverse
-    return value, ratio.sub_(reverse[:, None]).mul_(q.probs).mul_(1 - beta)
+
+    @by_autograd
+    def value(logq: Tensor, p: Distribution) -> Tensor:
+        q = logq.exp()
+        m = (beta * p.probs + (1 - beta) * q).clamp_min(1e-30)
+        # The entropy of m less those of p and q.
+        divergence: Tensor = beta * p.negative_entropy + (1 - beta) * vecdot(q, logq) - vecdot(m, m.log())
+        return divergence
+
+    return value
 
 
 def kl_tv(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
@@ -136,7 +148,7 @@ LOSSES: dict[str, Divergence] = {
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
-    "jsd": jsd,
+    "jsd": jsd(),
     "kl_tv": kl_tv,
 }
 
@@ -209,13 +221,13 @@ class _DraftLoss(torch.autograd.Function):
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         with torch.autocast(states.device.type, enabled=False):
             width = target_logits(hidden[:1]).shape[-1]
-            places = _places(kept, width)
+            draft_ids = _draft_ids(kept, width)
             C = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
             for start in range(0, R, C):
                 part = slice(start, start + C)
                 logits = target_logits(hidden[part]).to(wide)  # (C, V)
                 whole = Distribution(logits)
-                place = places[whole.best]  # (C,) where the draft vocabulary holds the likeliest token, -1 if nowhere
+                best = draft_ids[whole.best]  # (C,) the likeliest token's id in the draft vocabulary, -1 if it has none
                 p, acceptable = whole, whole.probs
                 if len(kept) < width:
                     p = Distribution(logits.index_select(1, kept))
@@ -233,7 +245,7 @@ class _DraftLoss(torch.autograd.Function):
                     if soft_cap is not None:
                         grad = grad * (1 - bend * bend)
                     grad = grad.to(states.dtype)
-                    counted = live & (place >= 0)
+                    counted = live & (best >= 0)
                     rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales what is D wide, not Vd
                     grad_states[k, part] = (grad @ matrix) * rows
                     if grad_weight is None:
@@ -243,7 +255,7 @@ class _DraftLoss(torch.autograd.Function):
                     else:
                         grad_weight += grad.T @ (state * rows)
                     sums[k] += vecdot(value, counted.to(wide))
-                    correct[k, part] = (q.best == place) & live
+                    correct[k, part] = (q.best == best) & live
                     overlap[k] += vecdot(torch.minimum(q.probs, acceptable).sum(-1), live.to(wide))
         ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
@@ -257,8 +269,8 @@ class _DraftLoss(torch.autograd.Function):
         return grad_states * grads[0], by_weight, *[None] * 8
 
 
-def _places(kept: Tensor, width: int) -> Tensor:
-    """(V,) int64: the place of each target id in the draft vocabulary, -1 where it has none."""
-    places = kept.new_full((width,), -1)
-    places[kept] = torch.arange(len(kept), device=kept.device)
-    return places
+def _draft_ids(kept: Tensor, width: int) -> Tensor:
+    """(V,) int64: the draft id of each target id, -1 where it has none."""
+    ids = kept.new_full((width,), -1)
+    ids[kept] = torch.arange(len(kept), device=kept.device)
+    return ids

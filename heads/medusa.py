@@ -15,7 +15,7 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,9 +23,21 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from heads.backends.torch.linear import Product
-from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
+from heads.base import (
+    Batch,
+    DraftHead,
+    HeadLoss,
+    Observation,
+    OwnTree,
+    Pick,
+    RoundReads,
+    SharedLayers,
+    from_plain,
+    given,
+)
 from heads.errors import UserError
-from heads.formats.medusa import field_name, medusa_engine_config
+from heads.formats.base import Format, check_tensors
+from heads.formats.medusa import FORMAT, field_name, to_field
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
@@ -71,15 +83,12 @@ AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig:
-    """Everything that the head's function and its training loss depend on, and the tree that fits it."""
+class MedusaSettings:
+    """What a recipe may say of the head."""
 
-    hidden_size: int
-    vocab_size: int
-    """The target's vocabulary: the width of its logits."""
-    draft_vocab_size: int
-    """Tokens the head can draft: the most frequent in the training data. By default the target's whole vocabulary, as
-    in the paper."""
+    draft_vocab_size: int | None = None
+    """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in
+    the paper."""
     depth: int = 5
     """Medusa heads; the k-th drafts the k-th draft token."""
     num_layers: int = 1
@@ -91,20 +100,32 @@ class MedusaConfig:
     draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     tree_nodes: int = 64
     """Nodes of the static tree, root included, which is grown from measured accuracies; 0 grows none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(MedusaSettings):
+    """Everything that the head's function and its training loss depend on, and the tree that fits it."""
+
+    hidden_size: int
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    draft_vocab_size: int = field()
     tree: tuple[Path, ...] | None = None
-    """That tree, each node but the root as the ranks on its path; None before anything is measured."""
+    """The static tree, each node but the root as the ranks on its path; None before it is measured."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self, also=LABELS)
         if not 1 <= self.num_layers <= MOST_LAYERS:
             raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
+        if self.tree is not None and not all(isinstance(rank, int) for path in self.tree for rank in path):
+            raise UserError(f"head.tree: expected paths of ranks, got {self.tree}")
         if self.tree_nodes != 0 and not 2 <= self.tree_nodes <= MOST_NODES:
             raise UserError(f"head.tree_nodes: expected 2 to {MOST_NODES}, or 0 for no tree, got {self.tree_nodes}")
 
 
 @dataclass
 class MedusaState:
-    """What one batch of sequences drafts with."""
+    """Static tensors of one batch of sequences."""
 
     shape: TreeShape
     root: Tensor  # (B,) int64
@@ -143,12 +164,12 @@ class Level:
         return self.out(z)[:, None]
 
 
-class Medusa(nn.Module):
+class Medusa(nn.Module, DraftHead):
     """The head. It is saved as the paper's own repository names its tensors."""
 
-    Config: ClassVar[type[MedusaConfig]] = MedusaConfig
-    weights_file: ClassVar[str] = "medusa_lm_head.safetensors"
-    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "tree"})
+    Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
+    format: ClassVar[Format] = FORMAT
+    config: MedusaConfig
     aux_layer_ids: tuple[int, ...] = ()
     token_map: Tensor | None
     kept: Tensor
@@ -163,17 +184,18 @@ class Medusa(nn.Module):
             )
         check_kept("token_map", kept, V)
         self.config = config
+        self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         self.blocks = nn.ModuleList(ResidualBlocks(D, config.num_layers) for _ in range(config.depth))
         self.lm_heads = nn.ModuleList(nn.Linear(D, config.draft_vocab_size, bias=False) for _ in range(config.depth))
         self.register_buffer("token_map", kept if len(kept) < V else None)  # engines want none where it says nothing
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Medusa":
+    def for_target(cls, settings: MedusaSettings, target: FrozenTarget, token_counts: Tensor) -> "Medusa":
         check_one_width(target, "medusa")
         D, V = target.hidden_size, target.vocab_size
         defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
-        config = MedusaConfig(**{**defaults, **settings})
+        config = MedusaConfig(**{**defaults, **given(settings)})
         head = cls(config, kept_ids(build_vocab(token_counts, config.draft_vocab_size)[0]))
         head.initialise(target.lm_head_weight)
         for out in head.lm_heads.parameters():
@@ -182,25 +204,20 @@ class Medusa(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
-        tree = config["tree"] and tuple(tuple(int(rank) for rank in path) for path in config["tree"])
-        made = MedusaConfig(**{**config, "tree": tree})
+        made = from_plain(MedusaConfig, config)
         if made.draft_vocab_size < made.vocab_size and "token_map" not in weights:
             raise UserError("lacks token_map; the draft vocabulary belongs inside the head")
-        return cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
+        head = cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
+        check_tensors(head.to_checkpoint(), weights)
+        head.load_state_dict({name: weights[field_name(name, made.num_layers)] for name in head.state_dict()})
+        return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        return {field_name(name, self.config.num_layers): value for name, value in self.state_dict().items()}
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        names = self.state_dict().keys()
-        self.load_state_dict({name: weights[field_name(name, self.config.num_layers)] for name in names})
-
-    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        return medusa_engine_config(self.config, target, dtype)
+        return to_field(self.state_dict(), self.config.num_layers)
 
     @property
-    def depth_weights(self) -> tuple[float, ...]:
-        return tuple(self.config.depth_decay**k for k in range(self.config.depth))
+    def own_tree(self) -> OwnTree | None:
+        return self if self.config.tree_nodes else None
 
     @property
     def tree(self) -> tuple[Path, ...] | None:
@@ -286,6 +303,11 @@ class Medusa(nn.Module):
         ids = None if self.token_map is None else self.kept
         return grow(state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids)
 
+    def bytes_per_round(self, state: MedusaState) -> RoundReads:
+        packed = any(level.out.packed is not None for level in state.levels)
+        width = 2 if packed else self.lm_heads[0].weight.element_size()  # type: ignore[operator]
+        return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
+
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:
         if depth > self.config.depth:
@@ -312,8 +334,6 @@ class Medusa(nn.Module):
     @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the static tree by how often each head's i-th candidate is the label, over held-out text."""
-        if self.config.tree_nodes == 0:
-            return
         ranks, valid = [], []
         for batch in batches:
             T = batch.tokens.shape[1]

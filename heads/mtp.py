@@ -14,17 +14,18 @@ Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
-from heads.base import SharedLayers
+from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
-from heads.formats.mtp import LAYOUTS, Layout, from_field, mtp_engine_config, read_native, to_field
-from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotation
+from heads.formats.base import Format, check_tensors
+from heads.formats.mtp import FORMAT, LAYOUTS, Layout, from_field, read_native, to_field
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.block import BlockMaker, block_record
@@ -32,38 +33,49 @@ from heads.target.families import block_settings, final_norm_scale
 from heads.target.frozen import FrozenTarget, check_one_width
 from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
 
-OF_THE_CHECKPOINT = {field.name for field in fields(BlockConfig)} - {"hidden_size"} | {"num_modules", "layout"}
+OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
 """Settings that native modules bring with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpConfig(BlockConfig):
+class MtpSettings(BlockSettings):
+    """What a recipe may say of the head."""
+
+    draft_vocab_size: int | None = None
+    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null:
+    the target's whole vocabulary; engines read no part of it."""
+    native: bool = False
+    """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
+    layout: str | None = None
+    """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`. Null: `mimo`, or
+    that of native modules."""
+    num_modules: int | None = None
+    """Modules. The last one is applied at all remaining steps. Null: 1, or the native ones."""
+    depth: int | None = None
+    """Steps to train. Null: 3, or as many as there are native modules if they are more."""
+    depth_decay: float = 0.6
+    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of their sum."""
+    loss: str = "kl"
+    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
+    `negative_log_acceptance`, `jsd` or `kl_tv`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
     vocab_size: int
     """The target's vocabulary: the width of its logits."""
     num_target_layers: int
     """Decoder layers of the target; the families that number modules go on from there."""
-    draft_vocab_size: int
-    """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. By
-    default the target's whole vocabulary; engines read no part of it."""
     max_position_embeddings: int
     """Context length, for engines; the head itself has no limit."""
-    native: bool = False
-    """Start from the modules that the target's checkpoint holds. They bring their own shape with them."""
     decoder: dict[str, Any] | None = None
     """Native: what the modules' blocks are made from, `heads.target.block.block_record`."""
+    draft_vocab_size: int = field()
     layout: str = "mimo"
-    """Family whose tensor names and order of the projection are used: `mimo`, `deepseek` or `qwen`."""
     num_modules: int = 1
-    """Modules. The last one is applied at all remaining steps."""
     depth: int = 3
-    """Steps to train."""
-    depth_decay: float = 0.6
-    """Weight of step k in the loss is depth_decay^(k - 1), as a fraction of their sum."""
-    loss: str = "kl"
-    """Divergence between the distributions of target and draft: `kl`, `cross_entropy`, `reverse_kl`, `total_variation`,
-    `negative_log_acceptance`, `jsd` or `kl_tv`."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -116,8 +128,8 @@ class MtpModule(nn.Module):
 class Mtp(Recurrent):
     """The head. It is saved beside the target's own config, under the names of the family that its layout names."""
 
-    Config: ClassVar[type[MtpConfig]] = MtpConfig
-    FROM_TARGET = frozenset({"hidden_size", "vocab_size", "num_target_layers", "max_position_embeddings", "decoder"})
+    Settings: ClassVar[type[MtpSettings]] = MtpSettings
+    format: ClassVar[Format] = FORMAT
     config: MtpConfig
     aux_layer_ids: tuple[int, ...] = ()
     d2t: Tensor
@@ -127,6 +139,8 @@ class Mtp(Recurrent):
         super().__init__()
         check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
         self.config, self.num_modules = config, config.num_modules
+        powers = [config.depth_decay**k for k in range(config.depth)]
+        self.depth_weights = tuple(power / sum(powers) for power in powers)
         D, hidden_first = config.hidden_size, self.layout.hidden_first
         self.rotary: tuple[nn.Module, ...] = ()  # in a tuple: no module of ours, whose frequencies `to` would round
         if config.decoder is None:
@@ -144,30 +158,30 @@ class Mtp(Recurrent):
         self.register_buffer("kept", kept_ids(d2t), persistent=False)
 
     @classmethod
-    def for_target(cls, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> "Mtp":
+    def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
         check_one_width(target, "mtp")
-        native = None
+        native, said = None, given(settings)
         defaults = {
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
             "num_target_layers": target.num_layers,
             "max_position_embeddings": target.context_length,
             "draft_vocab_size": target.vocab_size,
-            **block_settings(target.config, None if settings.get("native") else settings.get("num_attention_heads")),
+            **block_settings(target.config, None if settings.native else settings.num_attention_heads),
         }
-        if settings.get("native"):
+        if settings.native:
             embed: Any = target.shared.embed_tokens
             shared = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
             native = read_native(target.name, target.config, shared)
             defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
             defaults["decoder"] = block_record(target.config, native.count)
-            for name in sorted(OF_THE_CHECKPOINT & settings.keys()):
-                if settings[name] != defaults[name]:
+            for name in sorted(OF_THE_CHECKPOINT & said.keys()):
+                if said[name] != defaults[name]:
                     raise UserError(
-                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {settings[name]}; "
+                        f"head.{name}: the checkpoint's own modules have {defaults[name]}, got {said[name]}; "
                         "leave it out, or leave head.native out"
                     )
-        config = MtpConfig(**{**defaults, **settings})
+        config = MtpConfig(**{**defaults, **said})
         try:
             head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
         except (TypeError, AttributeError, LookupError) as error:  # what layers of unknown families raise
@@ -187,8 +201,11 @@ class Mtp(Recurrent):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
-        made = MtpConfig(**config)
-        return cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        made = from_plain(MtpConfig, config)
+        head = cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        check_tensors(head.to_checkpoint(), weights)
+        head.take_up(weights)
+        return head
 
     @property
     def layout(self) -> Layout:
@@ -198,11 +215,6 @@ class Mtp(Recurrent):
     def zero_first(self) -> bool:
         return self.layout.zero_first
 
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        powers = [self.config.depth_decay**k for k in range(self.config.depth)]
-        return tuple(power / sum(powers) for power in powers)
-
     def own(self) -> dict[str, Tensor]:
         """The modules' tensors under our own names."""
         return {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
@@ -211,7 +223,8 @@ class Mtp(Recurrent):
         modules = to_field(self.own(), self.layout, self.config.num_target_layers)
         return modules | tables_to_save(self.d2t, self.t2d)
 
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def take_up(self, weights: dict[str, Tensor]) -> None:
+        """Load tensors under the family's names, which are known to fit."""
         own = from_field(weights, self.own(), self.layout, self.config.num_target_layers)
         self.load_state_dict(own | {"d2t": self.d2t, "t2d": self.t2d})
 
@@ -226,10 +239,7 @@ class Mtp(Recurrent):
                     f"{name}: {key}: by config.json expected {expected.get(key, 'no such tensor')}, "
                     f"found {found.get(key, 'none')}; the modules of its checkpoint cannot be used"
                 )
-        self.load_weights(weights)
-
-    def engine_config(self, target: dict[str, Any], dtype: str) -> dict[str, Any]:
-        return mtp_engine_config(target)
+        self.take_up(weights)
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""The dtype in which this machine computes matrix products fastest, where exactness does not ask for another.
+"""The dtype of the fastest matrix products on this machine, for work that need not be exact.
 
 Training may run its products in bfloat16: on a GPU and on processors with bfloat16 instructions that is several times
 faster than float32, on all other processors several times slower. No flag tells which: a library may be limited to
@@ -15,15 +15,16 @@ from functools import cache
 import torch
 
 GAIN = 1.3
-"""How many times faster than float32 bfloat16 must be to be worth its rounding."""
+"""Factor by which bfloat16 must be faster than float32 to be worth its rounding."""
 REPEATS = 5
 ROWS, WIDTH = 256, 512
-"""A product of a small head; 0.13 GFLOP, some milliseconds on a slow processor."""
+"""Shape of a product of a small head: 0.13 GFLOP, some milliseconds on a slow processor."""
 
 
 @cache
 def bfloat16_gain() -> float:
-    """How many times faster a CPU's products are in bfloat16 than in float32, measured once a process."""
+    """Return the factor by which a CPU's products are faster in bfloat16 than in float32, measured once in a
+    process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # by the time that one thread computes: other processes do not change it
     try:
@@ -33,14 +34,14 @@ def bfloat16_gain() -> float:
 
 
 def fastest_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where it makes products faster, else float32. A GPU is asked, a CPU is timed."""
+    """Return bfloat16 if it makes products faster, else float32. A GPU is queried, a CPU is timed."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return torch.bfloat16 if bfloat16_gain() >= GAIN else torch.float32
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The least time of one product among some."""
+    """Return the least time of one product among several."""
     x, weight = (torch.ones(n, WIDTH, dtype=dtype) for n in (ROWS, WIDTH))
 
     def once() -> float:

@@ -1,4 +1,4 @@
-"""What heads share that draft by recycling their own state: training through all steps, drafting over a cache.
+"""Heads that draft by recycling their own state: training through all steps, drafting over a cache.
 
 A step reads the embedding of one token and a state, and gives the state to recycle. EAGLE-3 (arXiv 2503.01840) applies
 one module at every step; DeepSeek's multi-token prediction (arXiv 2412.19437, section 2.2) has one for each of J steps,
@@ -18,7 +18,7 @@ cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.backends.recurrent_memory import Memory, TorchRecurrent, open_memory
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, Observed, round_up
-from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
+from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
@@ -44,7 +44,7 @@ CosSin = tuple[Tensor, Tensor]
 
 @dataclass
 class RecurrentState:
-    """What one batch of sequences drafts with.
+    """Static tensors of one batch of sequences.
 
     Slot p of a module's cache holds its key of token x_{p+1}. Drafted tokens go to the slots behind the observed ones,
     which true tokens take over later.
@@ -65,10 +65,9 @@ class RecurrentState:
         return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
 
-class Recurrent(nn.Module):
+class Recurrent(nn.Module, DraftHead):
     """A head that recycles its state: the part that is the same whatever a step computes."""
 
-    weights_file: ClassVar[str] = "model.safetensors"
     config: Any
     """Its `hidden_size`, `depth` (steps trained), `draft_vocab_size` and `loss` are read here."""
     kept: Tensor
@@ -85,7 +84,7 @@ class Recurrent(nn.Module):
 
     @property
     def zero_first(self) -> bool:
-        """Whether a step reads zeros in the place of the token at position 0."""
+        """True if a step reads zeros in place of the token at position 0."""
         return False
 
     def masked(self, embedding: Tensor, positions: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ class Recurrent(nn.Module):
         return embedding.masked_fill((positions == 0)[..., None], 0.0) if self.zero_first else embedding
 
     def normed(self, recycled: Tensor) -> Tensor:
-        """What the output head reads of a recycled state."""
+        """Return the input of the output head for a recycled state."""
         return recycled
 
     def lm_head_weight(self, shared: SharedLayers) -> Tensor:
@@ -141,8 +140,18 @@ class Recurrent(nn.Module):
         )
         return HeadLoss(loss, sums, chain_metrics(correct, valid, overlap, row, inside, batch.tokens.shape))
 
+    def bytes_per_round(self, state: RecurrentState) -> RoundReads:
+        """The output head is read at every level, the modules after the first of them; what fuses, to extend alone."""
+        K, J, parts = state.shape.depth, self.num_modules, self.parts()
+        width = 2 if isinstance(state.memory, CpuRecurrent) else next(self.parameters()).element_size()
+        own = width * sum(p.numel() for name, p in self.named_parameters() if name != "lm_head.weight")
+        fuse = width * parts.fuse.weight.numel() if parts is not None and parts.fuse is not None else 0
+        output = width * len(self.kept) * self.config.hidden_size
+        used = sum(J - min(level, J - 1) for level in range(1, K))
+        return RoundReads(K * output + used * (own - fuse) // J, own, len(self.kept))
+
     def parts(self) -> HeadParts | None:
-        """What is computed, for kernels; None where no description holds."""
+        """Return a description of the modules for kernels, or None if none applies."""
         return None
 
     @torch.no_grad()

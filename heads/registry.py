@@ -1,10 +1,11 @@
-"""The heads there are, and how one is made for a target."""
+"""Registry of the heads, and their construction for a target."""
 
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
+from heads.base import from_plain
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.early_exit import EarlyExit
@@ -21,13 +22,8 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 """kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
 
 
-def recipe_settings(kind: str) -> list[str]:
-    """The names of the settings that a recipe may give a head of this kind."""
-    return [field.name for field in fields(HEADS[kind].Config) if field.name not in HEADS[kind].FROM_TARGET]
-
-
 def kind_of(head: Any) -> str:
-    """The kind of which a head is."""
+    """Return the kind of a head."""
     return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
 
 
@@ -36,20 +32,21 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 
     token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    if forbidden := HEADS[kind].FROM_TARGET & given.keys():
-        raise UserError(f"head.{min(forbidden)}: decided by the target or measured; take it out of the recipe")
-    return HEADS[kind].for_target(given, target, token_counts)
+    head = HEADS[kind]
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    if others := chosen.keys() - {field.name for field in fields(head.Settings)}:
+        raise UserError(f"head.{min(others)}: decided by the target, or no setting at all; take it out of the recipe")
+    return head.for_target(from_plain(head.Settings, chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:
-    """The kind that a text such as `lookup:3` names; None where it is of no such form."""
+    """Return the kind in a text such as `lookup:3`, or None if it has another form."""
     kind, colon, _ = text.partition(":")
     return kind if colon and kind in UNTRAINED else None
 
 
 def build_untrained(text: str, target: FrozenTarget) -> Any:
-    """The drafter that `KIND:NUMBER` names."""
+    """Make the drafter that `KIND:NUMBER` names."""
     kind, _, number = text.partition(":")
     if not number.isdecimal():
         raise UserError(f"{text}: expected {kind} with a number, such as {kind}:3")

@@ -1,4 +1,4 @@
-"""Draft trees: the shapes that a text names, and the tensors that hold one.
+"""Draft trees: their shapes, parsed from text, and their tensors.
 
 A tree is two integer tensors, `tokens` (B, N) and `parents` (B, N). Node 0 is the root, its own parent; every other
 node stands behind its parent. Verification depends on nothing else, so any way of growing a tree (`heads.growth`) is
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_NODES = 1024
-"""More would cost a target pass more than any draft can save."""
+"""Maximum number of nodes. With more, a target pass costs more than any draft can save."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What is drafted in a round; `parse_shape` reads it from text."""
+    """Shape of a round's draft; `parse_shape` reads it from text."""
 
     depth: int
-    """Levels below the root; the most tokens a round can accept."""
+    """Number of levels below the root, and of tokens that a round can accept."""
     top_k: int
-    """Children picked for each expanded node, and nodes expanded a level."""
+    """Number of children picked for each expanded node, and of nodes expanded in a level."""
     nodes: int
-    """Nodes verified in a round, the root included."""
+    """Number of nodes verified in a round, with the root."""
     paths: tuple[tuple[int, ...], ...] | None = None
-    """A static tree: each node but the root as the ranks of the children on its path; None in a dynamic one."""
+    """Nodes of a static tree but the root, as the ranks of the children on their paths; None in a dynamic one."""
     text: str = ""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class TreeShape:
 
 
 ROOT_ONLY = TreeShape(depth=0, top_k=0, nodes=1, text="none")
-"""Plain decoding: nothing is drafted."""
+"""True for plain decoding, which drafts nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Proposal:
     depths: Tensor  # (B, N) int64; 0 for the root
     scores: Tensor  # (B, N) float32, log-probability of the path by the draft's reckoning; 0 for the root
     expanded: Tensor | None = None
-    """(B, N) int64: the place of each node among those that `grow` expanded, in order; -1 where it was not, and for the
-    root. None for a chain, where node j is the j-th but for the last."""
+    """(B, N) int64: the index of each node among those that `grow` expanded, in order; -1 for the root and nodes that
+    were not expanded. None for a chain, where node j is number j - 1, and the last is not expanded."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What a round decided, row by row; entries past a row's own are padding of the right shape."""
+    """Result of a round, row by row. Entries beyond a row's own are padding."""
 
     accepted: Tensor  # (B,) int64, n: drafted tokens accepted, 0 <= n <= K
     path: Tensor  # (B, K + 1) int64, the nodes of the accepted path, root first; entries 0 .. n are true
@@ -72,7 +72,8 @@ class Acceptance:
 
 
 def parse_shape(text: str) -> TreeShape:
-    """`none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of a node, level by level)."""
+    """Parse `none`, `chain:5`, `tree:DEPTHxTOP_KxNODES` (dynamic) or `static:3.2.1` (children of a node, level by
+    level)."""
     if text == "none":
         return ROOT_ONLY
     if match := re.fullmatch(r"chain:(\d{1,9})", text):
@@ -107,7 +108,7 @@ def _check_size(text: str, nodes: int) -> None:
 
 
 def check_width(shape: TreeShape, known: int) -> None:
-    """UserError where a node has more children than a draft knows tokens."""
+    """Raise UserError if a node has more children than the draft has tokens."""
     if shape.top_k > known:
         raise UserError(
             f"tree {shape}: {shape.top_k} children of a node, the head drafts {known} tokens; ask for fewer"
@@ -115,7 +116,7 @@ def check_width(shape: TreeShape, known: int) -> None:
 
 
 def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
-    """A static tree from its nodes' rank paths (Medusa's `choices`); every prefix of a path must be a path."""
+    """Make a static tree from its nodes' rank paths (Medusa's `choices`). Every prefix of a path must be a path."""
     ordered = tuple(sorted(set(paths), key=lambda path: (len(path), path)))
     for path in ordered:
         if len(path) > 1 and path[:-1] not in ordered:
@@ -125,14 +126,14 @@ def static_shape(paths: Sequence[tuple[int, ...]], text: str) -> TreeShape:
 
 
 def is_chain(shape: TreeShape) -> bool:
-    """Whether each node is the only child of the one before it: no masks of ancestors, and accepted keys already in
-    place."""
+    """Return True if each node is the only child of the one before it. Then no masks of ancestors are needed, and
+    accepted keys are already in place."""
     return shape.nodes == shape.depth + 1 and shape.top_k <= 1
 
 
 class Pick(Protocol):
-    """How children are drawn from the draft's distribution: by the runtime, whose acceptance rule must know how they
-    were."""
+    """Drawing of children from the draft's distribution. The runtime provides it, as its acceptance rule depends on
+    it."""
 
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -157,12 +158,12 @@ class CompiledPick:
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `Pick`."""
+        """Pick children, as `Pick` does."""
         raise NotImplementedError
 
 
 def level_widths(shape: TreeShape) -> list[int]:
-    """How many nodes `grow` expands at each level."""
+    """Return the number of nodes that `grow` expands at each level."""
     if shape.paths is None:
         return [shape.top_k] * max(shape.depth - 1, 0)
     parents = {path[:-1] for path in shape.paths if len(path) > 1}
@@ -170,5 +171,6 @@ def level_widths(shape: TreeShape) -> list[int]:
 
 
 def scratch_slots(shape: TreeShape) -> int:
-    """How many nodes `grow` expands in all: the draft-cache slots one round needs below the root."""
+    """Return the number of nodes that `grow` expands in all: the slots of the draft's cache that a round needs below
+    the root."""
     return sum(level_widths(shape))

@@ -1,4 +1,5 @@
-"""Attention for the training-time test: a causal pass in blocks, and one key more per earlier step, in one softmax.
+"""Attention for the training-time test: a causal pass in blocks, and one further key for each earlier step, in one
+softmax.
 
 No score tensor larger than (rows of one block) x T exists, forward or backward: the backward pass makes the weights of
 a block anew. The further keys, one for each row, are added through the log-sum-exp.
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 128
-"""Query rows handled at once; below the diagonal a block reads only the keys that its last row can see."""
+"""Number of query rows in a block. A block reads only the keys that its last row can see."""
 
 
 def causal_attention(
@@ -130,7 +131,7 @@ def _fold(x: Tensor, G: int) -> Tensor:
 
 
 def _unfold(x: Tensor, H: int) -> Tensor:
-    """The inverse of `_fold`: (B, H / G, G * rows, d) -> (B, H, rows, d)."""
+    """Invert `_fold`: (B, H / G, G * rows, d) -> (B, H, rows, d)."""
     B, _, _, d = x.shape
     return x.reshape(B, H, -1, d)
 

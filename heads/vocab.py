@@ -13,7 +13,8 @@ from heads.errors import UserError
 
 
 def build_vocab(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The `size` likeliest ids by `counts` (V,), ties to the lowest; ids never counted fill it up: never short."""
+    """Return the `size` most frequent ids by `counts` (V,), with ties to the lowest id. Ids with a count of 0 fill it
+    up."""
     V = len(counts)
     if not 0 < size <= V:
         raise UserError(f"head.draft_vocab_size: expected 1 to {V} (the target's vocabulary), got {size}")
@@ -21,7 +22,8 @@ def build_vocab(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def vocab_of(kept: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The tables of the draft ids `kept` (Vd,), ascending target ids out of `size`: the inverse of `kept_ids`."""
+    """Return the tables of the draft ids `kept` (Vd,), ascending target ids out of `size`: the inverse of
+    `kept_ids`."""
     t2d = torch.zeros(size, dtype=torch.bool)
     t2d[kept] = True
     return kept - torch.arange(len(kept)), t2d
@@ -33,12 +35,12 @@ def kept_ids(d2t: Tensor) -> Tensor:
 
 
 def tables_to_save(d2t: Tensor, t2d: Tensor) -> dict[str, Tensor]:
-    """The tables under their names in a head's file; none of a whole vocabulary."""
+    """Return the tables under their names in a head's file; none for a whole vocabulary."""
     return {} if len(d2t) == len(t2d) else {"d2t": d2t, "t2d": t2d}
 
 
 def saved_tables(weights: Mapping[str, Tensor], draft_size: int, size: int) -> tuple[Tensor, Tensor]:
-    """The tables in a head's file of `draft_size` ids out of `size`: the inverse of `tables_to_save`."""
+    """Return the tables in a head's file of `draft_size` ids out of `size`: the inverse of `tables_to_save`."""
     if draft_size == size:
         return vocab_of(torch.arange(size), size)
     if absent := {"d2t", "t2d"} - weights.keys():

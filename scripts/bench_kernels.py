@@ -6,25 +6,48 @@ python scripts/bench_kernels.py --shape llama-3.1-8b --rows 1 8 32 --length 2048
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from eval.benchmark.shapes import SHAPES
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.command import Parser, count, exit_status
+from scripts.model_shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Kernels beside their floors.")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--rows", type=count, nargs="+", help="of a step; 1 8 16 32 64 by default")
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 8, 16, 32, 64], help="of a step")
     parser.add_argument("--length", type=count, default=2048, help="tokens in the cache")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.gpu.floors import show_floors
+    import torch
 
-    return show_floors(options)
+    from eval.benchmark.roofline import copy_bandwidth
+    from heads.backends.triton.timing import device_seconds
+    from heads.errors import UserError
+    from scripts.gpu.draft_steps import draft_parts
+    from scripts.gpu.kernels import kernel_parts
+
+    if not torch.cuda.is_available():
+        raise UserError("no GPU is at hand: the kernels run on one; take a machine that has one")
+    device, shape = torch.device("cuda"), SHAPES[options.shape]
+    bandwidth = copy_bandwidth(device)
+    print(f"{torch.cuda.get_device_name(device)}: copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    parts = [
+        part for rows in options.rows for part in kernel_parts(shape, rows, options.length, device, device_seconds)
+    ]
+    for part in [*parts, *draft_parts(shape, options.length, device, device_seconds)]:
+        made = part.record(bandwidth)
+        print(
+            f"{made['part']:40} {made['bytes'] / 1e6:9.2f} MB  floor {made['floor_us']:8.1f} us  "
+            f"{made['us']:8.1f} us  {made['over_floor']:7.2f}"
+        )
+    return 0
 
 
 if __name__ == "__main__":

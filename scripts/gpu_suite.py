@@ -1,9 +1,12 @@
-"""Everything that only a GPU can show, in under ten minutes, in one record: checks, kernels, identity, the roofline.
+"""Everything that only a GPU can show, in three commands of under ten minutes each and one record.
 
-    python scripts/gpu_suite.py [--head runs/quickstart/head] [--out eval/results/DEVICE-DATE.json]
+    python scripts/gpu_suite.py checks  --out gpu.json    # tests/gpu, and texts against plain decoding
+    python scripts/gpu_suite.py rounds  --out gpu.json    # rounds at a big model's shape
+    python scripts/gpu_suite.py kernels --out gpu.json    # kernels beside their floors, and other ways
 
-Needs torch, triton and transformers, and no network. Each group of parts runs in a process of its own; whatever fails
-is written down beside what did not. Exit status: 0; 1 where a part failed; 2 with one line where there is no GPU.
+Needs torch, triton, transformers and pytest (with pytest-xdist, or the checks take long), and no network. Each group of
+parts runs in a process of its own and writes into the record as it goes; whatever fails is written down beside what did
+not. Exit status: 0; 1 where a part failed; 2 with one line where there is no GPU.
 """
 
 import argparse
@@ -14,28 +17,36 @@ from pathlib import Path
 SCRIPT = Path(__file__).resolve()
 sys.path.insert(0, str(SCRIPT.parents[1]))
 
-from eval.benchmark.shapes import SHAPES  # noqa: E402
 from eval.command import Parser, exit_status  # noqa: E402
+from scripts.model_shapes import SHAPES  # noqa: E402
+
+COMMANDS = {
+    "checks": ("checks", "identity"),
+    "rounds": ("compiled", "rounds"),
+    "kernels": ("compiled", "kernels", "library"),
+}
+"""The groups of each command, in order; `compiled` compiles the kernels ahead, in processes side by side."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("Checks and measurements that need a GPU, in one record.")
+    groups = sorted({group for names in COMMANDS.values() for group in names})
+    parser.add_argument("command", choices=[*COMMANDS, *(group for group in groups if group not in COMMANDS)])
+    parser.add_argument("--out", type=Path, required=True, help="the record, to which every command adds")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the quickstart's target")
     parser.add_argument(
         "--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="whose shape the target is grown to"
     )
-    parser.add_argument("--out", type=Path, help="where the record goes")
-    parser.add_argument("--groups", nargs="+", help="some of checks, grown, identity, kernels, library; else all")
-    parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser.add_argument("--group", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.gpu.suite import suite_command
+    from scripts.gpu.suite import suite_command
 
-    return suite_command(options, SCRIPT)
+    return suite_command(options, SCRIPT, COMMANDS.get(options.command, (options.command,)))
 
 
 if __name__ == "__main__":

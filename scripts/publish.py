@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import Parser, exit_status
-from eval.reporting.format import is_hub_id
+from heads.target.hub import is_hub_id
 
 
 def hub_id(text: str) -> str:

@@ -17,6 +17,7 @@ if "torchao" not in sys.modules:
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -171,3 +172,32 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_c() -> Iterator[None]:
+    from tests.switches import without_c
+
+    with without_c():
+        yield
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    from tests.switches import kernels_on_cpu
+
+    with kernels_on_cpu():
+        yield
+
+
+@pytest.fixture(params=[True, False], ids=["C", "torch"])
+def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both ways of a CPU: through C, and without it."""
+    from tests.switches import need_c, without_c
+
+    if request.param:
+        need_c()
+        yield True
+    else:
+        with without_c():
+            yield False

@@ -25,8 +25,9 @@ from eval.benchmark.records import read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
-from heads.formats import loaders
-from heads.registry import build_head
+from heads.formats.base import ENGINES
+from heads.formats.medusa import OLD_VLLM
+from heads.registry import HEADS, build_head
 from heads.target.frozen import load_target, load_tokenizer
 from train.data.chats import encode_chat
 from train.entry import LAUNCH, attempt
@@ -252,25 +253,25 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
 
 def engine_words(kind: str, engine: str) -> list[str]:
     """The words that serve the head of the first page's recipe, if it were of a kind."""
-    command = loaders.COMMANDS[kind].get(engine)
+    command = HEADS[kind].format.readers.get(engine)
     return shlex.split(command("Qwen/Qwen3-8B", "runs/eagle3-qwen3-8b/head", 5)) if command else []
 
 
 def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
     served = [command.words for command in COMMANDS if "--speculative-" in command.text]
-    assert served == [engine_words("eagle3", engine) for engine in loaders.ENGINES]
+    assert served == [engine_words("eagle3", engine) for engine in ENGINES]
 
 
-@pytest.mark.parametrize("kind", loaders.COMMANDS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> None:
-    old, vllm, sglang = (engine_words(kind, engine) for engine in (loaders.OLD_VLLM, *loaders.ENGINES))
+    old, vllm, sglang = (engine_words(kind, engine) for engine in (OLD_VLLM, *ENGINES))
     method = json.loads((vllm or old)[-1])["method"]
     algorithm = f"`{sglang[sglang.index('--speculative-algorithm') + 1]}`" if sglang else "not loaded"
     row = rf"^\| {METHODS[kind]}.* \| `{method}`.* \| {algorithm} \|$"
     first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
     assert re.search(row, first, re.MULTILINE)
     assert f'{{"method": "{method}", ' in heads and algorithm.replace("`", "") in heads
-    assert all(engine.removesuffix(".0") in first and engine in heads for engine in loaders.ENGINES)
+    assert all(engine.removesuffix(".0") in first and engine in heads for engine in ENGINES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""A recipe's `head`: the settings of whichever kind it names, checked against that kind's own Config."""
+"""A recipe's `head`: the settings of whichever kind it names, checked against that kind's own Settings."""
 
 from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
@@ -7,13 +7,13 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import Field, ValidationError, create_model
 
 from heads.errors import shown
-from heads.registry import HEADS, recipe_settings
+from heads.registry import HEADS
 from train.strict_yaml import Settings, Source, suggest
 
 
 def head_errors(source: Source) -> list[str]:
-    """One line for each fault of `head` by the Config of its kind: names and types; values are checked with the target
-    at hand."""
+    """One line for each fault of `head` by the Settings of its kind: names and types; values are checked with the
+    target at hand."""
     head = source.tree.get("head")
     if not isinstance(head, dict):
         return []  # said by the tree itself
@@ -22,9 +22,8 @@ def head_errors(source: Source) -> list[str]:
         return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
     if not isinstance(kind, str) or kind not in HEADS:
         return [source.line(("head", "kind"), f"unknown kind {shown(kind)}" + suggest(str(kind), HEADS))]
-    config = HEADS[kind].Config
-    hints = get_type_hints(config)
-    names = {name: (_from_yaml(hints[name]) | None, None) for name in recipe_settings(kind)}
+    hints = get_type_hints(HEADS[kind].Settings)
+    names = {name: (_from_yaml(hint) | None, None) for name, hint in hints.items()}
     model = create_model("Head", __base__=Settings, **names)  # type: ignore[call-overload]
     settings = {name: value for name, value in head.items() if name != "kind"}
     try:
@@ -46,7 +45,7 @@ def head_errors(source: Source) -> list[str]:
 
 def resolved_settings(kind: str, config: Any) -> dict[str, Any]:
     """A recipe's `head` with every setting that it may give a head of `kind`, as a head of this `config` has them."""
-    own = {name: getattr(config, name) for name in recipe_settings(kind)}
+    own = {field.name: getattr(config, field.name) for field in fields(HEADS[kind].Settings)}
     return {
         "kind": kind,
         **{

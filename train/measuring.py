@@ -14,7 +14,7 @@ from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.base import Batch, DraftHead, TreeHead, most_nodes, shape_for
+from heads.base import Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain
@@ -87,13 +87,14 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
 
 def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], settings: Eval) -> Measured:
     """tau and acceptance by depth over all requests."""
-    if isinstance(head, TreeHead):
-        grow_own_tree(target, head, requests, settings)
-    shape = shape_for(settings.tree, head)
+    draft_head = cast(DraftHead, head)
+    if draft_head.own_tree is not None:
+        grow_own_tree(target, draft_head, requests, settings)
+    shape = shape_for(settings.tree, draft_head)
     longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
     engine = Engine(
         target,
-        head,
+        draft_head,
         EngineOptions(
             shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
         ),
@@ -105,11 +106,11 @@ def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], 
     if settings.temperature == 0 and is_chain(shape):
         prompts, texts = [request.prompt for request in requests], [output.tokens for output in outputs]
         dtype = next(head.parameters()).dtype
-        estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
+        estimate = estimate_tau(target, draft_head, prompts, texts, shape.depth, dtype=dtype)
     return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
 
 
-def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Request], settings: Eval) -> None:
+def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Request], settings: Eval) -> None:
     """Let the head choose its tree by the target's own greedy answers to the requests, prompts not counted."""
     longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
     engine = Engine(target, None, EngineOptions(batch_size=min(settings.batch_size, len(requests)), max_length=longest))
@@ -124,6 +125,7 @@ def grow_own_tree(target: FrozenTarget, head: TreeHead, requests: Sequence[Reque
             rows = text_rows(texts)
             for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 rows.loss_mask[n, len(prompt) + 1 : len(text)] = True  # the first answer token is never drafted
-            yield make_batch(target, rows, cast(DraftHead, head).aux_layer_ids, dtype)
+            yield make_batch(target, rows, head.aux_layer_ids, dtype)
 
-    head.grow_tree(batches())
+    assert head.own_tree is not None
+    head.own_tree.grow_tree(batches())

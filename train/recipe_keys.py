@@ -9,7 +9,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from heads.registry import HEADS, recipe_settings
+from heads.registry import HEADS
 from train.recipe import Recipe
 from train.target_recipe import TargetRecipe
 from train.usage import HEADING, RECIPE_PART, TARGET_PART, find_part
@@ -59,8 +59,8 @@ def recipe_sections() -> list[Section]:
 
 def head_sections(kind: str) -> list[Section]:
     """The tables of one kind of head."""
-    about = f"The settings of a head of kind `{kind}`. What a recipe leaves out follows the shape of the target."
-    first, *inner = dataclass_sections(HEADS[kind].Config, "head", kind, about, recipe_settings(kind))
+    about = f"The settings of a head of kind `{kind}`."
+    first, *inner = dataclass_sections(HEADS[kind].Settings, "head", kind, about)
     first.keys.insert(0, Key("head.kind", f"`{kind}`", "required", "The method."))
     return [first, *inner]
 
@@ -82,21 +82,17 @@ def model_sections(model: type[BaseModel], prefix: str = "", title: str = "Top l
         yield from model_sections(part, start, f"`{key}`{called}")
 
 
-def dataclass_sections(config: type[Any], at: str, kind: str, about: str, names: Sequence[str]) -> list[Section]:
-    """The table of a dataclass's fields `names`, which stand at the key `at`, and those of the dataclasses in it."""
-    hints, meanings = get_type_hints(config, include_extras=True), field_docstrings(config)
+def dataclass_sections(settings: type[Any], at: str, kind: str, about: str) -> list[Section]:
+    """The table of a dataclass's fields, which stand at the key `at`, and those of the dataclasses in it."""
+    hints, meanings = get_type_hints(settings, include_extras=True), field_docstrings(settings)
     keys: list[Key] = []
     inner: list[Section] = []
-    for field in fields(config):
-        if field.name not in names:
-            continue
+    for field in fields(settings):
         hint, key = hints[field.name], f"{at}.{field.name}"
-        default = "from the target" if field.default is MISSING else value_text(field.default)
-        keys.append(Key(key, type_text(hint), default, said(meanings.get(field.name))))
+        keys.append(Key(key, type_text(hint), value_text(field.default), said(meanings.get(field.name))))
         for part in (option for option in (hint, *get_args(hint)) if is_dataclass(option)):
             assert isinstance(part, type)
-            every = [inner_field.name for inner_field in fields(part)]
-            inner += dataclass_sections(part, key, kind, said(part.__doc__), every)
+            inner += dataclass_sections(part, key, kind, said(part.__doc__))
     return [Section(f"`{at}`, kind `{kind}`", about, keys), *inner]
 
 

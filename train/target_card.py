@@ -1,4 +1,4 @@
-"""How good a target is, as a language model of the held-out modules, and the README that says so."""
+"""Quality of a target as a language model of the held-out modules, and its README."""
 
 import math
 from dataclasses import dataclass
@@ -19,31 +19,31 @@ SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
 
 @dataclass(frozen=True)
 class Making:
-    """How a target was made."""
+    """Record of how a target was made."""
 
     layers: int
     hidden_size: int
     vocab_size: int
     tokens: int
-    """Of the training text."""
+    """Number of tokens of the training text."""
     tokens_seen: int
     conversations: bool
-    """Whether there are some in it."""
+    """True if the training text contains conversations."""
     command: str
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What was measured over a held-out split."""
+    """Measurements over a held-out split."""
 
     bits_per_byte: float
     accuracy: float
     tokens: int
     loops: int
-    """Greedy continuations stuck in a loop, of `prompts`."""
+    """Number of the `prompts` whose greedy continuation ends in a loop."""
     prompts: int
     samples: list[tuple[str, str]]
-    """(prompt, greedy continuation)"""
+    """Pairs of a prompt and its greedy continuation."""
 
 
 def measure_target(
@@ -87,7 +87,7 @@ def measure_target(
 
 
 def target_card(made: Making, found: Quality) -> str:
-    """The README of a made target."""
+    """Return the README of a made target."""
     measured = f"{found.tokens / 1e6:.2f} million tokens, context {CONTEXT}"
     loops = f"{found.loops} of {found.prompts} ({SAMPLE_TOKENS} tokens each; `eval.benchmark.metrics.is_loop`)"
     samples = "\n\n".join(

@@ -1,4 +1,4 @@
-"""Whether what was decoded is what the target decodes: token by token where that can be, else in distribution.
+"""Audit of decoded tokens: the same as the target's token by token, or where that cannot be, in distribution.
 
 Under the rule `match`, and under any rule at temperature 0, every token must be plain decoding's. Under the other rules
 a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can tell a
@@ -25,7 +25,7 @@ Divergence = dict[str, Any]
 
 
 def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
-    """For each of `comparison.drafting`: where it is not exact, by `find_divergences`."""
+    """Return for each of `comparison.drafting` the places where it is not exact, by `find_divergences`."""
     found = [
         [] if c.in_distribution(comparison) else find_differences(comparison, c, target, tokenizer)
         for c in comparison.drafting
@@ -44,8 +44,8 @@ def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTok
 def find_differences(
     comparison: Comparison, variant: Variant, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
 ) -> list[Divergence]:
-    """Where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain decoding through
-    steps of as many nodes, and a text of a tree that differs in near-ties alone is marked `near_tie`
+    """Find the places where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain
+    decoding through steps of as many nodes. A text of a tree that differs in near-ties alone is marked `near_tie`
     (`eval.runtime.identity`)."""
     if not is_narrow(target):
         return find_divergences(comparison, variant, target, tokenizer)
@@ -66,8 +66,7 @@ def find_differences(
 
 
 def at_temperature_zero(comparison: Comparison, chosen: list[int]) -> Comparison:
-    """The prompts decoded once more by the same engines, greedily: plainly, and by the chosen of
-    `comparison.drafting`."""
+    """Decode the prompts again with the same engines, greedily: plainly, and by the chosen of `comparison.drafting`."""
     requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
     variants = [Variant(c.engine) for c in (comparison.plain, *(comparison.drafting[n] for n in chosen))]
     for unit, indices in enumerate(comparison.units):
@@ -83,8 +82,8 @@ def find_divergences(
     tokenizer: PreTrainedTokenizerBase,
     reference: Variant | None = None,
 ) -> list[Divergence]:
-    """Where a variant's tokens, in any repeat, are not the first ones of `reference`, plain decoding by default: one
-    entry a prompt, at most.
+    """Find the places where a variant's tokens, in any repeat, are not the first ones of `reference`, plain decoding by
+    default: at most one entry a prompt. With `comparison.plain` itself, this checks that plain decoding repeats itself.
 
     Called with `comparison.plain` itself, it tells whether plain decoding repeats itself.
     """
@@ -119,7 +118,7 @@ def find_divergences(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first position at which two token sequences differ, the shorter one's end included; None if they are
+    """Return the first position at which two token sequences differ, the shorter one's end included; None if they are
     equal."""
     for position, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
@@ -129,7 +128,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 @torch.no_grad()
 def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
-    """By how much the token after `ids` won: the gap between the two best scores that the choice compares.
+    """Return the margin of the token after `ids`: the gap between the two best scores that the choice compares. At
+    temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise.
 
     At temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise.
     """

@@ -49,12 +49,12 @@ class Point:
 
 @dataclass
 class Search:
-    """What is known of one head's drafts at one temperature."""
+    """Search for the best of one head's drafts at one temperature."""
 
     calibrations: list[Calibration]
     curve: list[Point]
     fixed: list[TreeShape] = field(default_factory=list)
-    """Shapes that are measured whatever the model says."""
+    """Shapes that are measured in any case."""
     measured: dict[str, float] = field(default_factory=dict)
     """Tree -> speedup."""
     comparisons: int = 0
@@ -72,8 +72,8 @@ class Search:
         return max(self.measured, key=lambda tree: self.measured[tree]) if self.measured else None
 
     def next_shapes(self) -> list[TreeShape]:
-        """What to measure next: at first what the model proposes and what lies beside its best, then whatever lies
-        beside the winner. Nothing once the winner's neighbours are all measured."""
+        """Return the settings to measure next: first the model's proposals and the neighbours of its best, then the
+        neighbours of the winner. None are left once all of these are measured."""
         if self.comparisons == MOST_COMPARISONS or (self.comparisons and not self.measured):
             return []
         if self.comparisons == 0:
@@ -98,7 +98,7 @@ class Search:
                 self.measured[m["tree"]] = m["speedup"]["measured"]
 
     def record(self, temperature: float) -> Results:
-        """What results.json says of it."""
+        """Return the entry in results.json."""
         longest = next(calibration for calibration in self.calibrations if calibration.shape.top_k == 1)
         return {
             "temperature": temperature,
@@ -113,7 +113,7 @@ class Search:
 
 
 def cost_record(calibration: Calibration) -> Results:
-    """A probe's costs in milliseconds."""
+    """Costs of a calibration in milliseconds."""
     parts = {
         "draft": calibration.draft,
         "verify": calibration.verify,
@@ -180,8 +180,8 @@ def cost_curve(calibrations: Sequence[Calibration]) -> list[Point]:
 
 
 def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Calibration]]:
-    """Every chain and tree that lies inside what was calibrated, with the probe that knows its acceptance: the largest
-    of its width."""
+    """Return every chain and tree inside the calibrated range, with the calibration that has its acceptance: the
+    largest of its width."""
     found = []
     largest = {
         calibration.shape.top_k: calibration

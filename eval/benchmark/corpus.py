@@ -35,7 +35,7 @@ def installed_source() -> tuple[Path, ...]:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a module belongs to the held-out split; a function of its path alone."""
+    """Return True if a module belongs to the held-out split; a function of its path alone."""
     return _is_held_out(hashlib.sha256(relative_path.encode()).digest())
 
 

@@ -1,4 +1,4 @@
-"""What a measurement ran on: hardware, other work on it, and versions, for results and provenance."""
+"""Hardware and versions of a measurement, for results and provenance, and other work on its cores."""
 
 import os
 import platform
@@ -57,8 +57,8 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 
 
 def contention(device: torch.device) -> str | None:
-    """What to do where other processes use cores that this one's threads need: threads that compute one product wait
-    for the slowest, thousands of times a step. None where nobody does, or where it cannot be seen."""
+    """Return advice if other processes use cores that this one's threads need: threads that compute one product wait
+    for the slowest, thousands of times a step. None if none do, or if it cannot be seen."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not STAT.is_file():
         return None
@@ -74,7 +74,7 @@ def contention(device: torch.device) -> str | None:
 
 
 def idle_seconds() -> float:
-    """Seconds that this process's cores have stood idle since the machine was started, all together."""
+    """Return the idle seconds of this process's cores since the machine started, all together."""
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     rows = [line.split() for line in STAT.read_text(encoding="ascii").splitlines()]
     return sum(int(row[4]) + int(row[5]) for row in rows if row[0] in own) / os.sysconf("SC_CLK_TCK")

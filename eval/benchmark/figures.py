@@ -29,7 +29,7 @@ NUM_SAMPLES = 4
 def figures(
     comparison: Comparison, variant: Variant, divergences: Sequence[dict[str, Any]], units: Sequence[int]
 ) -> Results:
-    """What one setting gave over some of the units (all of them, or a suite's)."""
+    """Return the figures of one setting over some of the units (all of them, or a suite's)."""
     indices = [i for unit in units for i in comparison.units[unit]]
     chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
     differing = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
@@ -83,7 +83,7 @@ def figures(
 
 
 def speedup_record(comparison: Comparison, variant: Variant, units: Sequence[int], tau: float) -> Results:
-    """How much faster than plain decoding a variant was over some of the units, and ought to have been."""
+    """Return the speedup over plain decoding of a variant over some of the units, measured and predicted."""
     plain = [comparison.plain.unit_seconds(unit) for unit in units]
     seconds = [variant.unit_seconds(unit) for unit in units]
     if variant.in_distribution(comparison):  # the texts are others than plain decoding's, so rates are compared
@@ -112,7 +112,7 @@ def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def adaptive_record(variant: Variant, units: Sequence[int]) -> Results:
-    """Which drafts the rounds had, the longest first, and the share of each."""
+    """Return the share of rounds of each draft, the longest first."""
     assert variant.engine.candidates is not None
     rounds = sum((timing.candidates for timing in variant.timings_of(units)), Counter())
     names = [str(shape) for shape in variant.engine.candidates.controller.shapes]
@@ -120,7 +120,7 @@ def adaptive_record(variant: Variant, units: Sequence[int]) -> Results:
 
 
 def split_near_ties(divergences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Results]:
-    """What is wrong, and under `near_ties`, if there are any, what differs by the order of narrow sums alone."""
+    """Split divergences into faults, and a record with the near-ties, if there are any, under `near_ties`."""
     wrong = [d for d in divergences if not d.get("near_tie")]
     near = [d for d in divergences if d.get("near_tie")]
     return wrong, {"near_ties": near} if near else {}
@@ -174,7 +174,7 @@ def in_distribution_record(
 
 
 def target_facts(target: FrozenTarget) -> Results:
-    """What identifies the target, and its size."""
+    """Return the identity and the size of the target."""
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,
@@ -191,7 +191,7 @@ def target_facts(target: FrozenTarget) -> Results:
 
 
 def head_facts(head: Drafter, path: str) -> Results:
-    """What identifies the head, and its size: weights of its own, none where the target's serve."""
+    """Return the identity and the size of the head: its own weights, none if it uses the target's."""
     config: Any = getattr(head, "config", None)
     return {
         "kind": kind_of(head),
@@ -204,7 +204,7 @@ def head_facts(head: Drafter, path: str) -> Results:
 
 
 def environment(target: FrozenTarget) -> Results:
-    """When and where it was measured."""
+    """Return the time and the machine of the measurement."""
     return {
         "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "device": device_facts(target.device),

@@ -36,9 +36,9 @@ class Timing:
     """One unit, decoded once."""
 
     seconds: float
-    """Prefill left out."""
+    """Seconds without the prefill."""
     rounds: int
-    """Of the whole batch."""
+    """Number of rounds of the whole batch."""
     token_seconds: list[float]
     """`metrics.token_seconds` of all its outputs."""
     candidates: Counter[str]
@@ -51,13 +51,13 @@ class Variant:
 
     engine: Engine
     outputs: list[dict[int, Output]] = field(default_factory=list)
-    """By repeat: prompt index -> output."""
+    """Outputs by repeat and prompt index."""
     timings: list[dict[int, Timing]] = field(default_factory=list)
-    """By repeat: unit index -> timing."""
+    """Timings by repeat and unit index."""
 
     @property
     def shape(self) -> TreeShape:
-        """What it drafts."""
+        """Shape of its drafts."""
         return self.engine.options.shape
 
     def run(self, unit: int, indices: Sequence[int], requests: Sequence[Request], repeat: int) -> None:
@@ -76,7 +76,7 @@ class Variant:
         self.timings[repeat][unit] = Timing(timings.decode_seconds, timings.rounds, by_token, timings.candidates)
 
     def in_distribution(self, comparison: "Comparison") -> bool:
-        """Whether its texts are other draws of the target's distribution than plain decoding's."""
+        """True if its texts are other draws of the target's distribution than plain decoding's."""
         return self.engine.options.rule != "match" and comparison.requests[0].sampling.temperature > 0
 
     def timings_of(self, units: Sequence[int]) -> list[Timing]:
@@ -213,12 +213,12 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
 
 
 def trace(output: Output) -> Trace:
-    """What the metrics need of one output."""
+    """Return the trace of one output for the metrics."""
     return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached))
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:
-    """UserError where no output is longer than the one token that the prefill gives."""
+    """Raise UserError if no output is longer than the one token of the prefill."""
     if all(output.rounds == 0 for output in outputs):
         raise UserError(
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
-"""By unit: what was gained, and what it cost, such as tokens and seconds."""
+"""Pairs by unit of a gain and a cost, such as tokens and seconds."""
 
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
@@ -29,7 +29,7 @@ LOOP_PERIOD = 16
 
 @dataclass(frozen=True)
 class Trace:
-    """What one generation did, as far as acceptance goes."""
+    """Acceptance in one generation."""
 
     emitted: int
     """Tokens after the prefill's first one."""
@@ -72,7 +72,7 @@ def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | Non
 
 
 def accepted_histogram(traces: Iterable[Trace], depth: int) -> list[int]:
-    """How many rounds accepted 0, 1, .. `depth` draft tokens."""
+    """Return the number of rounds that accepted 0, 1, .. `depth` draft tokens."""
     counts = [0] * (depth + 1)
     for trace in traces:
         for count in trace.accepted:
@@ -140,7 +140,9 @@ def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD.
+    """Return True if a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most
+    LOOP_PERIOD. Loops are easy to draft and inflate every figure here, so their share is reported. A shorter text ended
+    by itself and is not a loop.
 
     Loops are easy to draft and flatter every figure here, so their share is reported. A shorter text ended by itself
     and is none.

@@ -121,7 +121,7 @@ def load_pair(
 
 
 def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> int:
-    """How long a prompt may be. UserError if there is no room for any."""
+    """Return the maximum length of a prompt. UserError if there is no room for any."""
     room = target.context_length - max_new_tokens - most_nodes
     if room < 1:
         raise UserError(
@@ -191,7 +191,7 @@ def chosen_prompts(
 
 
 def prompt_facts(options: argparse.Namespace, prompts: list[Prompt]) -> Results:
-    """What was decoded."""
+    """Return the record of the prompts and settings."""
     return {
         "prompts": options.prompts,
         "num_prompts": len(prompts),

@@ -65,7 +65,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     """The conversation so far; empty for plain text."""
     later_turns: tuple[str, ...] = ()
-    """What the user says next, once this prompt is answered (MT-Bench, Spec-Bench)."""
+    """Further turns of the user, asked after this prompt is answered (MT-Bench, Spec-Bench)."""
 
 
 def load_prompts(

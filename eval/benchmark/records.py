@@ -131,7 +131,7 @@ def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
 
 
 def _is_encodable(record: Any) -> bool:
-    """JSON can name half a character, which no text holds and no tokenizer takes."""
+    """Return False for half a character, which JSON can name, but no text can hold."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:

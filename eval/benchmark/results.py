@@ -22,13 +22,12 @@ Results = dict[str, Any]
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Write results.json whole or not at all; what is not a number becomes null."""
+    """Write results.json whole or not at all. A value that is not finite becomes null."""
     write_text(path, json.dumps(_clean(results), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_results(path: Path) -> Results:
-    """Read a results.json; UserError where it is none, or where something that is read of it is not what it has to
-    be."""
+    """Read a results.json. UserError if it is not one, or a value in it has the wrong form."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -45,12 +44,12 @@ def read_results(path: Path) -> Results:
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON can hold, else None."""
+    """Return a number if JSON can hold it, else None."""
     return value if math.isfinite(value) else None
 
 
 def _clean(value: Any) -> Any:
-    """The same, fit for JSON: no NaN or infinity, and nothing but plain types."""
+    """Return a value fit for JSON: plain types, without NaN and infinity."""
     match value:
         case float():
             return finite(value)

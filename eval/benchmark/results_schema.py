@@ -14,15 +14,15 @@ Whole = Annotated[int, Field(ge=0, le=10**15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Depth = Annotated[int, Field(ge=1, le=MOST_NODES)]
 Tokens = Annotated[float, Field(ge=0, le=MOST_NODES + 1)]
-"""Per target pass."""
+"""Acceptance length: tokens per target pass."""
 Interval = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
 Tree = Annotated[str, Field(pattern=r"^[a-z]+(:[0-9x.]+)?$", max_length=5000)]
 Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
-"""UTC, so that the order of the texts is the order of the times."""
+"""Time in UTC, so that the order of texts is the order of times."""
 
 
 class Part(BaseModel):
-    """A JSON object: of exactly these types, with other keys beside."""
+    """A JSON object with these keys and types. Other keys may be present."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -78,7 +78,7 @@ class Baseline(Part):
 
 
 class Breakdown(Part):
-    """The time of each phase of a round, `eval.runtime.engine.PHASES`."""
+    """Time of each phase of a round, `eval.runtime.engine.PHASES`."""
 
     draft: Number
     verify: Number
@@ -111,7 +111,7 @@ class Adaptive(Part):
 
 
 class Figures(Part):
-    """Of one setting."""
+    """Figures of one setting."""
 
     tree: Tree
     depth: Depth
@@ -158,7 +158,7 @@ class SuiteBaseline(Part):
 
 
 class Suite(Part):
-    """Of one suite at the headline's setting; no figure where no output had a second token."""
+    """Figures of one suite at the headline setting; None if no output has a second token."""
 
     exact: Exact
     tau: SuiteTau
@@ -216,7 +216,7 @@ class Settings(Part):
 
 
 class Point(Part):
-    """A draft, by the cost model."""
+    """A draft in the cost model."""
 
     tree: Tree
     depth: Depth
@@ -225,7 +225,7 @@ class Point(Part):
 
 
 class Search(Part):
-    """What `--tree auto` looked at."""
+    """A search of `--tree auto`."""
 
     temperature: Number
     curve: list[Point]
@@ -257,7 +257,7 @@ class Sample(Part):
 
 
 class ResultsFile(Figures):
-    """The whole file: the headline's figures, and what they are of."""
+    """The whole file: figures of the headline setting, and their target, head and machine."""
 
     schema_version: int
     measured_at: Time

@@ -1,4 +1,4 @@
-"""Where the time of a round goes, beside the time that its bytes alone would take.
+"""Time of a round by part, beside the time that its bytes alone would take.
 
     floor of a part    = bytes it must move / copy bandwidth measured here
     speedup now        = tau * seconds of a plain step / seconds of a round
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.benchmark.traffic import attention_bytes, draft_bytes
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
@@ -32,14 +31,13 @@ from heads.backends.torch.linear import Product
 from heads.backends.triton.timing import device_seconds
 from heads.errors import UserError
 from heads.growth import grow
-from heads.recurrent import Recurrent
 from heads.tree import is_chain
 
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 """Larger than any cache."""
 GLUE = "accept, compact, state"
 BELIEVABLE = 1.25
-"""Of the copy bandwidth: reading alone, which is what a plain step does, may be as much faster than copying."""
+"""Factor of the copy bandwidth: reading alone, as a plain step does, may be as much faster than copying."""
 ROUNDS, TRIES = {"cpu": 1, "cuda": 16}, {"cpu": 12, "cuda": 4}
 """Rounds timed together, and how often; the best counts, as it does of the parts."""
 
@@ -50,7 +48,7 @@ class Part:
 
     name: str
     bytes: int
-    """What it must read and write, at least: weights, and the cache as long as the text is."""
+    """Least number of bytes to read and write: weights, and the cache as long as the text is."""
     seconds: float
 
     def record(self, bandwidth: float) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
 
 
 def gaps(whole: float, busy: float) -> dict[str, Any]:
-    """What the parts, each by itself, do not account for."""
+    """Return the time that the parts, each by itself, do not account for."""
     left = max(0.0, whole - busy)
     return {"part": "gaps", "bytes": 0, "floor_us": 0.0, "us": 1e6 * left, "over_floor": None, "share": left / whole}
 
@@ -138,7 +136,7 @@ def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def round_seconds(engine: Engine, length: int) -> float:
-    """Of one round, as the engine runs them, one after another without a look."""
+    """Return the time of one round as the engine runs them, one after another without a poll."""
     rounds, count = engine.rounds_of(engine.decoder), ROUNDS[engine.target.device.type]
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
     best = float("inf")
@@ -168,7 +166,8 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     extent = min(round_up(length + N), step.capacity)
     parts = []
     if decoder.head is not None:
-        parts.append(Part("draft", draft_bytes(decoder)[0], device_seconds(decoder.propose, device)))
+        reads = decoder.head.bytes_per_round(decoder.head_state)
+        parts.append(Part("draft", reads.propose, device_seconds(decoder.propose, device)))
     proposal = decoder.propose()
     needs = not is_chain(decoder.shape) and step.kernels is None
     above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
@@ -188,6 +187,18 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     seconds = device_seconds(lambda: step.choose(hidden, positions, decoder.sampling), device)
     parts.append(Part("output head and choice", head_bytes, seconds))
     return parts + glue(decoder, proposal, verify(), positions, above)
+
+
+def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
+    """The bytes of the cache, read once."""
+    cache: Any = step.cache
+    if step.decoder is not None:
+        width = step.decoder.layers[0].attention.slot_width
+        per_slot = len(step.decoder.layers) * width * step.target.dtype.itemsize
+    else:
+        stores = [*cache.stores["keys"], *cache.stores["values"]]
+        per_slot = sum(store.numel() * store.element_size() for store in stores) // (step.batch_size * step.capacity)
+    return batch_size * length * int(per_slot)
 
 
 def layer_parts(step: TargetStep, rows: int) -> list[Part]:
@@ -234,26 +245,29 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     parts = [Part(GLUE, 0, seconds)]
     if decoder.head is not None:
         whole = device_seconds(partial(run, decoder), device)
-        parts.append(Part("the head told", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
+        reads = decoder.head.bytes_per_round(decoder.head_state)
+        parts.append(Part("the head told", reads.extend, max(0.0, whole - seconds)))
     state.done.copy_(done)
     state.root.copy_(root)
     return parts
 
 
 def select_seconds(decoder: Decoder) -> float:
-    """To choose which nodes to draft and verify, the head's own passes left out; 0 for heads that recycle no state."""
-    head: Any = decoder.head
+    """To choose which nodes to draft and verify, the head's own passes left out; 0 where none is chosen by
+    logits."""
     held = decoder.head_state
-    if not isinstance(head, Recurrent):
+    Vd = 0 if decoder.head is None else decoder.head.bytes_per_round(held).logits
+    if Vd == 0:
         return 0.0
-    B, Vd, device = len(held.root), len(head.kept), held.root.device
+    B, device = len(held.root), held.root.device
     widest = max(decoder.shape.nodes, decoder.shape.top_k)
+    token_ids = torch.arange(Vd, device=device)
     levels = torch.randn(B, widest, Vd, device=device).to(decoder.step.target.dtype)
 
     def select() -> Any:
         return grow(
             decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
-            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], head.kept,
+            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], token_ids,
         )  # fmt: skip
 
     return device_seconds(select, device)

@@ -10,30 +10,30 @@ from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_h
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
 from eval.runtime.rules import RULES, check_adaptive, check_rule
 from eval.runtime.sampling import Sampling
-from heads.base import HEAD_TREE, TreeHead
+from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What is measured; all of it goes into results.json."""
+    """Settings of a measurement, all of which go into results.json."""
 
     prompts: str = HELD_OUT_SUITE
     """Suites or files, commas between."""
     num_prompts: int | None = None
-    """Of each suite; all of a suite if None, 64 held-out modules."""
+    """Number of prompts of each suite; None: the whole suite, or 64 held-out modules."""
     max_prompt_tokens: int | None = None
-    """As many as the target's context leaves room for if None."""
+    """Maximum number of tokens of a prompt; None: as many as the target's context leaves room for."""
     skip_long: bool = False
     trees: tuple[str, ...] = ("chain:5",)
     """Drafts; `auto` looks for the best ones."""
     rule: str = "match"
-    """By which drafts are accepted: one of `eval.runtime.rules.RULES`."""
+    """Name of the acceptance rule, in `eval.runtime.rules.RULES`."""
     adaptive: bool = False
-    """Whether drafts are shortened, or left out, while that is faster."""
+    """Shorten drafts, or leave them out, while that is faster."""
     strict: bool = False
-    """Whether trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU; else near-ties are counted."""
+    """Make trees, too, repeat plain decoding bit for bit in narrow numbers on a GPU; else near-ties are counted."""
     temperatures: tuple[float, ...] = (0.0,)
     top_k: int = 0
     top_p: float = 1.0
@@ -41,32 +41,32 @@ class BenchSettings:
     max_new_tokens: int = 128
     batch_size: int = 1
     repeats: int = 2
-    """How often each variant decodes each prompt."""
+    """Number of times that each variant decodes each prompt."""
     seed: int = 0
 
     @property
     def is_auto(self) -> bool:
-        """Whether drafts are to be looked for."""
+        """True if drafts are to be searched for."""
         return AUTO in self.trees
 
-    def shapes(self, head: object) -> list[TreeShape]:
+    def shapes(self, head: Drafter) -> list[TreeShape]:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
-        own = self.is_auto and self.rule == "match" and isinstance(head, TreeHead) and head.tree
+        own = self.is_auto and self.rule == "match" and head.own_tree is not None and head.own_tree.tree
         shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
         for shape in shapes:
             check_rule(self.rule, shape)
         return shapes
 
     def record(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """What results.json says of them, and of the prompts that they gave."""
+        """Return the settings in results.json, with the record of the prompts."""
         distinct = len({prompt.ids for prompt in prompts})
         counts = {"num_prompts": len(prompts), "distinct_prompts": distinct}
         given = {"suites": split_prompts(self.prompts), "prompts_hash": prompts_hash(prompts)}
         return {**asdict(self), **counts, **given}
 
     def sampling(self, temperature: float) -> Sampling:
-        """How tokens are chosen at one of the temperatures."""
+        """Return the sampling at one of the temperatures."""
         return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
@@ -147,7 +147,7 @@ def to_settings(options: argparse.Namespace) -> BenchSettings:
 
 
 def add_prompt_options(parser: Parser, *, num_prompts: int, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Which prompts, how many tokens of each, and where the record goes; the numbers are defaults."""
+    """Add the options of the prompts, their lengths, and the record. The numbers are defaults."""
     add = parser.add_argument
     add("--prompts", default=HELD_OUT_SUITE, help="a suite or a file")
     add("--num-prompts", type=count, default=num_prompts, help="evenly spread")

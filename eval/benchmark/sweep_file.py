@@ -22,7 +22,7 @@ from heads.errors import UserError, first_line
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")
-"""What `figures_of` gives of every measurement, beside alpha_1, alpha_2, ..."""
+"""Names in `figures_of` of every measurement, beside alpha_1, alpha_2, ..."""
 GOALS = ("maximize", "minimize")
 METHODS = ("grid", "random")
 COMMAND = ("${env}", "${interpreter}", "${program}", "${args}")
@@ -46,7 +46,7 @@ class Sweep:
     run_cap: int | None
 
     def text(self, setting: Setting) -> str:
-        """What of a setting varies, in a line."""
+        """Return the varied values of a setting in a line."""
         names = [name for name, given in self.parameters.items() if len(given.get("values", (0, 0))) > 1]
         shown = [name for name in names if "value" not in self.parameters[name]] or list(self.parameters)
         return " ".join(f"{name}={setting[name]}" for name in shown)
@@ -91,7 +91,7 @@ class Sweep:
         return [part for word in self.command for part in macros.get(word, [word])]
 
     def arguments(self, setting: Setting) -> list[str]:
-        """What of the command goes to the program."""
+        """Return the arguments of the command for the program."""
         words = self.words(setting, "")
         return words[words.index(self.program) + 1 :]
 
@@ -209,7 +209,7 @@ def draw(parameter: dict[str, Any], rng: random.Random) -> Any:
 
 
 def figures_of(results: Results) -> dict[str, float | None]:
-    """The figures of a results.json's headline by one flat name each: what a sweep sorts by and wandb is told."""
+    """Return the figures of a results.json's headline under flat names, for sorting a sweep and for wandb."""
     spec, plain, speedup = results["speculative"], results["baseline"], results["speedup"]
     withheld = speedup is None
     return {

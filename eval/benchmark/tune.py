@@ -88,7 +88,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was proposed in one round, and the path that was accepted."""
+    """Proposal of one round, and the path that was accepted."""
 
     scores: Tensor  # (B, N)
     depths: Tensor  # (B, N)
@@ -96,7 +96,7 @@ class Outcome:
     count: Tensor  # (B,), how many of them are accepted, the root included; 0 for a row that takes no part
 
 
-class Recorded:
+class Recorded(Drafter):
     """A drafter, and the outcome of its proposals. They are kept as they are: counting waits until the clocks stand."""
 
     def __init__(self, head: Drafter) -> None:
@@ -138,7 +138,7 @@ def ranks(outcome: Outcome, depth: int) -> Tensor:
 
 
 def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
-    """Whether a head fills trees of this shape, and the rule judges them."""
+    """Return True if a head fills trees of this shape and the rule judges them."""
     try:
         check_rule(rule, shape)
         head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape)

@@ -36,7 +36,7 @@ from eval.reporting.compare_report import print_comparison, write_comparison
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import check_card, print_report, write_report
 from eval.runtime.engine import Engine
-from heads.base import HEAD_TREE, Drafter, TreeHead
+from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.registry import untrained_kind
@@ -166,7 +166,7 @@ def measure(
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:
     """The trees that the settings name and this head, one of several, drafts. UserError if there are none."""
-    own = settings.rule == "match" and isinstance(head, TreeHead) and head.tree
+    own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
     shapes = replace(settings, trees=texts).shapes(head)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]

@@ -86,7 +86,7 @@ class Pipe:
             self.last = text[-1]
 
     def draw(self, figures: str) -> None:
-        """Figures are told at the end."""
+        """Do nothing: figures are printed at the end."""
 
 
 class Conversation:
@@ -167,7 +167,7 @@ class Stream:
     def __init__(self, screen: Screen | Pipe, detokenizer: Detokenizer) -> None:
         self.screen, self.detokenizer = screen, detokenizer
         self.flags: list[bool] = []
-        """For each token shown, whether it was drafted."""
+        """Drafted or not, for each token shown."""
         self.held: list[int] = []
         """The last round's tokens, of which only the end of the answer tells how many were drafted."""
         self.rounds = -1

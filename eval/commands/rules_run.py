@@ -48,7 +48,7 @@ class Run:
 
     @property
     def rate(self) -> tuple[list[float], list[float]]:
-        """By prompt: tokens emitted, and rounds."""
+        """Tokens emitted and rounds, by prompt."""
         emitted = [float(sum(t.emitted for t in traces)) for traces in self.traces]
         return emitted, [float(sum(t.rounds for t in traces)) for traces in self.traces]
 
@@ -138,7 +138,7 @@ def bench_rules(options: argparse.Namespace) -> int:
 
 
 def can_judge(rule: str, shape: TreeShape) -> bool:
-    """Whether a rule can judge trees of this shape."""
+    """Return True if a rule can judge trees of this shape."""
     try:
         check_rule(rule, shape)
     except UserError:
@@ -159,7 +159,8 @@ def compare(one: Run, other: Run) -> Record:
 
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
-    """What `ratio` and `block` may expect of the same drafts, over all rounds of all requests."""
+    """Return the tokens that `ratio` and `block` are expected to emit of the same drafts, over all rounds of all
+    requests."""
     rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling, engine.target.device)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain = [0.0] * len(requests)

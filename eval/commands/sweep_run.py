@@ -130,7 +130,7 @@ def found(file: Path) -> Results | None:
 
 
 def environment(wandb: str) -> dict[str, str]:
-    """What a setting's process, or the agent, sees: this repository's packages, and wandb's mode."""
+    """Return the environment of a setting's process, or of the agent: this repository's packages, and wandb's mode."""
     mode = {"WANDB_MODE": "disabled" if wandb == "off" else wandb}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **mode}

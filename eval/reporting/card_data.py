@@ -1,4 +1,4 @@
-"""A model card's front matter, which the Hub reads: what the head is of, what it was trained on, tau and speedup."""
+"""The front matter of a model card, which the Hub reads: target, training data, tau and speedup."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.benchmark.results import Results
-from eval.reporting.format import busy_warning, is_hub_id, sampling_text, short_name
-from heads.target.hub import repo_and_revision
+from eval.reporting.format import busy_warning, sampling_text, short_name
+from heads.target.hub import is_hub_id, repo_and_revision
 
 LIBRARY = "draftsmith"
 LIBRARY_LINE = f"library_name: {LIBRARY}"
-"""A line of every model card."""
+"""A line in every model card."""
 RIGHTS = ("license", "license_name", "license_link")
-"""What the Hub says of a license: one of its names, or `other` and which."""
+"""The license keys of a model card on the Hub."""
 TASK = "text-generation"
 
 
@@ -26,8 +26,8 @@ def front_matter(
     name: str | None = None,
     results: Results | None = None,
 ) -> str:
-    """YAML between two rules. A target that is a local folder is not named; rights: RIGHTS of it; figures stand under
-    `name`."""
+    """Return YAML between two rules. A target that is a local folder is not named. `rights` are its license keys, and
+    `name` is the model name of the figures."""
     repo, _ = repo_and_revision(target)
     figures = [] if results is None else eval_results(results)
     data = ModelCardData(
@@ -44,7 +44,7 @@ def front_matter(
 
 
 def eval_results(results: Results) -> list[EvalResult]:
-    """tau and, where it may be stated and was not disturbed, the speedup of every setting over all prompts."""
+    """The tau of every setting over all prompts, and its speedup where that is exact and reliable."""
     prompts = ", ".join(short_name(name) for name in results["settings"]["prompts"].split(","))
     undisturbed = busy_warning(results["measurements"]) is None
     found = []
@@ -67,13 +67,13 @@ def eval_results(results: Results) -> list[EvalResult]:
 
 
 def hub_datasets(provenance: Any) -> list[str]:
-    """The ids of the Hub among the paths that a head's provenance names as its data."""
+    """Return the Hub ids among the data paths in a head's provenance."""
     data = provenance.get("data") if isinstance(provenance, dict) else None
     return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths(data) if is_hub_id(path)))
 
 
 def paths(value: Any) -> Iterator[str]:
-    """Every text under a key `path`, however deep."""
+    """Yield every string under a key `path`, at any depth."""
     match value:
         case dict():
             for key, item in value.items():

@@ -26,28 +26,28 @@ from eval.reporting.format import (
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
-"""Of an axis; beyond it, some places have none."""
+"""Maximum number of tick labels of an axis. With more ticks, some have no label."""
 LETTERS = 47
-"""Of a row's name and its figure."""
+"""Maximum number of letters in a row's name and its figure together."""
 ROW = 0.4
-"""Of a row with its label above, in inches."""
+"""Height of a row with its label above, in inches."""
 GAP = 0.26
-"""From a row up to its label, in rows."""
+"""Distance from a row up to its label, in rows."""
 CLEAR = {"facecolor": COLOURS["card"], "edgecolor": "none", "pad": 1.0}
-"""Behind a label that may stand on a line."""
+"""Background of a label that may overlap a line."""
 SPREAD = 0.7
-"""Within which settings of equal depth stand, in units of depth; STEP apart where there is room."""
+"""Width, in units of depth, over which settings of equal depth are spread; STEP apart if there is room."""
 STEP = 0.16
 LARGEST = 1e15
-"""Of what is drawn; infinity is above it."""
+"""Largest absolute value that is drawn; infinity is not."""
 MOST_POINTS = 300
-"""Of a curve; longer records are averaged."""
+"""Maximum number of points of a curve. Longer records are averaged."""
 KINDS = {"chain": "draft", "tree": "verify"}
-"""A draft's kind -> the colour it has."""
+"""Kind of draft -> name of its colour."""
 
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
-    """The charts of a results.json, and of the training `log` (metrics.jsonl) where there is one."""
+    """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one."""
     setting = f"{results['tree']}, {sampling_text(results['temperature'])}"
     found = [
         Chart(
@@ -98,7 +98,7 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
 
 
 def training_charts(log: Sequence[Results]) -> list[Chart]:
-    """The loss and tau over the steps of a training."""
+    """Return the charts of loss and tau over the training steps."""
     losses, taus = points(log, "train", "loss"), points(log, "eval", "tau")
     found = []
     if len(losses) > 1:
@@ -112,7 +112,7 @@ def training_charts(log: Sequence[Results]) -> list[Chart]:
 
 
 def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, float]]:
-    """A figure of the records of one kind by the step; what is no number is left out."""
+    """Return (step, figure) of the records of one kind, without those that are not finite numbers."""
     pairs = [(record.get("step"), record.get(name)) for record in log if record.get("kind") == kind]
     return [
         (step, value)
@@ -122,7 +122,7 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
 
 
 def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
-    """Speedup and tau of the measurements that a comparison's table shows."""
+    """Return the charts of speedup and tau of the measurements in a comparison's table."""
     tau = [row(m, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for m in shown]
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
     found = [Chart("compare-tau", "tau", note, partial(draw_rows, rows=tau, colour="accept"), rows_height(tau))]
@@ -131,17 +131,17 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting of a head, and a figure with its interval."""
+    """A setting of a head and one figure with its interval."""
 
     head: str
-    """Empty where all rows are of one head."""
+    """Name of the head; empty if all rows are of one head."""
     setting: str
     value: float
     interval: Sequence[float | None] | None
     text: str
 
     def label(self, room: int) -> str:
-        """The name of the row; that of the head as far as there is room."""
+        """Return the name of the row, with the head's name shortened to fit."""
         left = room - len(self.setting) - 2
         name = self.head
         if len(name) > left:
@@ -151,12 +151,12 @@ class Row:
 
 
 def row(figures: Results, value: float, interval: Sequence[float | None] | None, text: str) -> Row:
-    """The row of a measurement."""
+    """Return the row of a measurement."""
     return Row(figures.get("head", ""), setting_text(figures), value, interval, text)
 
 
 def speedups(name: str, measured: Sequence[Results]) -> Chart:
-    """The speedup of each setting."""
+    """Return the chart of the speedup of each setting."""
     rows = []
     for m in measured:
         speed = m["speedup"]
@@ -167,12 +167,12 @@ def speedups(name: str, measured: Sequence[Results]) -> Chart:
 
 
 def rows_height(rows: Sequence[Row]) -> float:
-    """Inches for so many rows and their axis."""
+    """Return the height of a chart of rows, with its axis, in inches."""
     return 0.5 + ROW * len(rows)
 
 
 def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None:
-    """Each value as a dot on its interval, its name and its figure above it."""
+    """Draw each value as a dot on its interval, with its name and its figure above."""
     axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
     across = axes.get_yaxis_transform()
     for n, row in enumerate(rows):
@@ -190,18 +190,18 @@ def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
-    """The ends of an interval; the value itself where there is none."""
+    """Return the ends of an interval, or the value twice if there is none."""
     low, high = interval or (None, None)
     return (value, value) if low is None or high is None else (low, high)
 
 
 def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
-    """alpha_k as bars; as rings the share of all rounds that came so far."""
+    """Draw alpha_k as bars, and the share of all rounds that reached each depth as rings."""
     draw_bars(axes, range(1, len(alpha) + 1), [value or 0.0 for value in alpha], list(map(percent, alpha)), "draft")
     reach = [math.prod(value or 0.0 for value in alpha[:depth]) for depth in range(1, len(alpha) + 1)]
     ring: dict[str, Any] = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": ""}
     rings = axes.plot(
-        range(1, len(alpha) + 1), reach, "o", label="share of all rounds that came so far", clip_on=False, **ring
+        range(1, len(alpha) + 1), reach, "o", label="share of all rounds that reached it", clip_on=False, **ring
     )
     axes.set_ylim(0, 1.15)
     axes.set_xlabel("depth of the draft")
@@ -210,7 +210,7 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
 
 
 def draw_tokens(axes: Axes, *, results: Results) -> None:
-    """The share of rounds by the tokens they emitted."""
+    """Draw the share of rounds by the number of tokens they emitted."""
     counts = results["accepted_histogram"][: len(reached(results["alpha"])) + 1]
     shares = [n / max(sum(counts), 1) for n in counts]
     draw_bars(axes, range(1, len(counts) + 1), shares, list(map(percent, shares)), "accept")
@@ -218,19 +218,19 @@ def draw_tokens(axes: Axes, *, results: Results) -> None:
     axes.set_xlabel(f"tokens a round emitted, {number(results['tau']['mean'])} on average")
 
 
-def draw_bars(axes: Axes, places: range, values: Sequence[float], labels: Sequence[str], colour: str) -> None:
-    """Bars with their figures above, some of them where there are many."""
-    every = math.ceil(len(places) / MOST_LABELS)
-    bars = axes.bar(places, values, color=COLOURS[colour], width=0.64)
+def draw_bars(axes: Axes, ticks: range, values: Sequence[float], labels: Sequence[str], colour: str) -> None:
+    """Draw bars with their figures above, or with some of them if there are many."""
+    every = math.ceil(len(ticks) / MOST_LABELS)
+    bars = axes.bar(ticks, values, color=COLOURS[colour], width=0.64)
     shown = [label if n % every == 0 else "" for n, label in enumerate(labels)]
     axes.bar_label(bars, shown, padding=7, fontweight="bold", fontsize=SMALL)
-    axes.set(xticks=places[::every], yticks=[], xlim=(0.4, max(len(places), 4) + 0.6))
+    axes.set(xticks=ticks[::every], yticks=[], xlim=(0.4, max(len(ticks), 4) + 0.6))
     axes.tick_params(length=0, pad=8)
     axes.spines["left"].set_visible(False)
 
 
 def draw_round(axes: Axes, *, results: Results) -> None:
-    """One round by phase above the time that plain decoding takes for as many tokens."""
+    """Draw one round by phase, above the time that plain decoding takes for as many tokens."""
     tau, step = results["tau"]["mean"], results["speculative"]["plain_step_ms"]
     breakdown = results["speculative"]["breakdown_ms"]
     plain, whole = tau * step, sum(breakdown.values())
@@ -260,17 +260,17 @@ def draw_round(axes: Axes, *, results: Results) -> None:
 
 @dataclass(frozen=True)
 class Dot:
-    """One setting measured."""
+    """A measured setting."""
 
     tree: str
     at: float
-    """Its depth, moved a little where others have the same."""
+    """Depth of the draft, shifted slightly if other settings have the same."""
     chain: bool
     speedup: float
     low: float
     high: float
     token_ms: dict[str, float]
-    """The time between tokens: p50, p95, p99."""
+    """Time between tokens: p50, p95, p99."""
 
     @property
     def kind(self) -> str:
@@ -280,7 +280,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Curves:
-    """All settings of the headline's temperature, and what the cost model says where it was asked."""
+    """All settings at the headline's temperature, and the cost model's predictions if there are any."""
 
     dots: list[Dot]
     model: dict[str, list[tuple[int, float]]]
@@ -289,17 +289,17 @@ class Curves:
 
     @property
     def deepest(self) -> int:
-        """The greatest depth measured."""
+        """Greatest measured depth."""
         return max(round(dot.at) for dot in self.dots)
 
     @property
     def deepest_known(self) -> int:
-        """The greatest depth measured or modelled."""
+        """Greatest depth, measured or modelled."""
         return max([self.deepest, *(depth for line in self.model.values() for depth, _ in line)])
 
 
 def depth_curves(results: Results) -> Curves | None:
-    """The curves of a results.json; None where too little was measured, or the audit failed."""
+    """Return the curves of a results.json, or None if too little was measured or the audit failed."""
     measured = [m for m in results["measurements"] if m["temperature"] == results["temperature"]]
     if len(measured) < 2 or not all(m["speedup"] for m in measured):
         return None
@@ -323,7 +323,7 @@ def depth_curves(results: Results) -> Curves | None:
 
 
 def draw_depths(axes: Axes, *, curves: Curves) -> None:
-    """Speedup against the depth of the draft: measured with intervals, and by the cost model."""
+    """Draw speedup against the depth of the draft: measured, with intervals, and by the cost model."""
     axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
     for kind, line in curves.model.items():
         depths, speeds = [depth for depth, _ in line], [speed for _, speed in line]
@@ -336,7 +336,7 @@ def draw_depths(axes: Axes, *, curves: Curves) -> None:
 
 
 def draw_latency(axes: Axes, *, curves: Curves) -> None:
-    """The time between tokens against the depth of the draft; that of plain decoding at 0."""
+    """Draw the time between tokens against the depth of the draft; plain decoding is at 0."""
     axes.axhline(curves.plain_ms["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
     marks = [(0.0, "faded", curves.plain_ms)]
     marks += [(dot.at, KINDS[dot.kind], dot.token_ms) for dot in curves.dots]
@@ -350,10 +350,10 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
 
 
 def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
-    """The axis of depths, with room for what stands beside the first and the last, and what the colours mean."""
+    """Draw the axis of depths, with room beside the first and the last, and the legend of colours."""
     every = math.ceil((last - first + 1) / MOST_LABELS)
-    places = list(range(first, last + 1, every))
-    axes.set_xticks(places, [str(place) if place else "plain" for place in places])
+    ticks = list(range(first, last + 1, every))
+    axes.set_xticks(ticks, [str(depth) if depth else "plain" for depth in ticks])
     axes.set_xlim(first - 0.6, last + 0.6)
     axes.set_xlabel("depth of the draft")
     axes.grid(axis="y", color=COLOURS["line"], lw=0.6)
@@ -364,7 +364,7 @@ def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
 
 
 def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:
-    """The legend, above the axes, where it hides nothing."""
+    """Draw the legend above the axes, so that it covers nothing."""
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -378,7 +378,7 @@ def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> No
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:
-    """A figure over the steps of a training; with `dots` each measurement, the best of them ringed."""
+    """Draw a figure over the training steps; with `dots`, each measurement, and a ring around the best."""
     steps, values = zip(*thinned(points), strict=True)
     colour = COLOURS["accept" if dots else "draft"]
     axes.plot(steps, values, "o-" if dots else "-", color=colour, lw=1.8, ms=5)
@@ -396,7 +396,7 @@ def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, d
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """A curve of at most MOST_POINTS: the means of as many neighbours as it takes."""
+    """Return a curve of at most MOST_POINTS points, averaging neighbours."""
     size = math.ceil(len(points) / MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [(fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups]

@@ -55,7 +55,7 @@ TURNS = (
 
 
 def write_comparison(results: Results, folder: Path) -> None:
-    """compare.md, compare.html and plots/compare-*."""
+    """Write compare.md, compare.html and plots/compare-*."""
     charts = comparison_charts(shown(results))
     write_charts(charts, f"{title(results)}; {setting_line(results)}", folder / "plots")
     write_text(folder / "compare.md", markdown(results))
@@ -63,7 +63,7 @@ def write_comparison(results: Results, folder: Path) -> None:
 
 
 def shown(results: Results) -> list[Results]:
-    """The measurements that the table shows: all of them, or of a search the fastest of each head."""
+    """Return the measurements in the table: all of them, or after a search the fastest of each head."""
     if AUTO not in results["settings"]["trees"] or not is_exact(results):
         return list(results["measurements"])
     best: dict[tuple[str, float], Results] = {}
@@ -75,7 +75,7 @@ def shown(results: Results) -> list[Results]:
 
 
 def rows(results: Results) -> list[list[str]]:
-    """The table's cells, a row for each measurement shown."""
+    """Return the cells of the table, one row for each measurement."""
     heads = {head["name"]: head for head in results["heads"]}
     return [
         [
@@ -94,18 +94,18 @@ def rows(results: Results) -> list[list[str]]:
 
 
 def accepted_text(figures: Results) -> str:
-    """`79% 71% 80%`, by depth."""
+    """Return acceptance by depth, as in `79% 71% 80%`."""
     return " ".join(percent(alpha) for alpha in figures["alpha"] if alpha is not None) or MISSING
 
 
 def plain_line(results: Results) -> str:
-    """How fast plain decoding was, which is what every speedup is over."""
+    """Return a line with the speed of plain decoding, the base of every speedup."""
     plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
     return "plain decoding: " + ", ".join(f"{number(v, 1)} tokens/s ({sampling_text(t)})" for t, v in plain.items())
 
 
 def warnings(results: Results) -> list[str]:
-    """A line for each head that was run deeper than it was trained, and what makes all figures less than they seem."""
+    """Return a warning for each head that was run deeper than it was trained, and those about all figures."""
     found = [
         (head["name"], depth_warning(head, [m for m in results["measurements"] if m["head"] == head["name"]]))
         for head in results["heads"]
@@ -114,7 +114,7 @@ def warnings(results: Results) -> list[str]:
 
 
 def print_comparison(results: Results, console: Console) -> None:
-    """The table, and whether every output was the target's own."""
+    """Print the table and the audit."""
     table = Lines(box=box.SIMPLE, pad_edge=False, show_edge=False)
     for name in COLUMNS:
         left = name in ("head", "kind", "draft", "sampling")
@@ -136,7 +136,7 @@ def print_comparison(results: Results, console: Console) -> None:
 
 
 def markdown(results: Results) -> str:
-    """The same as Markdown."""
+    """Return the report as Markdown."""
     lines = [
         f"# {as_markdown(title(results))}",
         "",
@@ -154,7 +154,7 @@ def markdown(results: Results) -> str:
 
 
 def page(results: Results, charts: Sequence[Chart]) -> Page:
-    """The same as a page."""
+    """Return the report as a page."""
     return Page(
         heading=title(results),
         setting=f"{setting_line(results)}; {plain_line(results)}.",
@@ -172,7 +172,7 @@ def page(results: Results, charts: Sequence[Chart]) -> Page:
 
 
 def table(results: Results) -> Table:
-    """The page's table, narrow enough for most windows: a head's kind and size stand with its other facts."""
+    """Return the page's table, without the kind and size of heads, which stand below."""
     columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
     cells = [
         [
@@ -188,5 +188,5 @@ def table(results: Results) -> Table:
 
 
 def title(results: Results) -> str:
-    """What was compared."""
+    """Return the title: the number of heads and the target."""
     return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"

@@ -1,7 +1,6 @@
 """Charts as files and inside a page: one drawing in matplotlib, written as PNG and SVG.
 
-Colours are named by what they stand for. A page gives each name its colours in light and in dark; a file has those of
-`COLOURS` on white.
+Colours have names. A page defines each as a CSS variable, for light and dark; a file has those of `COLOURS` on white.
 """
 
 import io
@@ -34,10 +33,10 @@ COLOURS = {
     "faded": "#8b94a3",
 }
 WIDTH = 4.6
-"""Inches of 72 units. A page shows a chart 330 to 430 pixels wide, so that its labels stay readable on a phone."""
+"""Width of a chart in inches. A page shows it 330 to 430 pixels wide, readable on a phone."""
 FONT_SIZE = 12
 LETTERS = 58
-"""Of a caption's line."""
+"""Maximum number of letters in a line of a caption."""
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": FONT_SIZE,
@@ -66,17 +65,17 @@ class Chart:
     """One chart of a report."""
 
     name: str
-    """Of its files."""
+    """Name of its files, without the suffix."""
     title: str
     note: str
-    """A sentence or two that explain it."""
+    """One or two sentences of explanation."""
     draw: Callable[[Axes], None]
     height: float = 2.7
-    """Inches."""
+    """Height in inches."""
 
 
 def inline_svg(chart: Chart) -> str:
-    """A chart as an SVG element that takes its colours, by name, and its font from the page."""
+    """Return a chart as an SVG element that takes its colours, by name, and its font from the page."""
     with drawn(chart) as figure:
         text = to_svg(figure, chart.name, transparent=True)
     box = re.search(r'viewBox="[^"]*"', text)
@@ -90,7 +89,7 @@ def inline_svg(chart: Chart) -> str:
 
 
 def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Path]:
-    """Write each chart as NAME.png and NAME.svg, with its title above and below it the caption; -> the files."""
+    """Write each chart as NAME.png and NAME.svg, with its title above and the caption below. Return the files."""
     files = []
     for chart in charts:
         with drawn(chart, caption) as figure:
@@ -100,7 +99,7 @@ def write_charts(charts: Sequence[Chart], caption: str, folder: Path) -> list[Pa
 
 @contextmanager
 def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
-    """A chart as a figure; with its title and a caption where it stands by itself."""
+    """Draw a chart as a figure; with its title and the caption, if there is one."""
     lines = textwrap.wrap(caption or "", LETTERS)
     extra = 0.4 + 0.17 * len(lines) if caption else 0.0
     with style():
@@ -115,21 +114,20 @@ def drawn(chart: Chart, caption: str | None = None) -> Iterator[Figure]:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all charts; letters that the font of a PNG lacks are no reason for a warning."""
+    """Apply the style of all charts, without warnings about letters that the font of a PNG lacks."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def title(figure: Figure, text: str, caption: str) -> None:
-    """A title above a figure and a caption below it."""
+    """Add a title above a figure and a caption below it."""
     figure.suptitle(text, x=0.02, ha="left", fontsize=FONT_SIZE + 1, fontweight="bold")
     figure.supxlabel(caption, x=0.02, ha="left", fontsize=FONT_SIZE - 3, color=COLOURS["soft"])
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, each whole or not at all, without a date, so that equal results give equal
-    files; `path` is without an ending."""
+    """Write a figure as PNG and SVG, without a date, so that equal results give equal files. `path` has no suffix."""
     png, svg = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
@@ -139,7 +137,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def to_svg(figure: Figure, name: str, *, transparent: bool = False) -> str:
-    """A figure as an SVG document whose ids are the same every time, and other ones under another name."""
+    """Return a figure as an SVG document whose ids depend on `name` alone."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

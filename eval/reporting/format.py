@@ -1,34 +1,32 @@
-"""How figures are put into words, the same in the terminal, on the page and in the model card."""
+"""Formatting of figures as text: the same in the terminal, on the page and in the model card."""
 
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from eval.benchmark.results import Results
-from heads.target.hub import NAME, repo_and_revision
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
 BUSY = 1.5
-"""Mean over median of plain steps above which they were disturbed; runs on quiet machines have 1.0 to 1.2."""
+"""Mean over median of plain steps above which a run counts as disturbed; quiet machines give 1.0 to 1.2."""
 NOT_RELIABLE = "not reliable"
-"""Stands beside a speedup that was measured while something else used the machine."""
+"""Mark of a speedup that was measured while something else used the machine."""
 FEW = 8
-"""Prompts below which percentile bootstraps are markedly too narrow."""
+"""Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
-"""What a target is called in public that lies in a folder and not on the Hub."""
+"""Public name of a target that is a local folder."""
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash where there is none."""
+    """Return a figure as text, or a dash if there is none."""
     return MISSING if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def with_interval(
     value: float | None, interval: Sequence[float | None] | None, *, digits: int = 2, unit: str = ""
 ) -> str:
-    """`2.46 [2.31, 2.60]`."""
+    """Return a figure and its interval, as in `2.46 [2.31, 2.60]`."""
     text = number(value, digits)
     if text == MISSING or interval is None or None in interval:
         return text + unit * (text != MISSING)
@@ -36,24 +34,24 @@ def with_interval(
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 prompt`, `3 prompts`."""
+    """Return a count and its noun, as in `1 prompt`, `3 prompts`."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def percent(share: float | None, digits: int = 0) -> str:
-    """`64%`."""
+    """Return a share in percent, as in `64%`."""
     return MISSING if share is None else f"{100 * share:.{digits}f}%"
 
 
 def reached(alpha: Sequence[float | None]) -> Sequence[float | None]:
-    """The acceptance of the depths down to one below the deepest that any round came to: a long draft's other depths
-    have none."""
+    """Return the acceptance of the depths down to one below the deepest that any round reached. The other depths of a
+    long draft have none."""
     deepest = max((depth for depth, share in enumerate(alpha, start=1) if share is not None), default=0)
     return alpha[: deepest + 1]
 
 
 def count(value: float) -> str:
-    """`1.2k`, `7.3M`, `8.0B`."""
+    """Return a large count in short, as in `1.2k`, `7.3M`, `8.0B`."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.1f}{letter}"
@@ -61,7 +59,7 @@ def count(value: float) -> str:
 
 
 def audit_line(results: Results) -> str:
-    """The line that says whether the output was the target's own."""
+    """Return the line that states if the output was the target's own."""
     exact, settings = results["exact"], len(results.get("measurements", ()))
     if exact.get("kind") == "distribution":
         greedy = exact["greedy"]
@@ -78,24 +76,25 @@ def audit_line(results: Results) -> str:
 
 
 def near_tie_text(exact: Results) -> str:
-    """`, 3 of them but for near-ties`: texts of trees in narrow numbers, where the order of a sum turned a choice
-    between tokens within its rounding; nothing where there are none."""
+    """Return `, 3 of them but for near-ties`, or nothing if there are none. A near-tie is a choice between two tokens
+    within the rounding of a sum, in narrow numbers."""
     near = len(exact.get("near_ties", ()))
     return f", {near} of them but for near-ties" if near else ""
 
 
 def is_adapted(results: Results) -> bool:
-    """Whether the target is the one that its name says with an adapter that came with the head."""
+    """Return True if the target has an adapter that came with the head."""
     return bool(results["target"].get("adapter"))
 
 
 def is_exact(results: Results) -> bool:
-    """Whether the audit passed."""
+    """Return True if the audit passed."""
     return not results["exact"]["divergences"]
 
 
 def exact_cell(figures: Results) -> str:
-    """`12 of 12`, the prompts that came out as plain decoding's, or that the text is exact in distribution."""
+    """Return the number of prompts with plain decoding's output, as in `12 of 12`, or that the text is exact in
+    distribution."""
     exact = figures["exact"]
     if exact["identical"] is None:
         return "in distribution"
@@ -103,14 +102,14 @@ def exact_cell(figures: Results) -> str:
 
 
 def is_disturbed(figures: Results) -> bool:
-    """Whether plain steps, which should cost alike, did not: something else used the machine."""
+    """Return True if plain steps, which should all cost the same, did not: something else used the machine."""
     plain = figures["baseline"]
     mean, median = plain["ms_per_token"], plain.get("token_ms", {}).get("p50")
     return bool(mean and median and mean > BUSY * median)
 
 
 def speedup_text(figures: Results) -> str:
-    """`1.62x [1.55, 1.70]`, `1.62x, not reliable`, or why there is none."""
+    """Return `1.62x [1.55, 1.70]`, `1.62x, not reliable`, or the reason for no speedup."""
     if figures["speedup"] is None:
         return "withheld"
     if is_disturbed(figures):  # an interval would promise a precision that is not there
@@ -119,20 +118,20 @@ def speedup_text(figures: Results) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """A text as Markdown that shows it as it is: the names of folders may hold any character."""
+    """Escape a text for Markdown: names of folders may hold any character."""
     return re.sub(r"[\\`*{}\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
 def code_span(name: str) -> str:
-    """A name as a code span in Markdown, with backticks enough around those in it."""
+    """Return a name as a code span in Markdown, with enough backticks around those in it."""
     longest = max(map(len, re.findall("`+", name)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return f"{fence}{space}{name}{space}{fence}"
 
 
 def short_name(path: str) -> str:
-    """A hub id as it is; of a path its last part, and the one before where the last says little. Characters that do
-    not print, such as those that steer a terminal, are replaced."""
+    """Return a Hub id unchanged, and of a path its last part, or its last two if the last one is uninformative. Control
+    characters are replaced."""
     path = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in path)
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
     if not parts or (len(parts) == 2 and not path.startswith(("/", "."))):
@@ -140,45 +139,38 @@ def short_name(path: str) -> str:
     return "/".join(parts[-2:]) if parts[-1] in VAGUE_NAMES else parts[-1]
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
-    repo, _ = repo_and_revision(name)
-    whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
-    return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()
-
-
 def target_text(target: Results) -> str:
-    """A target's record as its name; a grown one is called so wherever its figures stand."""
+    """Return the name of a target from its record; a grown target is named as one."""
     grown = target.get("grown_from")
     return short_name(target["name"]) + (f" (grown from {short_name(grown)})" if grown else "")
 
 
 def heading(results: Results) -> str:
-    """What was measured: a head on its target."""
+    """Return the heading of a report: the head and its target."""
     adapted = " with its adapter" if is_adapted(results) else ""
     return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
 
 
 def rule_text(results: Results) -> str:
-    """`, rule block`; nothing for `match`."""
+    """Return the rule, as in `, rule block`; nothing for `match`."""
     rule = results.get("rule", "match")
     return "" if rule == "match" else f", rule {rule}"
 
 
 def sampling_text(temperature: float) -> str:
-    """`greedy` or `T = 1`."""
+    """Return `greedy` or `T = 1`."""
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
 def device_text(results: Results) -> str:
-    """The device and what it computes in."""
+    """Return the device and its data type."""
     device = results["device"]
     threads = f", {device['threads']} thread{'s' if device['threads'] != 1 else ''}" if "threads" in device else ""
     return f"{device['name']}{threads}, {results['dtype']}"
 
 
 def setting_line(results: Results) -> str:
-    """On what, and where."""
+    """Return the prompts and the device of a measurement in a line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
     return (
@@ -188,7 +180,7 @@ def setting_line(results: Results) -> str:
 
 
 def divergence_text(divergence: Results) -> str:
-    """One line that says where an output left plain decoding's."""
+    """Return a line with the place at which an output differs from plain decoding's."""
     tokens = [f"{MISSING} (it ended)" if t is None else repr(t) for t in (divergence["plain_text"], divergence["text"])]
     reference = "plain" if divergence.get("against", "plain") == "plain" else "its first run"
     return (
@@ -200,7 +192,7 @@ def divergence_text(divergence: Results) -> str:
 
 
 def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
-    """What was measured of a head that drafted deeper than it was trained; None if none of its drafts did."""
+    """Return a warning that the head drafted deeper than it was trained, or None if no draft did."""
     trained = head["config"].get("depth")
     deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
     if not deep:
@@ -215,7 +207,7 @@ def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
 
 
 def busy_warning(measurements: Sequence[Results]) -> str | None:
-    """The warning that something else used the machine; None if nothing did."""
+    """Return a warning that something else used the machine, or None."""
     disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
     if not disturbed:
         return None
@@ -228,7 +220,7 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def slow_warning(measurements: Sequence[Results]) -> str | None:
-    """The warning that plain decoding is faster than every draft measured; None if it is not."""
+    """Return a warning that plain decoding is faster than every measured draft, or None."""
     best: dict[float, float] = {}
     for m in measurements:
         if m["speedup"]:
@@ -238,7 +230,8 @@ def slow_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def few_warning(measurements: Sequence[Results]) -> str | None:
-    """That the figures rest on few prompts, as those whose output ends with its first token count for nothing."""
+    """Return a warning that the figures rest on few prompts, or None. An output that ends with its first token has no
+    figures."""
     least = max(measurements, key=lambda m: m.get("undecoded", 0))
     prompts, undecoded = least["exact"]["prompts"], least.get("undecoded", 0)
     decoded = prompts - undecoded
@@ -253,12 +246,12 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def warnings(results: Results) -> list[str]:
-    """What a reader of one head's figures must know of them."""
+    """Return the warnings about the figures of one head."""
     return [*([depth] if (depth := depth_warning(results["head"], results["measurements"])) else []), *doubts(results)]
 
 
 def repeat_warning(settings: Results) -> str | None:
-    """That prompts are there more than once, which intervals take for so many."""
+    """Return a warning that prompts are repeated, which makes intervals too narrow, or None."""
     prompts = settings["num_prompts"]
     distinct = settings.get("distinct_prompts", prompts)
     if distinct == prompts:
@@ -267,7 +260,7 @@ def repeat_warning(settings: Results) -> str | None:
 
 
 def doubts(results: Results) -> list[str]:
-    """What makes the figures less than they seem, whichever head they are of."""
+    """Return the warnings that apply to any head."""
     measurements = results["measurements"]
     found = (
         slow_warning(measurements),
@@ -279,13 +272,13 @@ def doubts(results: Results) -> list[str]:
 
 
 def adaptive_line(figures: Results) -> str:
-    """Which drafts the rounds of an adaptive setting had."""
+    """Return a line with the share of rounds of each draft in an adaptive setting."""
     shares = ", ".join(f"{name} {percent(share)}" for name, share in figures["adaptive"]["shares"].items())
     return f"adaptive {figures['tree']}, {sampling_text(figures['temperature'])}, share of rounds: {shares}"
 
 
 def search_line(search: Results) -> str:
-    """What a search for the best draft came to."""
+    """Return a line with the result of a search for the best draft."""
     model = {point["tree"]: point["speedup"] for point in search["curve"]}
     proposed = " and ".join(f"{tree} ({model[tree]:.2f}x)" for tree in search["proposed"])
     chosen = search["chosen"]
@@ -300,5 +293,5 @@ def search_line(search: Results) -> str:
 
 
 def setting_text(figures: Results) -> str:
-    """`chain:5, greedy`."""
+    """Return a draft and its sampling, as in `chain:5, greedy`."""
     return f"{figures['tree']}, {sampling_text(figures['temperature'])}"

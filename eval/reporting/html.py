@@ -1,4 +1,4 @@
-"""report.html: one self-contained page, light and dark, without scripts and without anything fetched."""
+"""report.html: one self-contained page, light and dark, without scripts and external resources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,30 +52,30 @@ Facts = list[tuple[str, list[tuple[str, Any]]]]
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure in large."""
+    """One large figure."""
 
     name: str
     value: str
     note: str
     caution: str = ""
-    """A reason not to take the figure as it stands."""
+    """Reason not to trust the figure."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, the first of them a name; a cell with NOT_RELIABLE in it stands out."""
+    """Rows of cells, each with a name first. A cell that contains NOT_RELIABLE is highlighted."""
 
     title: str
     notes: Sequence[str]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     marked: frozenset[int] = frozenset()
-    """Rows in bold."""
+    """Indices of rows in bold."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page's parts, from the top down."""
+    """Parts of a page, from top to bottom."""
 
     heading: str
     setting: str
@@ -93,7 +93,7 @@ class Page:
 
 
 def to_html(page: Page) -> str:
-    """A page as HTML."""
+    """Return a page as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"svg": inline_svg, "sentence": sentence, "number": number}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -101,12 +101,12 @@ def to_html(page: Page) -> str:
 
 
 def sentence(line: str) -> str:
-    """A line as a sentence."""
+    """Return a line as a sentence."""
     return f"{line[:1].upper()}{line[1:]}."
 
 
 def render_page(results: Results, charts: Sequence[Chart]) -> str:
-    """The page of a results.json."""
+    """Return the page of a results.json."""
     loops = f"{percent(results['loop_share'])} of all outputs end in a loop."
     return to_html(
         Page(
@@ -128,7 +128,7 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
 
 
 def audit_parts(results: Results) -> dict[str, Any]:
-    """The parts of a page that say whether the output was the target's own."""
+    """Return the fields of a page that state the result of the audit."""
     differing = results["exact"]["divergences"]
     return {
         "exact": is_exact(results),
@@ -138,7 +138,7 @@ def audit_parts(results: Results) -> dict[str, Any]:
 
 
 def tiles(results: Results) -> list[Tile]:
-    """The headline's figures."""
+    """Return the tiles of the headline's figures."""
     speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
     own = Tile(
         "plain decoding",
@@ -165,14 +165,14 @@ def tiles(results: Results) -> list[Tile]:
 
 
 def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> str:
-    """The ends of a 95% interval, or something else where there is none."""
+    """Return the ends of a 95% interval, or `otherwise` if there is none."""
     if interval is None or None in interval:
         return otherwise
     return f"95% interval {number(interval[0])} to {number(interval[1])}"
 
 
 def settings_table(results: Results) -> Table:
-    """Every setting measured."""
+    """Return the table of all measured settings."""
     exact, rows = is_exact(results), []
     for m in results["measurements"]:
         speed = m["speedup"]
@@ -203,7 +203,7 @@ def settings_table(results: Results) -> Table:
 
 
 def suites_table(results: Results) -> list[Table]:
-    """Suites and their categories; no table where there is one suite without categories."""
+    """Return the table of suites and their categories, or none if there is one suite without categories."""
     if len(results["suites"]) < 2:
         return []
     rows = [
@@ -224,7 +224,7 @@ def suites_table(results: Results) -> list[Table]:
 
 
 def sample_rounds(sample: Results) -> Results:
-    """A sample's text, round by round, neighbours of one kind joined."""
+    """Return a sample with its text grouped by round, and neighbours of one kind joined."""
     rounds = []
     for number_, group in groupby(sample["pieces"], key=lambda piece: piece["round"]):
         pieces = list(group)
@@ -239,7 +239,7 @@ def sample_rounds(sample: Results) -> Results:
 
 
 def adapter_facts(adapter: Results | None) -> list[tuple[str, Any]]:
-    """The line that says that the target is an adapted one."""
+    """Return the line about the target's adapter, if it has one."""
     if not adapter:
         return []
     size = count(adapter["parameters"])
@@ -247,7 +247,7 @@ def adapter_facts(adapter: Results | None) -> list[tuple[str, Any]]:
 
 
 def target_part(results: Results) -> tuple[str, list[tuple[str, Any]]]:
-    """The target, as far as a reader needs it to measure the same again."""
+    """Return the facts of the target that are needed to repeat the measurement."""
     target = results["target"]
     return (
         "Target",
@@ -268,7 +268,7 @@ def target_part(results: Results) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def head_part(head: Results, title: str = "Head") -> tuple[str, list[tuple[str, Any]]]:
-    """A head."""
+    """Return the facts of a head."""
     return (
         title,
         [
@@ -281,7 +281,7 @@ def head_part(head: Results, title: str = "Head") -> tuple[str, list[tuple[str, 
 
 
 def measurement_parts(results: Results) -> Facts:
-    """The measurement and the machine."""
+    """Return the facts of the measurement and the machine."""
     settings = results["settings"]
     return [
         (
@@ -301,7 +301,7 @@ def measurement_parts(results: Results) -> Facts:
 
 
 def footer(results: Results) -> str:
-    """The definitions of the figures."""
+    """Return the definitions of the figures."""
     defined = (
         "tau counts tokens after the prefill over target passes after the prefill. Speedup is the ratio of total "
         "decode seconds, prefill left out, against plain decoding in the same runtime, on the same prompts, in the "

@@ -1,7 +1,7 @@
-"""What of a run is published: its head's files and its model card, and no word of where they were made.
+"""Publication of a run: the head's files and its model card, without local paths.
 
-A head's record names its target, its data and its command as they were given, often as paths with a user's name in
-them. What is published keeps ids of the Hub; of a path it keeps the last part, and the target becomes "a local model".
+A saved head names its data without paths. Its target, by whose path it is found here, is published by its id on the
+Hub, or as "a local model".
 """
 
 import json
@@ -14,55 +14,59 @@ from typing import Any
 from eval.benchmark.measurements import RESULTS, folders_of, newest_results
 from eval.benchmark.results import Results
 from eval.reporting.card_data import front_matter, hub_datasets
-from eval.reporting.format import LOCAL_MODEL, is_exact, is_hub_id
+from eval.reporting.format import LOCAL_MODEL, is_exact
 from eval.reporting.report import CARD, model_card, quoted
-from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config, seal
+from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
+from heads.formats.base import ENGINES
 from heads.formats.contract import Verdict, why_unfit
-from heads.formats.eagle3 import convert_command
-from heads.formats.loaders import ENGINES
 from heads.registry import HEADS
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from heads.target.hub import repo_and_revision
+from heads.target.hub import is_hub_id, repo_and_revision
 
 PLOT = "plots/acceptance.png"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 OTHERS = (
-    *("generation_config.json", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "chat_template.jinja",
+    ),
 )
 """What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
-PLACES = ("name_or_path", "_name_or_path", "tokenizer_file", "vocab_file")
-"""Keys under which transformers notes where a file was read."""
 
 BASE = "TARGET"
-"""What commands call a target that is not named."""
+"""Name of an unnamed target in commands."""
 STEPS = 5
-"""Tokens drafted a round by a head that was neither measured nor trained to a depth."""
+"""Tokens drafted in a round by a head that was neither measured nor trained to a depth."""
 
 Contents = dict[str, Path | bytes]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """The files by their names in the repository (a file here, or the bytes themselves), and what they are."""
+    """Files by their names in the repository (a local file, or bytes), and their descriptions."""
 
     files: Contents
     kind: str
     base_model: str | None
     measurement: Path | None
-    """The folder of the measurement that the card tells of."""
+    """Folder of the measurement in the card."""
     results: Results | None
 
     @property
     def card(self) -> str:
-        """The model card."""
+        """Return the model card."""
         data = self.files[CARD]
         assert isinstance(data, bytes)
         return data.decode()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Return the size of each file in bytes."""
         return {
             name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()
         }
@@ -78,11 +82,11 @@ def collect(
     unmeasured: bool = False,
     unserved: bool = False,
 ) -> Publication:
-    """What is to be published of a run with its newest measurement, or with the one in the folder `results`. UserError
-    where the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
+    """Collect the publication of a run with its newest measurement, or with the one in the folder `results`. UserError
+    if the head is damaged, was not measured (unless `unmeasured`), is not exact, is served by no engine or would be
     misread by one (unless `unserved`).
 
-    rights: what `front_matter` says of the license, by the target's id on the Hub, empty if it has none.
+    rights: license keys of a target by its id on the Hub, empty if it has none.
     """
     if not run.is_dir():
         raise UserError(f"{run}: no such folder; expected a run directory")
@@ -125,8 +129,8 @@ def collect(
 def measured(
     folder: Path, record: dict[str, Any], unmeasured: bool, chosen: Path | None
 ) -> tuple[Path, Results] | None:
-    """The measurement in the folder `chosen`, else the newest of the run that a head's folder is in, with its folder;
-    None where there is none and that is wanted."""
+    """Return the measurement in the folder `chosen`, or else the newest of the run that contains the head, with its
+    folder; None if there is none and that is allowed."""
     run = Path(os.path.abspath(folder)).parent  # as it was named: where a link leads there is no run
     found = newest_results(folders_of(run) if chosen is None else [chosen])
     if found is None:
@@ -155,7 +159,7 @@ def measured(
 
 
 def usage(repo_id: str, base: str | None) -> str:
-    """How the published head is run."""
+    """Return the command that runs the published head."""
     target = "" if base else " --target FOLDER_OF_THE_TARGET"
     return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
 
@@ -163,7 +167,8 @@ def usage(repo_id: str, base: str | None) -> str:
 def head_verdicts(
     folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
 ) -> list[Verdict]:
-    """What engines make of the head, drafting as many tokens as its headline setting or its training."""
+    """Return the result of each engine's check of the head, with as many draft tokens as its headline setting or its
+    training has."""
     config = record["config"]
     depth = (results or {}).get("depth") or config.get("depth") or STEPS
     modules = config.get("num_modules", 1)  # vLLM drafts with all of them, once or again and again
@@ -173,7 +178,7 @@ def head_verdicts(
 
 
 def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str, base: str | None) -> str:
-    """The card's section on what loads the head, with the command of each."""
+    """Return the section of the card on engines, with the command of each."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     lines = ["## Served by", ""]
     for verdict in (verdict for verdict in engines if verdict.serves):
@@ -182,9 +187,8 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
     for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
         what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
         lines.append(f"- {verdict.reader}: {what}")
-    if record["kind"] == "eagle3":
-        run = convert_command(repo_id, base or BASE, record["config"]["aux_layer_ids"])
-        lines.append(f"- speculators' converter drops the layer ids unless they are given: `{run}`")
+    converters = HEADS[record["kind"]].format.converters(repo_id, base or BASE, record["config"])
+    lines += [f"- {line}" for line in converters]
     if record["target"].get("adapter"):
         lines.append("- the target in these commands is the one with `adapter/` merged into it")
     lines += ["", "Names, shapes and fields were compared with what these versions' sources load; they were not run."]
@@ -192,13 +196,12 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
 
 
 def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Contents:
-    """The files of a head's folder that belong to it, records freed of local paths."""
-    weights = HEADS[record["kind"]].weights_file
+    """The files of a head's folder that belong to it, with the target by its public name."""
+    weights = HEADS[record["kind"]].format.weights_file
     files: Contents = {CONFIG: public_config(folder / CONFIG, base), weights: folder / weights}
     for name in OTHERS:
         if (folder / name).is_file():
-            place = folder / name
-            files[name] = without_places(place) if name == TOKENIZER_CONFIG else place
+            files[name] = folder / name
     if record["target"].get("adapter"):
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if not (folder / ADAPTER / name).is_file():
@@ -210,8 +213,8 @@ def head_files(folder: Path, record: dict[str, Any], base: str | None) -> Conten
 
 
 def public_config(file: Path, base: str | None) -> bytes:
-    """A head's config.json for everyone: sealed anew, since its target is named otherwise."""
-    config = {key: value for key, value in read_object(file).items() if key not in PLACES}
+    """A head's config.json for everyone, whose target has another name there."""
+    config = read_object(file)
     if "base_model_name_or_path" in config:
         config["base_model_name_or_path"] = base
     if base and isinstance(config.get("auto_map"), dict):  # code that lies beside the target, and not beside the head
@@ -219,44 +222,12 @@ def public_config(file: Path, base: str | None) -> bytes:
         config["auto_map"] = {
             key: name if "--" in str(name) else f"{repo}--{name}" for key, name in config["auto_map"].items()
         }
-    ours = dict(config["draftsmith"])
-    ours["target"] = {**without_paths(ours["target"]), "name": base}
-    ours["config"] = {key: without_paths(value) if key == "path" else value for key, value in ours["config"].items()}
-    provenance = without_paths({key: value for key, value in ours.get("provenance", {}).items() if key != "command"})
-    if isinstance(provenance.get("target"), dict):
-        provenance["target"]["path"] = base or LOCAL_MODEL
-    ours["provenance"] = provenance
-    ours["seal"] = seal(ours)
-    return as_json({**config, "draftsmith": ours})
-
-
-def without_paths(value: Any) -> Any:
-    """The same, of every path in it only the last part. Ids of the Hub stay; so do texts that are no paths."""
-    match value:
-        case dict():
-            return {key: without_paths(item) for key, item in value.items()}
-        case list():
-            return [without_paths(item) for item in value]
-        case str():
-            return ",".join(last_part(part) for part in value.split(","))
-        case _:
-            return value
-
-
-def last_part(text: str) -> str:
-    """The last part of a path or an address, less what follows a question mark."""
-    if "/" not in text or is_hub_id(text):
-        return text
-    return text.partition("?")[0].rstrip("/").rpartition("/")[2]
-
-
-def without_places(file: Path) -> bytes:
-    """A JSON file less the keys that say where it was read."""
-    return as_json({key: value for key, value in read_object(file).items() if key not in PLACES})
+    config["draftsmith"]["target"]["name"] = base
+    return as_json(config)
 
 
 def check_private(files: Contents) -> None:
-    """Refuse a text of ours in which the user's home still stands. UserError names the file."""
+    """Refuse a text that contains the user's home directory. UserError names the file."""
     home = os.path.expanduser("~").rstrip("/")
     for name, data in files.items():
         if home and isinstance(data, bytes) and f"{home}/".encode() in data:
@@ -264,7 +235,7 @@ def check_private(files: Contents) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; UserError where it does not."""
+    """Read a JSON object from a file; UserError if it holds none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -275,5 +246,5 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> bytes:
-    """As a head's files are written."""
+    """Return a value as JSON in the layout of a head's files."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

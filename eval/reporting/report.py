@@ -49,7 +49,7 @@ CARD = "README.md"
 
 
 def print_report(results: Results, console: Console) -> None:
-    """The headline's table, the other settings in a line each, and whether the output was the target's own."""
+    """Print the headline's table, a line for each other setting, and the audit."""
     exact = is_exact(results)
     console.print()
     console.print(f"[bold]{escape(heading(results))}[/bold]", highlight=False)
@@ -71,7 +71,7 @@ def print_report(results: Results, console: Console) -> None:
 
 
 def print_audit(results: Results, console: Console) -> None:
-    """Whether every output was the target's own, and the first places where one was not."""
+    """Print the result of the audit, and the first divergences."""
     style = "green" if is_exact(results) else "bold red"
     console.print(f"[{style}]{escape(audit_line(results))}[/{style}]", highlight=False, soft_wrap=True)
     for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
@@ -81,7 +81,7 @@ def print_audit(results: Results, console: Console) -> None:
 
 
 def headline_table(results: Results) -> Table:
-    """The figures at the top level, a line each."""
+    """Return the table of the top-level figures, one a line."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column(escape(setting_text(results)), justify="right", no_wrap=True)
@@ -100,7 +100,7 @@ def headline_table(results: Results) -> Table:
 
 
 def settings_table(results: Results) -> Table:
-    """Every setting in a line."""
+    """Return the table of settings, one a line."""
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
     table.add_column("draft", no_wrap=True)
     table.add_column("sampling", no_wrap=True)
@@ -114,7 +114,7 @@ def settings_table(results: Results) -> Table:
 
 
 def check_card(folder: Path, name: str) -> None:
-    """Refuse a folder whose README.md no report wrote: the model card would take its place."""
+    """Refuse a folder with a README.md that is not a report: the model card would replace it."""
     try:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
@@ -124,7 +124,7 @@ def check_card(folder: Path, name: str) -> None:
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """plots/, report.html and README.md; with the curves of the training where its metrics.jsonl lies there."""
+    """Write plots/, report.html and README.md, with the training curves if metrics.jsonl is there."""
     from eval.reporting.charts import head_charts  # matplotlib, which reading the arguments is not to wait for
     from eval.reporting.drawing import write_charts
     from eval.reporting.html import render_page
@@ -136,7 +136,7 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def read_log(file: Path) -> list[Results]:
-    """The records of a metrics.jsonl; none where there is no such file. A line cut short is left out."""
+    """Return the records of a metrics.jsonl without truncated lines; none if there is no such file."""
     records = []
     with suppress(OSError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -146,19 +146,19 @@ def read_log(file: Path) -> list[Results]:
 
 
 def caption(results: Results) -> str:
-    """The line below a chart that stands by itself: what was measured, on what, and where."""
+    """Return the caption of a chart in a file: the head, the prompts and the device."""
     doubt = f"; {NOT_RELIABLE}: the machine was busy" if is_disturbed(results) else ""
     return f"{heading(results)}; {setting_line(results)}{doubt}"
 
 
 def write_model_card(results: Results, path: Path) -> None:
-    """The model card of a results.json, as a file."""
+    """Write the model card of a results.json to a file."""
     write_text(path, model_card(results))
 
 
 def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
-    """The model card: what the Hub reads, what the head is, more about it (Markdown, may be empty), its figures; data:
-    more of `front_matter`."""
+    """Return the model card: front matter, the head, `about` it (Markdown, may be empty), and its figures. `data` are
+    further arguments of `front_matter`."""
     name, kind = results["target"]["name"], results["head"]["kind"]
     sameness = "in distribution" if "kind" in results["exact"] else "token for token"
     intro = (
@@ -177,12 +177,12 @@ def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | N
 
 
 def quoted(target: str) -> str:
-    """A target's name in Markdown."""
+    """Return the name of a target in Markdown."""
     return target if target == LOCAL_MODEL else code_span(short_name(target))
 
 
 def card_section(results: Results) -> str:
-    """The measured figures in Markdown."""
+    """Return the measured figures in Markdown."""
     rows = [
         f"| {as_markdown(m['tree'])} | {sampling_text(m['temperature'])} | "
         f"{with_interval(m['tau']['mean'], m['tau']['ci95'])} | "
@@ -213,13 +213,13 @@ def card_section(results: Results) -> str:
 
 
 def spec_cell(figures: Results) -> str:
-    """Speculative tokens/s, where it may be stated."""
+    """Return speculative tokens/s, or a note that they are withheld."""
     withheld = figures["speedup"] is None
     return "withheld" if withheld else number(figures["speculative"]["tokens_per_second"], 1)
 
 
 def report_command(path: Path) -> int:
-    """Render anew the report of a results.json, or of the newest one of a run or of a folder of measurements."""
+    """Render the report of a results.json again, or of the newest one of a run or of a folder of measurements."""
     if os.path.isdir(path):
         newest = newest_results([*folders_of(path), *sorted(path.glob("*"))])
         if newest is None:

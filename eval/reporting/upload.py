@@ -1,4 +1,4 @@
-"""A publication as one commit on the Hub, and what the Hub refuses in one line."""
+"""Upload of a publication to the Hub as one commit, with refusals in one line."""
 
 import argparse
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ def publish(options: argparse.Namespace) -> int:
     token = get_token()
     if not token:
         raise UserError("no token for the Hub; log in with `hf auth login`, set HF_TOKEN, or look with --dry-run")
-    with told(options.repo_id, token):
+    with one_line_errors(options.repo_id, token):
         url = upload(HfApi(token=token), publication, options)
     print(f"published: {url}")
     return 0
 
 
 def hub_rights(base: str) -> dict[str, str]:
-    """What the Hub says of a model's license; empty where it is not there, or cannot be asked."""
+    """Return the license keys of a model on the Hub; empty if it is not there or cannot be reached."""
     token = get_token()
     if not base or not token:
         return {}
@@ -58,7 +58,8 @@ def hub_rights(base: str) -> dict[str, str]:
 
 
 def upload(api: HfApi, publication: Publication, options: argparse.Namespace) -> str:
-    """Make the repository and the branch where there are none, and commit every file at once: the commit's address."""
+    """Create the repository and the branch if there are none, and commit every file at once. Return the commit's
+    URL."""
     repo_id, branch = options.repo_id, options.revision
     check_owner(api.whoami(), repo_id)
     check_place(api, repo_id, branch, private=options.private)
@@ -73,7 +74,7 @@ def upload(api: HfApi, publication: Publication, options: argparse.Namespace) ->
 
 
 def check_owner(user: dict[str, Any], repo_id: str) -> None:
-    """Refuse a repository of somebody else. UserError names who the token is of."""
+    """Refuse a repository of another owner. UserError names the owner of the token."""
     owner = repo_id.partition("/")[0]
     names = [user["name"], *(organization["name"] for organization in user.get("orgs") or [])]
     if owner.lower() not in {name.lower() for name in names}:
@@ -81,7 +82,8 @@ def check_owner(user: dict[str, Any], repo_id: str) -> None:
 
 
 def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) -> None:
-    """Refuse a repository that holds something else than a head, or that is public where it is to be private."""
+    """Refuse a repository that holds something other than a head, or that is public although a private one was asked
+    for."""
     try:
         info = api.model_info(repo_id)
     except RepositoryNotFoundError:
@@ -99,8 +101,8 @@ def check_place(api: HfApi, repo_id: str, branch: str | None, *, private: bool) 
 
 
 @contextmanager
-def told(repo_id: str, token: str) -> Iterator[None]:
-    """What the Hub and the network raise, in one line that never holds the token."""
+def one_line_errors(repo_id: str, token: str) -> Iterator[None]:
+    """Turn an error of the Hub or the network into one line, which never contains the token."""
     try:
         yield
     except OfflineModeIsEnabled:

@@ -1,4 +1,4 @@
-"""The acceptance rule `match`: what the target chose decides, the draft only proposed.
+"""The acceptance rule `match`: the target's choice decides, and the draft only proposes.
 
 The target chooses a token at every node. Starting at the root, follow a child that bears the chosen token as far as
 that goes; the tokens on the path are accepted, and the choice at its last node is the bonus. So what comes out is the
@@ -9,7 +9,6 @@ then the lowest node.
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import accept as cpu
 from heads.backends.slot_mapping import ancestors
 from heads.backends.triton import accept as triton
 from heads.backends.triton.runtime import runs_kernels
@@ -17,25 +16,12 @@ from heads.tree import Acceptance, Proposal
 
 
 def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """Accept the deepest path of chosen tokens; on a CPU with a compiler, in one call.
+    """Accept the deepest path of chosen tokens.
 
     choice (B, N): the token the target chose after each node; above (B, N, N): `heads.backends.slot_mapping.ancestors`
     of the proposal; depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one
     level above it) never counts.
     """
-    made = cpu.match(proposal, choice, depth)
-    return match_tensors(proposal, choice, above, depth) if made is None else made
-
-
-def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """The same by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
-    if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
-        return triton.accept(proposal, choice, depth)
-    return match(proposal, choice, ancestors(proposal.parents, depth), depth)
-
-
-def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """The same by tensor operations, on any device."""
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
@@ -45,9 +31,16 @@ def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int)
     return Acceptance(accepted, path, choice.gather(1, path))
 
 
+def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
+    """Accept by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
+    if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
+        return triton.accept(proposal, choice, depth)
+    return match(proposal, choice, ancestors(proposal.parents, depth), depth)
+
+
 def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The deepest path of nodes that follow (B, N), the lowest node where several are as deep: its length (B,), and its
-    nodes (B, K + 1), the root first."""
+    """Return the deepest path of nodes that follow (B, N), or the lowest of equal depth: its length (B,), and its nodes
+    (B, K + 1), from the root on."""
     B, N = follows.shape
     node = torch.arange(N, device=follows.device).expand(B, N)
     alive = (follows[:, None, :] | ~above).all(dim=2)  # every node above it follows, and so does it
@@ -60,7 +53,7 @@ def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int)
 
 
 def match_chain(tokens: Tensor, choice: Tensor) -> Acceptance:
-    """The same for a chain: tokens (B, K + 1), root first, each the child of the one before it; choice (B, K + 1)."""
+    """Accept a chain: tokens (B, K + 1), from the root on, each the child of the one before it; choice (B, K + 1)."""
     accepted = (tokens[:, 1:] == choice[:, :-1]).cumprod(dim=1).sum(dim=1)
     path = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return Acceptance(accepted, path, choice)

@@ -1,4 +1,4 @@
-"""When to draft, and how deep: decided while decoding, by what drafts turn out to give and to cost here and now.
+"""Choice of when to draft, and how deep, made while decoding from the measured acceptance and cost of drafts.
 
 A list of candidates of drafts, the longest first and none at all last. For each of them
 
@@ -35,27 +35,27 @@ import numpy as np
 from heads.tree import TreeShape, is_chain
 
 TRIAL_ROUNDS, TRIAL_TESTS = 4, 4
-"""A trial ends after so many rounds, and so many tests of the first draft token where there is one."""
+"""Minimum number of rounds in a trial, and of tests of the first draft token if there is one."""
 MARGIN = 0.03
-"""By how much another draft must be better to be preferred."""
+"""Relative margin by which another draft must be better to be preferred."""
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 1024
-"""Rounds between two trials of other drafts."""
+"""Rounds between two trials of candidates other than the current one."""
 EVIDENCE = 64.0
-"""Tests that the running acceptance at a depth remembers."""
+"""Number of tests over which the running acceptance at a depth is averaged."""
 OLD_EVIDENCE = 1.0
-"""Tests that old evidence counts for when a draft is tried anew."""
+"""Weight of old evidence, in tests, when a draft is tried again."""
 GUESS = 0.5
-"""Acceptance of the first draft token before any was tested: worth one test."""
+"""Acceptance of the first draft token before any test, with the weight of one test."""
 OLD_ROUNDS = 4
-"""Rounds that an old cost counts for when a draft is tried anew."""
+"""Weight of an old cost, in rounds, when a draft is tried again."""
 WINDOW = 16
-"""Rounds that the running cost remembers."""
+"""Number of rounds over which the running cost is averaged."""
 OUTLIER = 1.5
-"""A round that took more than so many times the usual is taken for one that took so many times the usual."""
+"""Limit on a round's time, in multiples of the usual one. A longer time is replaced by the limit."""
 
 
 def candidates(shape: TreeShape) -> list[str]:
-    """The drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
+    """Return the drafts to choose from, by name: `shape`, shorter and shorter chains, none."""
     depths, depth = [], shape.depth
     while depth > 0:
         depths.append(depth)
@@ -66,27 +66,27 @@ def candidates(shape: TreeShape) -> list[str]:
 
 @dataclass
 class Acceptance:
-    """Running counts by depth, of one kind of drafts."""
+    """Running counts by depth for one kind of draft."""
 
     tested: list[float]
     kept: list[float]
 
     def add(self, tested: Sequence[int], kept: Sequence[int]) -> None:
-        """Take in some rounds' counts; the oldest fade."""
+        """Add the counts of some rounds; old ones decay."""
         for k, (tests, passes) in enumerate(zip(tested, kept, strict=True)):
             fade = min(1.0, max(EVIDENCE - tests, 0.0) / max(self.tested[k], 1e-9))
             self.tested[k] = self.tested[k] * fade + tests
             self.kept[k] = self.kept[k] * fade + passes
 
     def fade(self, first: int) -> None:
-        """From depth `first` on (0 is the first), let what is known count for little: it is old."""
+        """Reduce the weight of the counts from depth `first` on (0 is the first), because they are old."""
         for k in range(first, len(self.tested)):
             fade = min(1.0, OLD_EVIDENCE / max(self.tested[k], 1e-9))
             self.tested[k] *= fade
             self.kept[k] *= fade
 
     def alpha(self) -> list[float]:
-        """The estimate at each depth: the one before it counts for one test."""
+        """Return the estimate at each depth, with the one before it as the prior, worth one test."""
         estimates, before = [], GUESS
         for tests, passes in zip(self.tested, self.kept, strict=True):
             before = (passes + before) / (tests + 1)
@@ -96,14 +96,14 @@ class Acceptance:
 
 @dataclass
 class Cost:
-    """Running seconds of a round."""
+    """Running time of a round in seconds."""
 
     seconds: float | None = None
     rounds: int = 0
-    """Since this draft was last turned to."""
+    """Rounds since this draft was last chosen."""
 
     def add(self, seconds: float, rounds: int) -> float:
-        """Take in `rounds` of `seconds` each; -> the factor by which the running cost moved, 1 unless it is settled."""
+        """Add `rounds` of `seconds` each. Return the factor by which the running cost moved, 1 unless it is settled."""
         if self.seconds is None:
             self.seconds, self.rounds = seconds, rounds
             return 1.0
@@ -115,26 +115,26 @@ class Cost:
 
 
 class Span(NamedTuple):
-    """Rounds between two looks of the host, all with one draft."""
+    """Rounds with one draft between two polls by the host."""
 
     rounds: int
     seconds: float
     tested: Sequence[int] = ()
-    """By depth: how often a token was put to the test, in all rows."""
+    """Number of tokens tested at each depth, in all rows."""
     kept: Sequence[int] = ()
-    """By depth: how often it was accepted."""
+    """Number of tokens accepted at each depth."""
 
 
 @dataclass
 class Controller:
-    """Decides which candidate of a list of candidates the next rounds draft with."""
+    """Controller that chooses the candidate of the next rounds."""
 
     shapes: Sequence[TreeShape]
-    """The list of candidates: drafts that differ in depth, the deepest first, the last of them none."""
+    """Candidates: drafts that differ in depth, the deepest first, plain decoding last."""
     rounds: list[int] = field(default_factory=list)
-    """By candidate: rounds so far."""
+    """Rounds so far, by candidate."""
     switches: int = 0
-    """How often another candidate was turned to."""
+    """Number of changes of the candidate."""
 
     def __post_init__(self) -> None:
         assert self.shapes[-1].nodes == 1 and all(shape.nodes > 1 for shape in self.shapes[:-1]), self.shapes
@@ -156,11 +156,11 @@ class Controller:
 
     @property
     def none(self) -> int:
-        """The candidate that drafts nothing."""
+        """Index of the candidate that drafts nothing."""
         return len(self.shapes) - 1
 
     def note(self, span: Span) -> None:
-        """Take in what the current candidate gave, and choose the next."""
+        """Add the results of the current candidate, and choose the next."""
         self.rounds[self.candidate] += span.rounds
         self.stay += span.rounds
         self.spans.append(span)
@@ -175,7 +175,7 @@ class Controller:
             self._choose()
 
     def _learn(self, span: Span) -> None:
-        """What rounds with the current candidate say of acceptance and of costs."""
+        """Update acceptance and cost from rounds with the current candidate."""
         candidate, depth = self.candidate, self.shapes[self.candidate].depth
         if depth:
             untested = [0] * (len(self.acceptance[candidate].tested) - depth)
@@ -191,7 +191,7 @@ class Controller:
         self.fresh = False
 
     def _tried(self) -> bool:
-        """Whether the current candidate has been seen long enough to judge it."""
+        """Return True if the current candidate has run long enough to be judged."""
         enough = self.stay >= TRIAL_ROUNDS and (self.candidate == self.none or self.stay_tests >= TRIAL_TESTS)
         return enough and self.measured
 
@@ -241,18 +241,18 @@ class Controller:
         self.switches += 1
 
     def speed(self, candidate: int) -> float:
-        """Tokens a second of each row, by what is known."""
+        """Return the estimated tokens per second of each row."""
         return self.tokens(candidate) / self.seconds(candidate)
 
     def tokens(self, candidate: int) -> float:
-        """Of a round, in each row."""
+        """Return the expected tokens of a round in each row."""
         alphas = self.acceptance[candidate].alpha()[: self.shapes[candidate].depth]
         tokens: float = 1.0 + sum(accumulate(alphas, mul))
         return tokens
 
     def seconds(self, candidate: int) -> float:
-        """Of a round: at most those of one that drafts more; where it was never measured, between its neighbours by
-        depth."""
+        """Return the seconds of a round: at most those of one that drafts more; if it was never measured, interpolated
+        between its neighbours by depth."""
         if self.costs[candidate].seconds is not None:
             return min(cost.seconds for cost in self.costs[: candidate + 1] if cost.seconds is not None)
         depth_and_cost = [

@@ -1,7 +1,7 @@
 """One target and one head with several drafts: the decoders among which a controller chooses.
 
 All share the target's cache, the head's state and the rounds' state. A candidate that drafts less is the same decoder
-with another shape. While nothing is drafted the head is told nothing: what it missed is kept (`eval.runtime.pending`),
+with another shape. A head that drafts nothing reads nothing: its pending tokens are kept (`eval.runtime.pending`),
 and read when there is no more room or when drafting goes on; what is kept when a request ends is dropped.
 
 Letters: B rows, K depth, R rounds of a span.
@@ -25,7 +25,7 @@ from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
 
 @dataclass
 class PausedState:
-    """The state of a head that rests."""
+    """State of a paused head."""
 
     pending: PendingStates
     head_state: Any
@@ -33,7 +33,7 @@ class PausedState:
 
 
 class PausedDrafter:
-    """A head that drafts nothing for the time being."""
+    """A head that drafts nothing while it is paused."""
 
     def __init__(self, head: Drafter) -> None:
         self.head, self.aux_layer_ids = head, head.aux_layer_ids
@@ -52,13 +52,13 @@ class PausedDrafter:
             state.pending.keep(observation)
 
     def catch_up(self, state: PausedState) -> None:
-        """Tell the head what it missed."""
+        """Let the head read the pending tokens."""
         for observation in state.pending.drain():
             self.head.extend(state.head_state, observation)
 
 
 class Candidates:
-    """The candidates of one decoder, and the controller that chooses among them."""
+    """Candidates of one decoder, and the controller that chooses among them."""
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.head is not None
@@ -85,11 +85,13 @@ class Candidates:
 
     @property
     def idle(self) -> Decoder:
-        """The candidate that drafts nothing; prompts are read through it, which resets what is kept of their rows."""
+        """The candidate that drafts nothing. Prompts are read through it, which clears the pending tokens of their
+        rows."""
         return self.candidates[-1]
 
     def begin(self, rounds: int) -> Decoder:
-        """The candidate of the next rounds, at most PENDING, ready. What is kept is counted here: rounds never ask."""
+        """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
+        here, on the host."""
         candidate, pending = self.candidates[self.controller.candidate], self.paused_state.pending
         if candidate is not self.idle:
             self.paused.catch_up(self.paused_state)
@@ -100,18 +102,18 @@ class Candidates:
         return candidate
 
     def end(self, rounds: int, seconds: float) -> str:
-        """Tell the controller what these rounds gave; -> the name of their draft."""
+        """Report the results of these rounds to the controller. Return the name of their draft."""
         candidate = self.candidates[self.controller.candidate]
         outcomes = () if candidate is self.idle else self._outcomes(candidate, rounds)
         self.controller.note(Span(rounds, seconds, *outcomes))
         return str(candidate.shape)
 
     def _outcomes(self, candidate: Decoder, rounds: int) -> Sequence[list[int]]:
-        """By depth, how many tokens were put to the test in the last rounds, and how many were accepted."""
+        """Return, by depth, the tokens tested in the last rounds and the tokens accepted."""
         state = candidate.state
-        places = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
-        depth = torch.arange(1, candidate.shape.depth + 1, device=places.device)
-        took_part = (places < state.rounds[:, None])[..., None]
-        counts = [record.gather(1, places)[..., None] >= depth for record in (state.reached, state.accepted)]
+        indices = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
+        depth = torch.arange(1, candidate.shape.depth + 1, device=indices.device)
+        took_part = (indices < state.rounds[:, None])[..., None]
+        counts = [record.gather(1, indices)[..., None] >= depth for record in (state.reached, state.accepted)]
         tested, kept = torch.stack([(count & took_part).sum(dim=(0, 1)) for count in counts]).tolist()
         return tested, kept

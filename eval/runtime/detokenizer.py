@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of bytes that are no whole character yet."""
+"""Text that a tokenizer gives for bytes of an incomplete character."""
 
 
 class Detokenizer:
@@ -17,12 +17,12 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = False) -> None:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.known: list[int] = []
-        """Tokens already shown, as many as the next one's text may depend on."""
+        """Tokens already shown on which the text of the next one may depend."""
         self.waiting: list[int] = []
-        """Tokens since then."""
+        """Tokens not yet shown."""
 
     def push(self, token: int) -> str:
-        """Take in a token; -> the text that it completes, empty where it ends inside a character."""
+        """Add a token. Return the text that it completes, empty if it ends inside a character."""
         self.waiting.append(token)
         text = self._rest()
         if text.endswith(INCOMPLETE):
@@ -31,7 +31,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text of an end inside a character."""
+        """Return the remaining text if the output ends inside a character."""
         text = self._rest() if self.waiting else ""
         self._shown(text)
         return text

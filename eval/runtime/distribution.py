@@ -1,4 +1,4 @@
-"""How a token is chosen: one processed distribution, and noise that depends on nothing but (seed, position, token id).
+"""Choice of tokens: one processed distribution, and noise that depends only on (seed, position, token id).
 
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
@@ -22,7 +22,7 @@ from heads.tree import Pick
 
 
 class RowSampling:
-    """The sampling of every row of a batch, as tensors; rows of different requests mix freely.
+    """Sampling settings of every row of a batch, as tensors. Rows of different requests mix freely.
 
     `random` and `filtered` are host flags (does any row sample? does any row filter?), so that a greedy batch costs
     one argmax. They choose between forms of equal result, never the result.
@@ -39,10 +39,10 @@ class RowSampling:
         library = draws.library_for(self.seed)
         picker = None if library is None else draws.Picker(library, self.temperature, self.seed)
         self.pick: Pick = self.pick_by_kernels if picker is None else picker
-        """Children for the rule `match`: the likeliest to be chosen, noise and all."""
+        """Pick children for the rule `match`: those with the highest scores, noise included."""
 
     def set_row(self, row: int, sampling: Sampling) -> None:
-        """Give a row to a request."""
+        """Set the row of a request."""
         self._rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
@@ -55,7 +55,7 @@ class RowSampling:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def row(self, row: int) -> "RowSampling":
-        """One row alone, as a batch of one; a copy."""
+        """Return a copy of one row, as a batch of one."""
         alone = RowSampling(1, self.seed.device)
         alone.set_row(0, self._rows[row])
         return alone
@@ -79,7 +79,7 @@ class RowSampling:
     def pick_by_kernels(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`pick` on a GPU; by tensor operations where there are no kernels."""
+        """Run `pick` on a GPU, or by tensor operations where there are no kernels."""
         W = logits.shape[1]
         if (
             W > 1 and logits.stride(1) == positions.stride(1) == 0
@@ -94,12 +94,13 @@ class RowSampling:
     def pick_in_tensors(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`pick` by tensor operations, on any device."""
+        """Run `pick` by tensor operations, on any device."""
         scores = self.perturb(logits, positions, token_ids) if self.random else logits
         return best_columns_twin(scores, count, token_ids)
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Scores by which a draft ranks its candidates: with the noise that `choose` will use at the same position.
+        """Return the scores by which a draft ranks its candidates, with the noise that `choose` will use at the same
+        position.
 
         logits (B, W, Vx); positions (B, W) of the drafted tokens; token_ids (Vx,) the target ids of the columns, None
         where they are 0 .. Vx - 1. Greedy rows come back as float32 logits, unchanged.
@@ -119,8 +120,8 @@ class RowSampling:
 def log_distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """The processed distribution, in logarithms: temperature, then top-k, top-p and min-p, each renormalising what the
-    one before left.
+    """Return the processed distribution in logarithms: temperature, then top-k, top-p and min-p, each renormalising the
+    result of the one before.
 
     logits (B, W, V); the settings (B,) each; -> (B, W, V) float32. Whatever draws a token draws it from this.
     """
@@ -130,7 +131,7 @@ def log_distribution(
 def scaled(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, filtered: bool = True
 ) -> Tensor:
-    """`log_distribution` but for a constant of each position: 0 at the likeliest token."""
+    """Return `log_distribution` up to a constant of each position: 0 at the likeliest token."""
     hot = (temperature > 0)[:, None, None]  # (B, 1, 1)
     top = logits.argmax(dim=-1, keepdim=True)
     greedy = torch.full_like(logits, -torch.inf, dtype=torch.float32).scatter_(-1, top, 0.0)
@@ -142,8 +143,8 @@ def scaled(
 
 
 def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """(B, W, V) bool: what the three filters leave. Each keeps a prefix of the tokens in falling order, so one sort
-    does."""
+    """Return (B, W, V) bool, True for tokens that pass all three filters. Each filter keeps a prefix of the tokens in
+    falling order, so one sort is enough."""
     V = scaled.shape[-1]
     falling, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(V, device=scaled.device)
@@ -159,6 +160,6 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """`heads.backends.torch.noise.gumbel`, in C on a CPU with a compiler."""
+    """Compute `heads.backends.torch.noise.gumbel`, in C on a CPU with a compiler."""
     made = draws.gumbel(seeds, positions, token_ids)
     return noise.gumbel(seeds, positions, token_ids) if made is None else made

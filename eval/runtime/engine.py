@@ -43,33 +43,33 @@ from heads.tree import ROOT_ONLY, TreeShape
 
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], bool | None]
-"""Called with a request's index and the tokens newly decided for it; they are never taken back. True ends the request
+"""Callback with a request's index and its newly decided tokens, which are final. If it returns True, the request ends
 with them."""
 
 
 @dataclass
 class Timings:
-    """Where the time of one `generate` went."""
+    """Times of one `generate`."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     round_seconds: list[float] = field(default_factory=list)
-    """Of each round of the whole batch; rounds between two looks of the host share their time evenly."""
+    """Seconds of each round of the whole batch. Rounds between two polls by the host share their time evenly."""
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds by phase; measured only under `Engine.profile`, which waits for the device after each. The head's
-    reading of accepted features is part of committing."""
+    """Seconds by phase, measured only under `Engine.profile`, which synchronises after each phase. The head's reading
+    of accepted features is part of committing."""
     candidates: Counter[str] = field(default_factory=Counter)
-    """Rounds of the whole batch by their draft, where it is adaptive."""
+    """Number of rounds of the whole batch by draft, if it is adaptive."""
 
     @property
     def rounds(self) -> int:
-        """Rounds of the whole batch."""
+        """Number of rounds of the whole batch."""
         return len(self.round_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine decodes."""
+    """Options of an engine."""
 
     shape: TreeShape = ROOT_ONLY
     """Draft tokens of a round; the root alone without a head."""
@@ -149,7 +149,7 @@ class Engine:
         """Looks that are put off while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
-        """Not yet looked at: how many rounds, and who sat where."""
+        """Rounds launched and not yet polled: their number, and the requests in their rows."""
         self.looked = 0.0
 
     def _build(self) -> Decoder:
@@ -201,8 +201,8 @@ class Engine:
         )
 
     def generate(self, requests: Sequence[Request], *, on_tokens: OnTokens | None = None) -> list[Output]:
-        """Decode the requests, `batch_size` at a time; a row that ends goes to the next request. Outputs are in order
-        of requests."""
+        """Decode the requests, `batch_size` at a time; a row whose request ends takes the next one. Outputs are in the
+        order of requests."""
         for index, request in enumerate(requests):
             check_request(
                 request,
@@ -240,15 +240,15 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def _goes_on(self, request_states: list[RequestState | None], waiting: deque[tuple[int, Request]]) -> bool:
-        """Whether rounds are to be launched before the host looks again."""
+        """Return True if rounds can be launched before the host polls again."""
         free = any(request_state is None for request_state in request_states)
         return any(request_state is not None and request_state.left > 0 for request_state in request_states) and not (
             free and waiting
         )
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
-        """Launch rounds until the host looks again; none that every row must have ended before, as each gives a
-        token."""
+        """Launch rounds until the host polls again, without those before which every row must have ended, as each gives
+        a token."""
         sitting = [request_state for request_state in request_states if request_state is not None]
         rounds = min(self.poll_interval, max((request_state.left for request_state in sitting), default=0), PENDING)
         if rounds <= 0:
@@ -273,7 +273,7 @@ class Engine:
         self._launch(rounds, request_states)
 
     def rounds_of(self, decoder: Decoder) -> Rounds:
-        """The rounds of the engine's decoder, or of one of its shorter drafts."""
+        """Return the rounds of the engine's decoder, or of one of its shorter drafts."""
         name = str(decoder.shape)
         if name not in self.rounds:
             self.rounds[name] = Rounds(decoder, self.capture)
@@ -295,17 +295,17 @@ class Engine:
         decoder.round(extent, mark)
 
     def clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
+        """Return the time in seconds once the device has finished."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
     def _moment(self) -> float:
-        """Seconds, as the host finds them: where rounds run ahead of it, it must not wait for the last of them."""
+        """Return the time in seconds without waiting for the device, if rounds run ahead of the host."""
         return time.perf_counter() if self.ahead else self.clock()
 
     def _prefill(self, newcomers: dict[int, tuple[int, Request]]) -> dict[int, RequestState]:
-        """Seat new requests: their prompts read, their first tokens chosen."""
+        """Start new requests: read their prompts and choose their first tokens."""
         started = self.clock()
         decoder = self.candidates.idle if self.candidates is not None else self.decoder
         read_prompts(decoder, {row: request for row, (_, request) in newcomers.items()})
@@ -321,7 +321,7 @@ class Engine:
     def _look(
         self, request_states: list[RequestState | None], on_tokens: OnTokens | None
     ) -> dict[int, tuple[int, Output]]:
-        """Read the oldest report that was not read; -> the outputs of the rows that ended."""
+        """Read the oldest unread report. Return the outputs of the rows that ended."""
         rounds, sitters = self.launched.popleft()
         reports = self.reports.receive()
         if rounds:

@@ -23,30 +23,30 @@ WARM_UPS = 2
 logger = logging.getLogger("draftsmith")
 
 Form = tuple[bool, bool]
-"""Whether any row samples, and whether any filters."""
+"""Host flags: does any row sample, and does any filter?"""
 
 
 class Graph(Protocol):
-    """What `Capture` makes."""
+    """A graph that `Capture` makes."""
 
     def replay(self) -> None:
-        """Do once more what was captured, on the same memory."""
+        """Run the captured work again, on the same memory."""
 
 
 Capture = Callable[[Callable[[], None]], Graph]
-"""Records the work it is given, which is not done by that."""
+"""Records work without running it."""
 
 
 class Rounds:
-    """The rounds of one decoder."""
+    """Rounds of one decoder."""
 
     def __init__(self, decoder: Decoder, capture: Capture | None) -> None:
-        """`capture`: None calls every round plainly."""
+        """With `capture` None, every round is called without a graph."""
         self.decoder, self.capture = decoder, capture
         self.graphs: dict[tuple[int, Form], Graph] = {}
 
     def __call__(self, extent: int) -> None:
-        """Advance every row that is not done, as `Decoder.round`."""
+        """Advance every row that is not done, as `Decoder.round` does."""
         self.prepare()
         if self.capture is None:
             self.decoder.round(extent)
@@ -55,11 +55,11 @@ class Rounds:
 
     @property
     def form(self) -> Form:
-        """Of the rows as they are."""
+        """Return the form of sampling of the current rows."""
         return self.decoder.sampling.random, self.decoder.sampling.filtered
 
     def prepare(self) -> None:
-        """Capture what the rows as they are ask for, if that was not done before."""
+        """Capture the form of sampling of the current rows, unless that was done before."""
         if self.capture is not None and (self.bucket(1), self.form) not in self.graphs:
             self.record(self.form)
 
@@ -70,7 +70,7 @@ class Rounds:
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
 
     def extents(self) -> list[int]:
-        """Every captured extent."""
+        """Return every captured extent."""
         capacity, extents = self.decoder.step.capacity, [self.bucket(1)]
         while extents[-1] < capacity:
             extents.append(self.bucket(extents[-1] + 1))
@@ -96,7 +96,7 @@ class Rounds:
         state.root.copy_(root)
 
     def give_up(self, reason: str) -> None:
-        """Free what was captured, and go on plainly."""
+        """Free the graphs, and go on without them."""
         self.graphs.clear()
         self.capture = None
         gc.collect()
@@ -106,7 +106,7 @@ class Rounds:
 
 
 class CudaCapture:
-    """Captures on a stream of its own, every graph in the same pool."""
+    """Capture on a separate stream, with one pool for all graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -125,5 +125,5 @@ class CudaCapture:
 
 
 def open_capture(device: torch.device) -> Capture | None:
-    """How rounds are captured on a device; None where they are not."""
+    """Return the capture for a device, or None if rounds are not captured on it."""
     return CudaCapture(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Whether a text is plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
+"""Comparison of a text with plain decoding's, bit for bit, in numbers so narrow that the order of a sum shows.
 
 In bfloat16 a product of one row and a product of eight are different kernels with different roundings, and logits that
 lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
@@ -22,7 +22,7 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY
 
 NEAR = 2.0
-"""Units in the last place of the target's numbers, at the size of the larger logit."""
+"""Limit on a near-tie in units in the last place of the target's numbers, at the size of the larger logit."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Flip:
     """A token that plain decoding, given all tokens before it, would not have chosen."""
 
     position: int
-    """In the output."""
+    """Index in the output."""
     token: int
     chosen: int
-    """Plain decoding's."""
+    """Plain decoding's choice."""
     gap: float
-    """By how much the chosen one scored higher, in logits."""
+    """Difference between the two in logits."""
     ulp: float
-    """A unit in the last place of such a logit."""
+    """Unit in the last place of such a logit."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -45,20 +45,20 @@ class Flip:
 
 
 def is_narrow(target: FrozenTarget) -> bool:
-    """Whether texts must be held against pinned plain decoding: narrow numbers on a GPU. On a CPU the runtime's own
-    products heed no neighbour."""
+    """Return True if texts must be compared with pinned plain decoding: narrow numbers on a GPU. On a CPU a row of the
+    runtime's products does not depend on its neighbours."""
     return target.device.type == "cuda" and target.dtype.itemsize < 4
 
 
 def pinned_engine(engine: Engine) -> Engine:
-    """The reference of an engine's texts."""
+    """Reference of an engine's texts."""
     options = replace(engine.options, shape=ROOT_ONLY, rule="match", adaptive=False, pinned=engine.nodes)
     return Engine(engine.target, None, options)
 
 
 @torch.inference_mode()
 def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[Flip]:
-    """Give the reference a whole output, token by token, and note where it would have gone another way."""
+    """Run the reference over a whole output, token by token, and record the tokens it would not have chosen."""
     decoder, state, step = pinned.decoder, pinned.decoder.state, pinned.decoder.step
     state.done.fill_(True)
     state.length.zero_()
@@ -87,7 +87,7 @@ def find_flips(pinned: Engine, request: Request, tokens: Sequence[int]) -> list[
 
 
 def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Of row 0's root: by what its tokens are compared, in units of logits, and the logits; (V,) each."""
+    """Return the scores of row 0's root, in units of logits, and its logits; (V,) each."""
     sampling = engine.decoder.sampling
     own = logits[0, 0].float()
     if not sampling.random:

@@ -1,4 +1,4 @@
-"""The acceptance rules at work: how a round's drafts are drawn and which of them are kept.
+"""The acceptance rules at work: they draw a round's drafts and decide which of them are kept.
 
 `match` is `eval.runtime.acceptance`, the others are `eval.runtime.rejection`. At temperature 0 all are one rule. Above
 it the last two need q, the very distribution that a draft token was drawn from: the draft's logits under the same
@@ -30,34 +30,33 @@ from heads.errors import UserError
 from heads.tree import MOST_NODES, Acceptance, Pick, Proposal, TreeShape
 
 DRAFTS, TESTS, LAST = 0x3C79AC492BA7B653, 0x1CE4E5B9BF58476D, 0x14D049BB133111EB
-"""The streams' purposes, any three numbers."""
+"""Numbers of the streams by purpose; any three distinct ones."""
 
 
 class Rule(Protocol):
-    """What a round asks of an acceptance rule."""
+    """Interface of an acceptance rule to a round."""
 
     needs_distribution: bool
-    """Whether it must see the target's whole distribution; else the target's choice is all that `consult` would take of
-    it."""
+    """True if the rule needs the target's whole distribution; else the target's choices are enough for `consult`."""
 
     def begin(self) -> Pick:
-        """How this round's drafts are drawn."""
+        """Return the function that draws this round's drafts."""
 
     def consult(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """What the target makes of each node: logits (B, N, V); positions (B, N) of the tokens that follow."""
+        """Process the target's output for each node: logits (B, N, V); positions (B, N) of the tokens that follow."""
 
     def accept(self, proposal: Proposal, consulted: Tensor, positions: Tensor, above: Tensor | None) -> Acceptance:
         """Judge the drafts; above (B, N, N) is `heads.backends.slot_mapping.ancestors`, None for a chain."""
 
 
 def make_rule(name: str, shape: TreeShape, sampling: RowSampling, device: torch.device) -> Rule:
-    """The rule of that name for trees of one shape. UserError where there is none."""
+    """Return the rule of that name for trees of one shape. UserError if there is none."""
     check_rule(name, shape)
     return Match(shape, sampling) if name == "match" else Rejection(name, shape, sampling, device)
 
 
 class Match:
-    """The target's own choices decide."""
+    """The rule `match`, by the target's own choices."""
 
     needs_distribution = False
 
@@ -90,7 +89,7 @@ class Draws:
     def __init__(self, sampling: RowSampling) -> None:
         self.sampling = sampling
         self.distributions: list[Tensor] = []
-        """By level: (B, W, Vx) float32, log q of the nodes drawn for."""
+        """Log q of the nodes drawn for, (B, W, Vx) float32, by level."""
         self.token_ids: Tensor | None = None
 
     def __call__(
@@ -112,7 +111,7 @@ class Draws:
         return columns if token_ids is None else token_ids[columns], distribution.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
-        """(B, I, V) q over the target's vocabulary, in the order of the nodes."""
+        """Return (B, I, V) q over the target's vocabulary, in the order of the nodes."""
         q = torch.cat(self.distributions, dim=1).exp()
         if self.token_ids is not None:
             return q.new_zeros(*q.shape[:2], vocab).index_copy_(2, self.token_ids, q)
@@ -121,18 +120,18 @@ class Draws:
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """The places of the `count` highest scores in the last dimension, falling."""
+    """Return the indices of the `count` highest scores in the last dimension, in falling order."""
     return scores.argmax(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
 
 
 def draw_counters(positions: Tensor, level: int) -> Tensor:
-    """(B, W) int64, a number of its own for each node of a request that is drawn for: positions (B, W) of the tokens
-    drawn, and their level below the root, which together give the root's position."""
+    """Return (B, W) int64, a distinct number for each node of a request that is drawn for: positions (B, W) of the
+    drawn tokens, and their level below the root, which together give the root's position."""
     return (positions * MOST_NODES + level) * MOST_NODES**2 + torch.arange(positions.shape[1], device=positions.device)
 
 
 class Rejection:
-    """The two distributions decide: `ratio` and `block`."""
+    """The rules `ratio` and `block`, by the two distributions."""
 
     needs_distribution = True
 
@@ -165,7 +164,7 @@ class Rejection:
         return Acceptance(accepted, path, drafted.scatter(1, accepted[:, None], last))
 
     def weigh(self, proposal: Proposal, p: Tensor) -> Verdict:
-        """The verdict on drafts that `begin`'s pick has drawn; p (B, N, V)."""
+        """Judge drafts that `begin`'s pick has drawn; p (B, N, V)."""
         if not self.draws.distributions:
             raise UserError(
                 f"rule {self.name} needs the distribution that the draft was drawn from, and this draft is drawn from "
@@ -184,7 +183,7 @@ class Rejection:
         return Verdict(odds, torch.where(hot[..., None], verdict.rest, p))
 
     def decide(self, passed: Tensor, proposal: Proposal, above: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which path the passed tests (B, N) accept."""
+        """Return the path that the passed tests (B, N) accept."""
         if self.name == "block":
             return last_accepted(passed)
         return leading(passed) if above is None else first_accepted(passed, proposal, above, self.shape.depth)

@@ -14,16 +14,16 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
 RESERVE = 0.05
-"""Of what is free: kept for the allocator."""
+"""Share of free memory kept for the allocator."""
 LOGITS = 4
-"""Copies of a round's logits that are alive at once, at most, in float32."""
+"""Maximum number of float32 copies of a round's logits alive at once."""
 
 
 def row_bytes(
     target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
 ) -> int:
-    """The caches and the widest tensors of a round, of one row; a draft's cache is taken for two layers of the
-    target's. `pending`: hidden states kept for a head that is not drafting."""
+    """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
+    target's. `pending`: hidden states kept for a paused head."""
     config: Any = target.config
     size, slots = target.dtype.itemsize, round_up(capacity)
     if decoder is not None:
@@ -38,7 +38,7 @@ def row_bytes(
 
 
 def check_memory(per_row: int, batch_size: int, device: torch.device, name: str) -> None:
-    """UserError where a CPU has less to give than a batch needs."""
+    """Raise UserError if a batch needs more memory than a CPU has free, with a batch that would fit."""
     free = free_bytes() if device.type == "cpu" else None
     need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
     if free is None or need <= room:
@@ -52,15 +52,15 @@ def check_memory(per_row: int, batch_size: int, device: torch.device, name: str)
 
 
 def free_bytes() -> int | None:
-    """Memory that the machine can still give; None where it does not say."""
+    """Return the free memory of the machine, or None if it is unknown."""
     info = Path("/proc/meminfo")
     lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that there is no memory, or came of one that did: what fails for want of memory while a
-    graph is captured ends in the capture's own complaint. A CPU's allocator says so in its text alone."""
+    """Return True if an error, or the error that caused it, says that memory ran out. A failed allocation during a
+    graph's capture ends in an error of the capture. A CPU's allocator says so in its text alone."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return True

@@ -1,4 +1,4 @@
-"""Prompts: read into the caches of the target and the head, and each answered with its first token.
+"""Prompts: reading into the caches of the target and the head, and the choice of the first token of each.
 
 The target reads one row at a time, so that what a request computes cannot depend on its neighbours; the head, which
 takes a whole batch, reads the chunks of all new rows together.
@@ -16,7 +16,7 @@ from heads.target.frozen import Features
 
 
 def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
-    """Seat each request in its row: prompt in the caches, first token chosen, ready for rounds."""
+    """Start each request in its row: prompt in the caches, first token chosen, ready for rounds."""
     if decoder.head is not None:
         fresh = [row in newcomers for row in range(len(decoder.state.done))]
         decoder.head.reset_rows(decoder.head_state, torch.tensor(fresh, device=decoder.state.done.device))
@@ -31,7 +31,8 @@ def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
 
 
 def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
-    """One row's next chunk -> its features (1, C, ..), and the tokens from `start` on, one more than the chunk has."""
+    """Read one row's next chunk. Return its features (1, C, ..), and the tokens from `start` on, one more than the
+    chunk has."""
     device, prompt = decoder.state.root.device, torch.tensor(request.prompt, dtype=torch.int64)
     C = decoder.step.chunk_size(len(prompt) - start)
     chunk = prompt[start : start + C]
@@ -65,7 +66,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
 
 
 def extend(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
-    """Hand the head one chunk of every new row's prompt; the other rows have nothing to learn."""
+    """Let the head read one chunk of every new row's prompt; the other rows are unchanged."""
     assert decoder.head is not None
     B, M = len(decoder.state.done), max(f.hidden.shape[1] for f in features.values())
     some = next(iter(features.values()))

@@ -1,5 +1,4 @@
-"""The arithmetic of the rules that compare two distributions: p, the target's, and q, the one that the draft was drawn
-from.
+"""Arithmetic of the rules that compare two distributions: the target's p, and q, from which the draft was drawn.
 
 `ratio` (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2), on trees as
 recursive rejection with siblings drawn without replacement (Sequoia, arXiv 2402.12374, algorithm 2). The children x of
@@ -34,8 +33,8 @@ from heads.tree import Proposal, TreeShape, is_chain
 
 @dataclass(frozen=True)
 class Family:
-    """Who descends from whom, as the shape alone decides it. Nodes stand in the order of `heads.growth.grow`, and so
-    siblings in the order in which they were drawn."""
+    """Descent of nodes as fixed by the shape. Nodes stand in the order of `heads.growth.grow`, and so siblings in the
+    order in which they were drawn."""
 
     parents: Tensor  # (I,) int64, the nodes that have children, ascending: the order in which `grow` asks for draws
     children: Tensor  # (I, R) int64, in the order drawn; 0 where there are fewer
@@ -44,7 +43,7 @@ class Family:
 
 
 def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
-    """The family of a chain or a static tree; ranks of siblings without gaps."""
+    """Return the family of a chain or a static tree, whose siblings have consecutive ranks."""
     if is_chain(shape):
         children = [[node + 1] for node in range(shape.depth)]
         parents = list(range(shape.depth))
@@ -68,7 +67,7 @@ def family_of(shape: TreeShape, device: torch.device | str = "cpu") -> Family:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule makes of a tree before chance has spoken."""
+    """Probabilities of a rule's tests on a tree, and the distributions after them."""
 
     odds: Tensor  # (B, N), the probability that node j's own test passes; 1 for the root
     rest: Tensor  # (B, N, V), the distribution of the token that follows if the round ends at node j
@@ -94,7 +93,7 @@ def ratio(p: Tensor, q: Tensor, tokens: Tensor, family: Family) -> Verdict:
 
 
 def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
-    """Block verification of a chain: p (B, K + 1, V), q (B, K, V), tokens (B, K + 1)."""
+    """Apply block verification to a chain: p (B, K + 1, V), q (B, K, V), tokens (B, K + 1)."""
     K = q.shape[1]
     x = tokens[:, 1:, None]  # (B, K, 1)
     ratios = quotient(p[:, :-1].gather(-1, x), q.gather(-1, x))
@@ -114,7 +113,7 @@ def block(p: Tensor, q: Tensor, tokens: Tensor) -> Verdict:
 
 
 def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
-    """Tokens that a chain of these odds (B, K + 1) gives on average, the last one included: (B,).
+    """Return (B,), the expected tokens of a chain of these odds (B, K + 1), the last one included.
 
     It is one more than the sum over k of the probability that at least k are accepted: for `ratio` that the first k
     tests pass, for `block` (`whole`) that one from the k-th on does.
@@ -125,25 +124,25 @@ def expected_tokens(odds: Tensor, *, whole: bool) -> Tensor:
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:
-    """p / q; 0 where q is 0, which no drawn token has."""
+    """Return p / q, or 0 where q is 0, which no drawn token has."""
     return torch.where(q > 0, p / q, 0.0)
 
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """norm(max(p - q, 0)) over the last dimension; where no mass is left, p itself (`otherwise`): then q covers p, a
-    refusal has probability 0, and any distribution will do."""
+    """Return norm(max(p - q, 0)) over the last dimension, or p itself (`otherwise`) where no mass is left: then q
+    covers p, a refusal has probability 0, and any distribution will do."""
     return normalised((p - q).clamp_min(0), p if otherwise is None else otherwise)
 
 
 def normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """`mass` over its sum; `otherwise` where there is none."""
+    """Return `mass` over its sum, or `otherwise` where that is 0."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, otherwise)
 
 
 def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Descend to the eldest child whose test passed as long as there is one: passed (B, N) -> how many were accepted
-    (B,), and their path (B, K + 1) from the root."""
+    """Descend to the eldest child whose test passed as long as there is one: passed (B, N) -> the number accepted (B,),
+    and their path (B, K + 1) from the root."""
     node = torch.arange(passed.shape[1], device=passed.device)
     siblings = (proposal.parents[:, :, None] == proposal.parents[:, None, :]) & (node[:, None] > node) & (node > 0)
     refused_before = ~(passed[:, None, :] & siblings).any(dim=2)
@@ -151,12 +150,12 @@ def first_accepted(passed: Tensor, proposal: Proposal, above: Tensor, depth: int
 
 
 def last_accepted(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """`block`'s decision: the last node of a chain whose test passed, whatever became of those before it."""
+    """Decide by `block`: the last node of a chain whose test passed, whatever happened to those before it."""
     place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
     return (place * passed).amax(dim=1), place
 
 
 def leading(passed: Tensor) -> tuple[Tensor, Tensor]:
-    """`first_accepted` of a chain: the nodes before the first whose test failed."""
+    """Compute `first_accepted` of a chain: the nodes before the first whose test failed."""
     place = torch.arange(passed.shape[1], device=passed.device).expand_as(passed)
     return passed[:, 1:].cumprod(dim=1).sum(dim=1), place

@@ -1,4 +1,4 @@
-"""What is asked of the runtime, and what it gives."""
+"""Requests to the runtime, and their outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,42 +11,41 @@ from heads.target.frozen import FrozenTarget
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to go on from it."""
+    """One prompt and the settings of its output."""
 
     prompt: Sequence[int]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    """The output ends with the first token that completes one of these strings in its text."""
+    """Stop strings: the output ends with the first token that completes one of them in its text."""
     ignore_eos: bool = False
 
 
 @dataclass
 class Output:
-    """What a request gave. The first token comes from the prompt's own pass; rounds made the others."""
+    """Output of a request. The first token comes from the prompt's own pass; rounds made the others."""
 
     tokens: list[int]
     finish_reason: Literal["eos", "stop", "length"]
     rounds: int
-    """Target passes after the prompt's."""
+    """Number of target passes after the prompt's."""
     accepted: list[int]
-    """By round: draft tokens in the output. The round's last token is the target's own, but for a last round cut on a
-    draft token."""
+    """Draft tokens in the output by round. The round's last token is the target's own, unless the last round is cut at
+    a draft token."""
     reached: list[int]
-    """By round: the deepest level put to the test; min(accepted + 1, levels drafted), less where the output's end cut
-    the round."""
+    """Deepest level tested by round; min(accepted + 1, levels drafted), less where the output's end cut the round."""
     first_round: int = 0
-    """How many rounds the batch had made before this request's first: its round r is the batch's first_round + r."""
+    """Number of rounds of the batch before this request's first: its round r is the batch's first_round + r."""
 
     def emitted(self) -> list[int]:
-        """By round: tokens in the output; one less than usual where the output's end cut off the target's own."""
+        """Tokens in the output by round; one less than usual where the output's end cut off the target's own."""
         counts = [count + 1 for count in self.accepted]
         if counts:
             counts[-1] -= sum(counts) - (len(self.tokens) - 1)
         return counts
 
     def drafted(self) -> list[bool]:
-        """For every token, whether it was drafted (and accepted) rather than made by the target's own pass."""
+        """Return, for every token, True if it was drafted and accepted, and False if the target's own pass made it."""
         flags = [False]
         for count in self.accepted:
             flags += [True] * count + [False]
@@ -54,8 +53,8 @@ class Output:
 
 
 def check_request(request: Request, name: str, *, target: FrozenTarget, slots: int, nodes: int, can_stop: bool) -> None:
-    """UserError, which begins with `name`, for what cannot be decoded on a target in `slots` slots with trees of
-    `nodes`; `can_stop`: whether stop strings can be looked for."""
+    """Raise UserError, starting with `name`, for a request that a target cannot decode in `slots` slots with trees of
+    `nodes`; `can_stop`: stop strings can be searched for."""
     prompt = len(request.prompt)
     if prompt == 0:
         raise UserError(f"{name}: the prompt is empty; expected at least one token")

@@ -18,52 +18,52 @@ from transformers import PreTrainedTokenizerBase
 from eval.runtime.request import Output, Request
 
 SLACK = 16
-"""Tokens looked at beyond the longest a stop string can be, for tokens that show as nothing."""
+"""Number of tokens searched beyond the longest that a stop string can be, for tokens that show as nothing."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One row, after a round."""
+    """Report of one row after a round."""
 
     done: bool
     output_length: int
     length: int
     tail: list[int]
-    """The last tokens of the output, all of it where it is shorter than that."""
+    """Last tokens of the output, or all of it if it is shorter."""
 
 
 class Reports:
-    """Places for the reports on their way, used in turn."""
+    """Buffers for reports under way, used in turn."""
 
-    def __init__(self, source: Tensor, places: int) -> None:
-        """source (B, 3 + T): the device's own, `RoundState.report`; places: reports on their way at once, at most."""
+    def __init__(self, source: Tensor, count: int) -> None:
+        """source (B, 3 + T): `RoundState.report` on the device; count: maximum number of reports under way."""
         cuda = source.is_cuda
         self.source = source
-        self.places = [torch.empty(source.shape, dtype=source.dtype, pin_memory=cuda) for _ in range(places)]
-        self.arrivals = [torch.cuda.Event() if cuda else None for _ in range(places)]
+        self.buffers = [torch.empty(source.shape, dtype=source.dtype, pin_memory=cuda) for _ in range(count)]
+        self.arrivals = [torch.cuda.Event() if cuda else None for _ in range(count)]
         self.sent = self.read = 0
 
     def send(self) -> None:
-        """Have the report, as it stands after all that was launched, copied."""
-        assert self.sent - self.read < len(self.places), (self.sent, self.read)
-        place = self.sent % len(self.places)
-        self.places[place].copy_(self.source, non_blocking=True)
-        arrival = self.arrivals[place]
+        """Copy the report as it is after all work launched so far."""
+        assert self.sent - self.read < len(self.buffers), (self.sent, self.read)
+        index = self.sent % len(self.buffers)
+        self.buffers[index].copy_(self.source, non_blocking=True)
+        arrival = self.arrivals[index]
         if arrival is not None:
             arrival.record()
         self.sent += 1
 
     def receive(self) -> list[Report]:
-        """Every row's report, the oldest one sent."""
+        """Return every row's report, from the oldest unread copy."""
         assert self.read < self.sent
-        place = self.read % len(self.places)
-        arrival = self.arrivals[place]
+        index = self.read % len(self.buffers)
+        arrival = self.arrivals[index]
         if arrival is not None:
             arrival.synchronize()
         self.read += 1
         return [
             Report(bool(done), output_length, length, tail[max(0, len(tail) - output_length) :])
-            for done, output_length, length, *tail in self.places[place].tolist()
+            for done, output_length, length, *tail in self.buffers[index].tolist()
         ]
 
 
@@ -82,7 +82,8 @@ class StopWatch:
         self.looked_at = 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """How many of the tokens the output keeps, None where no stop string is complete. Call it as tokens come in."""
+        """Return the number of tokens that the output keeps, or None if no stop string is complete. Call it as tokens
+        come in."""
         for end in range(self.looked_at + 1, len(tokens) + 1):
             tail = list(islice(tokens, max(0, end - self.reach), end))
             text = self.tokenizer.decode(tail, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -94,36 +95,36 @@ class StopWatch:
 
 @dataclass
 class RequestState:
-    """One request, from its prompt's pass to its end."""
+    """State of one request, from its prompt's pass to its end."""
 
     index: int
-    """The request's, among all."""
+    """Index of the request among all."""
     request: Request
     first_round: int
-    """Rounds of the whole batch before its own first."""
+    """Rounds of the whole batch before its first."""
     watch: StopWatch | None
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
-    """Whether a stop string ended it, or whoever follows its tokens."""
+    """True if it was ended by a stop string or by the callback."""
 
     def __post_init__(self) -> None:
         self.most_tokens = len(self.request.prompt)
-        """At most this many tokens stand in the row's cache, whatever the rounds launched give."""
+        """Upper bound on the tokens in the row's cache after the rounds launched."""
         self.left = self.request.max_new_tokens - 1
-        """Tokens it may still get, at most, after the rounds launched: each gives one at least."""
+        """Upper bound on the tokens still to come after the rounds launched, each of which gives at least one."""
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and output, at most."""
+        """Maximum number of tokens of prompt and output."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     def launch(self, M: int) -> None:
-        """Reckon with a round more."""
+        """Count one more round as launched."""
         self.most_tokens = min(self.most_tokens + M, self.limit)
         self.left -= 1
 
     def learn(self, report: Report, under_way: int, M: int) -> list[int]:
-        """Take in a report, `under_way` rounds having been launched since; -> the tokens that are new."""
+        """Add a report, with `under_way` rounds launched since. Return the new tokens."""
         before = len(self.tokens)
         self.left = self.request.max_new_tokens - report.output_length - under_way
         self.most_tokens = min(report.length + M * under_way, self.limit)
@@ -135,8 +136,8 @@ class RequestState:
         return self.tokens[before:]
 
     def output(self, accepted: Sequence[int], reached: Sequence[int], eos_token_ids: Sequence[int]) -> Output:
-        """The record of a request that ended. accepted, reached: of each round of the row, as in `Output`; rounds that
-        a stop string left behind are not in it."""
+        """Return the output of a request that ended. accepted, reached: of each round of the row, as in `Output`;
+        rounds after a stop string are dropped."""
         kept_by_round, tested_by_round, left = [], [], len(self.tokens) - 1
         for kept, tested in zip(accepted, reached, strict=True):
             if left == 0:

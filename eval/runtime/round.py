@@ -33,7 +33,7 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Decoder:
-    """The parts a round works with."""
+    """Parts of a round."""
 
     step: TargetStep
     shape: TreeShape
@@ -45,11 +45,11 @@ class Decoder:
     update: Commit
     zeros: Tensor  # (B, 1) int64
     pinned: int = 1
-    """Nodes of a plain step, of which all but the root are padding."""
+    """Number of nodes of a plain step, all but the root of them padding."""
 
     @property
     def depth(self) -> int:
-        """The most levels of what is verified."""
+        """Maximum number of levels to verify."""
         return max(self.shape.depth, self.pinned - 1)
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
@@ -74,7 +74,7 @@ class Decoder:
         mark("commit")
 
     def propose(self) -> Proposal:
-        """The head's tree below each root; the root alone without a head."""
+        """Return the head's tree below each root; the root alone without a head."""
         if self.head is not None:
             return self.head.propose(self.head_state, self.rule.begin())
         if self.pinned == 1:
@@ -84,12 +84,12 @@ class Decoder:
         return Proposal(tokens, (depths - 1).clamp_min(0), depths, depths)
 
     def roots(self) -> Proposal:
-        """The roots alone."""
+        """Return the roots alone."""
         return Proposal(self.state.root[:, None], self.zeros, self.zeros, self.zeros)
 
     def commit(self, proposal: Proposal, acceptance: Acceptance, features: Features) -> None:
-        """Take the accepted tokens into the state, cut at EOS and at the limit, and let the head read what became
-        known."""
+        """Take the accepted tokens into the state, cut at EOS and at the limit, and let the head read the new
+        tokens."""
         chain = is_chain(self.shape)
         result = self.update(acceptance.accepted, acceptance.emitted, None if chain else proposal.depths)
         if not chain:

@@ -1,4 +1,4 @@
-"""The acceptance rules by name, and what each of them can judge; `eval.runtime.judges` has them at work.
+"""The acceptance rules by name, and the trees that each can judge; `eval.runtime.judges` implements them.
 
 | rule | drafts | what comes out | trees |
 |---|---|---|---|
@@ -6,7 +6,7 @@
 | ratio | drawn from the draft's distribution | another draw of the target's distribution | chain, static |
 | block | drawn from the draft's distribution | another draw of the target's distribution | chain |
 
-Which rule emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
+The rule that emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
 
 The command line offers these rules, so this file imports no torch.
 """
@@ -18,7 +18,7 @@ RULES = ("match", "ratio", "block")
 
 
 def check_rule(rule: str, shape: TreeShape) -> None:
-    """UserError where `rule` cannot judge trees of this shape."""
+    """Raise UserError if `rule` cannot judge trees of this shape."""
     if rule not in RULES:
         raise UserError(f"rule {rule!r}: expected one of {', '.join(RULES)}")
     if rule == "match" or is_chain(shape):
@@ -42,7 +42,7 @@ def check_rule(rule: str, shape: TreeShape) -> None:
 
 
 def check_adaptive(rule: str) -> None:
-    """UserError where drafts may not change from round to round."""
+    """Raise UserError if drafts must not change from round to round."""
     if rule != "match":
         raise UserError(
             f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "

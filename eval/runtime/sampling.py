@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen; `eval.runtime.distribution` chooses them.
+"""Sampling settings of a request; `eval.runtime.distribution` chooses the tokens by them.
 
 The command line reads these settings, so this file imports no torch.
 """
@@ -12,8 +12,7 @@ COLDEST, HOTTEST = 1e-6, 1e6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request's tokens are chosen. Temperature 0 is greedy, and then the filters and the seed have no
-    effect."""
+    """Sampling settings of a request. Temperature 0 is greedy, and then the filters and the seed have no effect."""
 
     temperature: float = 0.0
     top_k: int = 0

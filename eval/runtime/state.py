@@ -1,4 +1,4 @@
-"""What a batch has decided, and how a round's outcome is taken into it.
+"""The decisions of a batch, and their update by a round's outcome.
 
 Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU with a C compiler it
 is one call of `commit.c`, and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both do.
@@ -16,13 +16,13 @@ from heads.backends.triton.runtime import runs_kernels
 
 
 class Commit:
-    """Takes the outcome of rounds of one depth into a state."""
+    """Update of a state by the outcome of rounds of one depth."""
 
     def __init__(self, state: RoundState, eos: Tensor, depth: int) -> None:
-        """eos (any number of them,) int64."""
+        """eos: any number of ids, int64."""
         B, M, device = len(state.done), depth + 1, state.done.device
         self.state, self.eos, self.depth = state, eos, depth
-        self.places = torch.arange(M, device=device)
+        self.offsets = torch.arange(M, device=device)
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
         tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
         self.result = CommitResult(tokens, start, count)
@@ -44,7 +44,7 @@ class Commit:
         return self.result
 
     def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
-        """The same by tensor operations, on any device."""
+        """Commit by tensor operations, on any device."""
         state, count = self.state, accepted + 1
         kept, ended = self.cut(emitted, count)
         active = ~state.done
@@ -55,7 +55,7 @@ class Commit:
         )
         if self.depth > 0:
             self.record(accepted, kept, depths)
-        state.output.scatter_(1, state.output_length[:, None] + self.places, emitted)
+        state.output.scatter_(1, state.output_length[:, None] + self.offsets, emitted)
         state.output_length.add_(kept)
         state.rounds.add_(active)
         state.length.add_(result.count)
@@ -65,7 +65,8 @@ class Commit:
         return result
 
     def cut(self, emitted: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of the first count[b] tokens the output keeps, and whether it ends with them; (B,) each."""
+        """Return the number of the first count[b] tokens that the output keeps, and True if it ends with them; (B,)
+        each."""
         state = self.state
         room = state.limit - state.output_length
         kept = torch.minimum(count, room)
@@ -73,13 +74,14 @@ class Commit:
         if len(self.eos):
             M = emitted.shape[1]
             is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.heeds_eos[:, None]  # (B, M)
-            upto_eos = torch.where(is_eos, self.places + 1, M + 1).amin(dim=1)
+            upto_eos = torch.where(is_eos, self.offsets + 1, M + 1).amin(dim=1)
             ended = ended | (upto_eos <= kept)
             kept = torch.minimum(kept, upto_eos)
         return kept, ended
 
     def record(self, accepted: Tensor, kept: Tensor, depths: Tensor | None) -> None:
-        """Note how deep the round came; one that the output's end cuts short tests only the levels the output shows."""
+        """Record the deepest level tested in the round. A round cut by the output's end tests only the levels that the
+        output shows."""
         state = self.state
         at, tested = state.rounds[:, None], torch.minimum(accepted + 1, kept)
         state.accepted.scatter_(1, at, torch.minimum(accepted, kept)[:, None])

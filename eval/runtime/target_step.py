@@ -21,10 +21,10 @@ from heads.target.frozen import Features, FrozenTarget
 from heads.tree import Acceptance, Proposal
 
 CHUNK = 256
-"""Prompt tokens of one prefill step, at most."""
+"""Maximum number of prompt tokens in one prefill step."""
 ALIBI_FAMILIES = {"bloom", "mpt"}
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
-"""Relative error of hidden states above which a decoder is taken to ignore its mask: many times what rounding makes."""
+"""Relative error of hidden states above which a decoder is taken to ignore its mask: far above rounding."""
 
 
 class TargetStep:
@@ -72,8 +72,8 @@ class TargetStep:
         """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
 
     def chunk_size(self, remaining: int) -> int:
-        """Slots of the next prefill step; with padding a power of two, less than half of it in vain. An encoder reads a
-        prompt at once."""
+        """Return the number of slots of the next prefill step; with padding a power of two, less than half of it
+        unused. An encoder reads a prompt at once."""
         size = max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining
         return size if self.target.start_token is not None else min(CHUNK, size)
 
@@ -99,7 +99,7 @@ class TargetStep:
         return self._features(tokens, positions[None], visible, key[None])
 
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
-        """One pass over a tree: node j of row b stands in slot length[b] + j, at position length[b] + its depth.
+        """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
 
         above (B, N, N): `heads.backends.slot_mapping.ancestors`, None for a chain and wherever kernels run; length
         (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels that
@@ -213,7 +213,8 @@ def open_step(
 
 
 def check_family(target: FrozenTarget) -> None:
-    """Refuse targets whose attention takes no mask of ours. Recurrent families are no `FrozenTarget` to begin with."""
+    """Refuse targets whose attention takes no mask from the caller. Recurrent families are no `FrozenTarget` to begin
+    with."""
     config = target.config
     if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
         raise UserError(

@@ -1,15 +1,22 @@
-"""EAGLE-3's config.json as vLLM and SGLang read it.
+"""EAGLE-3's folder: config.json as vLLM and SGLang read it, and the tensors under the names that they load.
 
 Both conventions of naming layers are written: vLLM counts the layer a stream enters, SGLang the layer it leaves. The
 EAGLE repository reads the file too, but no layer ids (it knows the default ones alone) and neither `fc_norm` nor
 `norm_output`, which it ignores. speculators' converter (c05b95b) takes the options and drops the layer ids, unless they
-are given by hand. `heads.formats.loaders` has what each reader takes, as data.
+are given by hand.
+
+Letters: D hidden, V vocabulary, Vd draft vocabulary, L auxiliary layers.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, gated_mlp, sglang, sizes, tensors, vllm
+
+EAGLE = "the EAGLE repository (cb7e084)"
 
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -49,10 +56,158 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     }
 
 
-def convert_command(head: str, target: str, aux_layer_ids: Sequence[int]) -> str:
-    """What brings a saved head into speculators' form."""
-    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(aux_layer_ids)})
-    return (
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Loader:
+    """How one reader loads an EAGLE-3 head."""
+
+    targets: frozenset[str]
+    """Classes of targets whose residual streams it hands to a head."""
+    ids: tuple[str, ...] = ()
+    """The path of the layer ids in config.json; empty: it reads none, and knows the default layers alone."""
+    offset: int = 0
+    """The stream that enters layer k is number k + offset."""
+    last: bool = False
+    """Whether it captures what the last layer puts out."""
+    fewest: int = 1
+    """The fewest layers that it fuses."""
+    options: frozenset[str] = frozenset()
+    """Settings of a head that it reads; it ignores the others."""
+
+
+HOOKS_OF_BOTH = """
+Apertus DeepseekV2 DeepseekV3 Gemma4 GptOss InternLM3 Llama Llama4 MiniMaxM2 Ministral3 Mistral MistralLarge3 Phi3 Qwen2
+Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+"""
+HOOKS_OF_VLLM = """
+Afmoe Cohere2Moe Deepseek Ernie4_5 Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA Laguna MiMo MiMoV2
+MiMoV2Flash MiniCPM MiniCPM3 NemotronH Plamo3 Step1
+"""
+HOOKS_OF_SGLANG = """
+BailingMoe BailingMoeV2 DeepseekV32 ExaoneMoe Gemma3 Glm4Moe Glm4MoeLite GlmMoeDsa LongcatFlash Mellum Qwen2Moe
+"""
+MULTIMODAL = {
+    VLLM: "Gemma4 Gemma4Unified Llama4 Llava Mistral3 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe KimiK25",
+    SGLANG: "Gemma3 Gemma4 Gemma4Unified Llama4 Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe KimiK25",
+}
+
+
+def hooked(reader: str, *texts: str) -> frozenset[str]:
+    """The classes that some families' names stand for; of those with the hook only the ones that transformers has."""
+    text = {f"{name}ForCausalLM" for names in texts for name in names.split()}
+    return frozenset(text | {f"{name}ForConditionalGeneration" for name in MULTIMODAL.get(reader, "").split()})
+
+
+EAGLE_3_1 = frozenset({"fc_norm", "norm_output"})
+EAGLE3 = {
+    VLLM: Eagle3Loader(
+        targets=hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM),
+        ids=("eagle_aux_hidden_state_layer_ids",),
+        last=True,
+        options=EAGLE_3_1,
+    ),
+    SGLANG: Eagle3Loader(
+        targets=hooked(SGLANG, HOOKS_OF_BOTH, HOOKS_OF_SGLANG),
+        ids=("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+        offset=-1,
+        fewest=2,  # it leaves `fc` out where what comes is as wide as what goes
+        options=EAGLE_3_1,
+    ),
+    EAGLE: Eagle3Loader(targets=hooked(EAGLE, "Llama Qwen3")),
+}
+EAGLE3_FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,  # the engines norm the inputs of further layers differently
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_before_residual": False,  # SGLang knows no other
+}
+EAGLE3_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("draft_vocab_size", "num_aux_hidden_states"),
+)
+
+
+def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
+    """The tensors of a head with this config.json; embedding table and the rest are the target's."""
+    D, V, Vd, L = c["hidden_size"], c["vocab_size"], c["draft_vocab_size"], c["num_aux_hidden_states"]
+    queries, keys = (c[name] * c["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: Shapes = {
+        "fc.weight": (D, L * D),
+        **{f"midlayer.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * D),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * D),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * D),
+        "midlayer.self_attn.o_proj.weight": (D, queries),
+        **gated_mlp("midlayer.mlp", D, c["intermediate_size"]),
+        "norm.weight": (D,),
+        "lm_head.weight": (Vd, D),
+    }
+    if c.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (D,) for i in range(L)}
+    if Vd != V:  # vLLM refuses the tables of a whole vocabulary
+        shapes |= {"d2t": (Vd,), "t2d": (V,)}
+    return shapes
+
+
+def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
+    """An EAGLE-3 head."""
+    config, target, loader = folder.config, folder.target, EAGLE3[reader]
+    name = str(target.get("architecture"))
+    lacks = None if name in loader.targets else f"hands no residual streams of a {name} to a head"
+    faults = fields(config, EAGLE3_FIELDS) + sizes(config, EAGLE3_SIZES)
+    if not faults:
+        faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
+        faults += tensors(eagle3_tensors(config), folder.shapes)
+        ignored = [name for name in ("fc_norm", "norm_output") if config.get(name) and name not in loader.options]
+        faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
+        faults += layer_ids(config, target["num_layers"], reader)
+    return lacks, faults
+
+
+def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
+    """Faults of the residual streams that a reader would capture."""
+    loader, ours = EAGLE3[reader], config.get("eagle_aux_hidden_state_layer_ids")  # by the layer that each enters
+    if not isinstance(ours, list) or not all(type(k) is int for k in ours):
+        return [f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, found {ours!r}"]
+    read: Any = config
+    for key in loader.ids:
+        read = read.get(key) if isinstance(read, dict) else None
+    default = [2, layers // 2, layers - 3]
+    where, expected = ".".join(loader.ids), [k + loader.offset for k in ours]
+    faults = []
+    if not loader.ids and ours != default:
+        faults.append(f"no layer ids are read: {default} would be captured in the place of {ours}")
+    if loader.ids and read != expected:
+        faults.append(f"config.json: {where}: expected {expected}, found {read!r}: other layers would be captured")
+    if config["num_aux_hidden_states"] != len(ours) or sorted(set(ours)) != ours:
+        faults.append(f"config.json: num_aux_hidden_states: {config['num_aux_hidden_states']} of the layers {ours}")
+    if not all(0 <= k < layers + loader.last for k in ours):
+        faults.append(f"layer {max(ours)} of {layers}, the last one's output, is never captured: take lower ones")
+    if len(ours) < loader.fewest:
+        faults.append(f"fc is left out where {len(ours)} layer is read: take {loader.fewest} or more")
+    return faults
+
+
+def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
+    """The command that brings a saved head into speculators' form."""
+    ids = json.dumps({"eagle_aux_hidden_state_layer_ids": list(config["aux_layer_ids"])})
+    run = (
         f"speculators convert {shlex.quote(head)} --algorithm eagle3 --verifier {shlex.quote(target)} "
         f"--algorithm-kwargs {shlex.quote(ids)}"
     )
+    return [f"speculators' converter drops the layer ids unless they are given: `{run}`"]
+
+
+FORMAT = Format(
+    engine_config=eagle3_engine_config,
+    readers={
+        VLLM: vllm("eagle3"),
+        SGLANG: sglang("EAGLE3"),
+        EAGLE: lambda target, head, _: f"EaModel.from_pretrained(base_model_path={target!r}, ea_model_path={head!r})",
+    },
+    check=check_eagle3,
+    converters=speculators,
+)

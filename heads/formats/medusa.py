@@ -8,7 +8,20 @@ The repository keeps them in medusa_lm_head, as we do; it unpickles medusa_lm_he
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
+
+from heads.formats.base import Folder, Format, Shapes, fields, sizes, tensors, vllm
+
+OLD_VLLM = "vLLM 0.32.0"
+"""The last one with Medusa, which SGLang never had."""
+MEDUSA = "the Medusa repository (11af0aa)"
+MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
+"""What the Medusa repository runs. It unpickles medusa_lm_head.pt, which holds the same tensors."""
+MEDUSA_FIELDS: dict[str, Any] = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
 
 
 def field_name(own: str, blocks: int) -> str:
@@ -19,6 +32,11 @@ def field_name(own: str, blocks: int) -> str:
         return f"{match[1]}.{blocks}.weight"
     assert own == "token_map", own
     return own
+
+
+def to_field(own: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    """A head's tensors under the repository's names."""
+    return {field_name(name, blocks): value for name, value in own.items()}
 
 
 def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -36,3 +54,30 @@ def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "original_lm_head": False,
         "torch_dtype": dtype,
     }
+
+
+def medusa_tensors(c: Mapping[str, Any]) -> Shapes:
+    """The heads of a Medusa with this config.json, over the target's whole vocabulary."""
+    D, V, blocks = c["hidden_size"], c["vocab_size"], c["medusa_num_layers"]
+    shapes: Shapes = {}
+    for k in range(c["medusa_num_heads"]):
+        for j in range(blocks):
+            shapes |= {f"{k}.{j}.linear.weight": (D, D), f"{k}.{j}.linear.bias": (D,)}
+        shapes[f"{k}.{blocks}.weight"] = (V, D)
+    return shapes
+
+
+def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
+    """Medusa heads."""
+    config, name = folder.config, str(folder.target.get("architecture"))
+    lacks = f"runs no {name}" if reader == MEDUSA and name not in MEDUSA_TARGETS else None
+    faults = fields(config, MEDUSA_FIELDS) + sizes(config, MEDUSA_SIZES)
+    return lacks, faults or tensors(medusa_tensors(config), folder.shapes)
+
+
+FORMAT = Format(
+    weights_file="medusa_lm_head.safetensors",
+    engine_config=medusa_engine_config,
+    readers={OLD_VLLM: vllm("medusa"), MEDUSA: lambda _, head, __: f"MedusaModel.from_pretrained({head!r})"},
+    check=check_medusa,
+)

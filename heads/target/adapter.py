@@ -20,12 +20,12 @@ ADAPTER = "adapter"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, PARTS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 BEYOND = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
-"""Settings of peft's that make an adapter more than W + alpha / rank * B A."""
+"""Settings of peft that make an adapter something else than W + alpha / rank * B A."""
 
 
 @torch.no_grad()
 def merge_adapter(target: FrozenTarget, folder: Path, facts: dict[str, Any]) -> None:
-    """Take the adapter in `folder` into the target's weights; `facts` are what the head's record says of it.
+    """Merge the adapter in `folder` into the target's weights; `facts` are its entry in the head's record.
 
     Raises UserError where it is missing, damaged, of a form that cannot be merged, or of another architecture.
     """

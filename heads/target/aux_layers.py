@@ -1,4 +1,4 @@
-"""Which residual streams of the target a head reads, and how large they are.
+"""The residual streams of the target that a head reads, and their sizes.
 
 Letters: L auxiliary layers, D hidden.
 """
@@ -13,7 +13,7 @@ from heads.target.frozen import FrozenTarget
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high auxiliary hidden states: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section
+    """Return EAGLE-3's low, middle and high auxiliary layers: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section
     3.1)."""
     aux_layer_ids = (2, num_layers // 2, num_layers - 3)
     if num_layers == 1:
@@ -28,14 +28,14 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def shallow_aux_layer_ids(num_layers: int) -> list[int]:
-    """Three distinct auxiliary hidden states for a shallow target of two layers or more, spread over its depth, or two
-    where it has no more that every engine captures: below the last layer's output."""
+    """Return three distinct auxiliary layers for a shallow target of two layers or more, spread over its depth, or two
+    if no more are below the last layer's output, where every engine captures them."""
     return sorted({min(1, num_layers - 2), num_layers // 2, num_layers - 1})
 
 
 def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The auxiliary hidden states in ascending order, or a UserError that names the bad one. Some train that no engine
-    serves: a single one, and the last layer's output (`heads.formats.contract`)."""
+    """Return the auxiliary layers in ascending order. UserError names an invalid one. A single one and the last layer's
+    output can be trained, although no engine serves them (`heads.formats.contract`)."""
     for k in aux_layer_ids:
         if not 0 <= k <= num_layers:
             raise UserError(
@@ -49,7 +49,8 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
 
 @torch.no_grad()
 def aux_scales(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Tensor:
-    """(L,) the root mean square of each auxiliary hidden states, over tokens drawn as often as they are labels.
+    """Return (L,) the root mean square of each auxiliary hidden state, over tokens drawn in proportion to their counts
+    as labels.
 
     Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
     auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.

@@ -16,15 +16,15 @@ from heads.errors import UserError
 from heads.layers import Attend
 
 ATTENTION = "draftsmith"
-"""The name under which transformers finds our attention function."""
+"""Name under which transformers finds the head's attention function."""
 BLOCK_FAMILY = {"mimo": "qwen2"}
-"""Model types of checkpoints that transformers does not know, and the type whose decoder layer they have."""
+"""Model types of checkpoints that transformers does not know -> the type with the same decoder layer."""
 NOT_OF_A_LAYER = (
     *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
     *("label2id", "problem_type", "transformers_version"),
 )
 FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3", "proportional")
-"""Kinds of rotary positions that do not depend on how long the text is."""
+"""Kinds of rotary positions that do not depend on the length of the text."""
 
 
 def _attention(
@@ -42,7 +42,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def block_record(config: Any, count: int) -> dict[str, Any]:
-    """The Hugging Face `config` cut down to what `count` full-attention layers of its last layer's kind are made from.
+    """Reduce a Hugging Face `config` to the settings of `count` full-attention layers of its last layer's kind, in JSON
+    types, without the target's number of layers and vocabulary.
 
     As JSON gives it back; nothing of it is about the target's own layers or vocabulary.
     """
@@ -82,7 +83,7 @@ class BlockMaker:
 
 
 class TargetBlock(nn.Module):
-    """One decoder layer, called as the blocks of `heads.mtp` are."""
+    """One decoder layer, with the interface of the blocks of `heads.mtp`."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class TargetBlock(nn.Module):
         return hidden
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TargetBlock":
-        """A router's correction of its scores keeps its width: in bfloat16 it would choose other experts."""
+        """Keep the dtype of a router's score correction: in bfloat16 it would choose other experts."""
         kept = {name: buffer for name, buffer in self.named_buffers() if name.endswith("e_score_correction_bias")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in kept.items():

@@ -36,11 +36,11 @@ TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ eos_token + start_token }}{%- endif -%}"
 )
-"""Conversations of one turn as such sequences; tokenizers of the family have no template of their own."""
+"""Chat template of conversations of one turn as such sequences; tokenizers of the family have none."""
 
 
 class EncoderDecoder(nn.Module):
-    """A model's two stacks, read as one decoder."""
+    """The two stacks of a model as one decoder."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         super().__init__()
@@ -61,14 +61,15 @@ class EncoderDecoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's."""
+        """Hidden size of the decoder."""
         layers: nn.ModuleList = self.decoder.block
         return layers
 
     def forward(
         self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
-        """The decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`.
+        """Return the decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`. A step
+        that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
 
         A step that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
         """
@@ -102,7 +103,8 @@ class EncoderDecoder(nn.Module):
         return torch.zeros_like(starts)
 
     def encode(self, embedded: Tensor, is_input: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
-        """The encoder's states (B, N, D), padding outside of the input. `visible` tells packed documents apart."""
+        """Return the encoder's states (B, N, D), with padding outside of the input. `visible` separates packed
+        documents."""
         seen = is_input[:, None] if visible is None else (visible | visible.mT) & is_input[:, None]
         mask = additive(seen.expand(-1, embedded.shape[1], -1), embedded.dtype)
         bias = self.bias(self.encoder, positions, positions, bidirectional=True)
@@ -113,7 +115,7 @@ class EncoderDecoder(nn.Module):
         return normed
 
     def bias(self, stack: Any, positions: Tensor, key_positions: Tensor, *, bidirectional: bool) -> Tensor:
-        """(B, H, N, S) what a stack adds to its scores, by the distance from query to key."""
+        """Return (B, H, N, S), the bias that a stack adds to its scores by the distance from query to key."""
         attention = stack.block[0].layer[0].SelfAttention
         bucket = attention._relative_position_bucket(
             key_positions[:, None] - positions[:, :, None],
@@ -125,7 +127,8 @@ class EncoderDecoder(nn.Module):
         return by_head.permute(0, 3, 1, 2)
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """The states (B, n, D) of the last n tokens, the start token's first, as the model itself forms them.
+        """Return the states (B, n, D) of the last n tokens, from the start token on, as the model itself computes them.
+        All rows have their first start token at the same position.
 
         All rows have their first start token at the same place.
         """
@@ -137,7 +140,7 @@ class EncoderDecoder(nn.Module):
         return hidden
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The encoder's input and what the decoder reads, its start token first."""
+        """Split tokens into the encoder's input and the decoder's, which begins with its start token."""
         start = int((tokens[0] == self.start).nonzero()[0])
         return tokens[:, :start], tokens[:, start:]
 
@@ -154,12 +157,12 @@ class CrossCache:
         ]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep what the encoder said of a prompt."""
+        """Keep the encoder's states of a prompt."""
         return self.cache.update(key_states, value_states, self.first + layer_idx)
 
 
 class RowPair(EncoderDecoderCache):
-    """One row cache as the pair that the family's layers ask for; made anew for every step."""
+    """One row cache as the pair of caches that the family's layers expect, made anew for every step."""
 
     def __init__(self, cache: HFCache, num_layers: int) -> None:
         untyped: Any = self  # annotated with the library's own kinds of cache
@@ -167,12 +170,12 @@ class RowPair(EncoderDecoderCache):
         self.is_updated = dict.fromkeys(range(num_layers), not cache.prompt)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not read: every bias is given."""
+        """Return a constant that is not read: every bias is given."""
         return self.self_attention_cache.get_seq_length(layer_idx)
 
 
 def mark(cache: HFCache, is_input: Tensor) -> Tensor:
-    """Note which of the slots aimed at hold input (B, N); -> (B, S) bool, of all slots shown."""
+    """Record the aimed slots that hold input (B, N); return (B, S) bool for all visible slots."""
     if cache.marks is None:
         cache.marks = torch.zeros(cache.batch_size_, cache.capacity, dtype=torch.bool, device=is_input.device)
     cache.marks.view(-1).index_copy_(0, cache.slots, is_input.flatten())
@@ -180,7 +183,7 @@ def mark(cache: HFCache, is_input: Tensor) -> Tensor:
 
 
 def find_base(model: PreTrainedModel, name: str) -> nn.Module:
-    """What reads tokens in a model, without its output head."""
+    """Return the stack of a model that reads tokens, without its output head."""
     untyped: Any = model
     if model.config.is_encoder_decoder:
         return EncoderDecoder(model, name)
@@ -189,28 +192,28 @@ def find_base(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def decoder_of(base: nn.Module) -> nn.Module:
-    """The part that writes answers."""
+    """Return the decoder stack."""
     decoder: nn.Module = base.decoder if isinstance(base, EncoderDecoder) else base
     return decoder
 
 
 def count_layers(base: nn.Module, config: Any) -> int:
-    """Decoder layers."""
+    """Return the number of decoder layers."""
     return len(base.layers) if isinstance(base, EncoderDecoder) else int(config.num_hidden_layers)
 
 
 def cache_layers(base: nn.Module, config: Any) -> int:
-    """Layers of the row cache that it takes: with an encoder, a second one for each decoder layer."""
+    """Return the number of layers in the row cache: with an encoder, two for each decoder layer."""
     return count_layers(base, config) * (2 if isinstance(base, EncoderDecoder) else 1)
 
 
 def auto_class(config: Any) -> Any:
-    """The class by which transformers makes a language model of this config."""
+    """Return the transformers class for a language model of this config."""
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase, start: int) -> None:
-    """Teach a tokenizer without a chat template to write a question and its answer as one sequence."""
+    """Give a tokenizer without a chat template one that writes a question and its answer as one sequence."""
     if tokenizer.chat_template is None:
         token = tokenizer.convert_ids_to_tokens(start)
         tokenizer.chat_template = TEMPLATE.replace("start_token", repr(token))

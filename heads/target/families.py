@@ -1,4 +1,4 @@
-"""How Hugging Face families of causal LMs differ, where a draft head has to know it: masks, layers, the output head.
+"""Differences among Hugging Face families of causal LMs that concern a draft head: masks, layers, the output head.
 
 Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
@@ -15,20 +15,20 @@ from heads.errors import UserError
 
 
 class MiMoConfig(Qwen2Config):
-    """config.json as MiMo's checkpoints have it."""
+    """The config of MiMo's checkpoints."""
 
     model_type = "mimo"
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its modules, which `heads.formats.mtp.read_native` reads."""
+    """The model without its prediction modules, which `heads.formats.mtp.read_native` reads."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]  # noqa: RUF012 - as transformers declares it
 
 
 def register_mimo() -> None:
-    """Let transformers load MiMo's checkpoints without code of theirs."""
+    """Let transformers load MiMo's checkpoints without their own code."""
     AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
@@ -40,11 +40,12 @@ OTHER_PARTS = re.compile(
 )
 MODULE = re.compile(r"(.*\blayers\.(\d+)\.)")
 PREDICTION = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""What tells a module of multi-token prediction from a decoder layer, where families number it behind those."""
+"""Names in a multi-token prediction module that no decoder layer has. Some families number such modules after their
+layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is more than keys and values behind a mask: recurrent state, attention in chunks."""
+    """Refuse families whose past is more than keys and values behind a mask: recurrent state, chunked attention."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
     if not named and getattr(model, "_is_stateful", False):
@@ -74,7 +75,7 @@ def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
 
 
 def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
-    """The decoder layers: the first module list of the right length."""
+    """Return the decoder layers: the first module list of the right length."""
     for module in base.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -104,7 +105,8 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """The mask that the family's decoder hands to its layers unchanged; arguments as in `FrozenTarget.features`.
+    """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
+    `FrozenTarget.features`.
 
     Decoders take one mask for all layers; those with layers of both kinds take a dict of two. `layer_types` says which
     layers have the window; without it all of them do.
@@ -131,7 +133,8 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class OutputHead:
-    """Hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft cap."""
+    """Output head: hidden states after the final norm -> logits in float32 or wider, with the family's scaling and soft
+    cap."""
 
     def __init__(self, head: Any, config: Any) -> None:
         self.head = head
@@ -151,7 +154,8 @@ class OutputHead:
 
 
 def rope_theta(config: Any) -> float:
-    """The target's rotary base; transformers 5 keeps it in `rope_parameters`, by layer type where there are several."""
+    """Return the target's rotary base. transformers 5 keeps it in `rope_parameters`, by layer type if there are
+    several."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in parameters:
         parameters = parameters.get("full_attention", {})
@@ -159,7 +163,8 @@ def rope_theta(config: Any) -> float:
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a generation: the generation config's, which chat models extend, else the model config's."""
+    """Return the tokens that end a generation: those of the generation config, which chat models extend, else the model
+    config's."""
     ids = getattr(model.generation_config, "eos_token_id", None)
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
@@ -167,7 +172,7 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def block_settings(config: Any, num_heads: int | None = None) -> dict[str, Any]:
-    """A decoder block shaped as the target's own, as settings of a head; `num_heads` in place of the target's."""
+    """Return the settings of a decoder block of the target's shape for a head; `num_heads` replaces the target's."""
     D, heads = config.hidden_size, num_heads or config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says

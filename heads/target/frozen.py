@@ -1,10 +1,9 @@
-"""The frozen target: auxiliary hidden states, last hidden state and embeddings and output head of any Hugging Face
-causal LM.
+"""The frozen target: auxiliary hidden states, last hidden states, embeddings and output head of any Hugging Face causal
+LM.
 
-A auxiliary layer h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last layer's
-output before the final norm). Hooks read the auxiliary layers only. What a query may see is given by the caller, slot
-by slot, and a sliding window is worked out from positions, so that packed documents and draft trees need no code of
-their own.
+An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last
+layer's output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
+may see, and sliding windows follow from positions, so that packed documents and draft trees need no code of their own.
 """
 
 import hashlib
@@ -35,19 +34,19 @@ from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.quantization import quantize_layers
 
 FINGERPRINT_SAMPLES = 512
-"""Weights read of each parameter: enough to tell two fine-tunes apart, little enough for a 70B model."""
+"""Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """What heads see of the target's forward pass."""
+    """Hidden states of the target's forward pass that heads read."""
 
     aux_hidden_states: Tensor  # (B, N, L * D), ascending; width 0 without auxiliary hidden states
     hidden: Tensor  # (B, N, D), after the final norm
 
 
 class FrozenTarget:
-    """A causal LM that is never trained, seen as features in the middle and embeddings and output head."""
+    """A causal LM that is never trained, with its features, embeddings and output head."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
         untyped: Any = model
@@ -58,7 +57,8 @@ class FrozenTarget:
         check_layers(model, config, name)
         self.base = find_base(model, name)
         self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
-        """What parts the encoder's input from the decoder's tokens in every sequence; None without an encoder."""
+        """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
+        encoder."""
         self.head: Any = untyped.get_output_embeddings()
         if self.head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
@@ -76,7 +76,8 @@ class FrozenTarget:
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.adapter: dict[str, Any] | None = None
-        """What is said of the adapter in its weights, if there is one; the fingerprint is of the weights without."""
+        """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
+        it."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
 
@@ -98,8 +99,8 @@ class FrozenTarget:
 
     @property
     def logit_scale(self) -> float:
-        """What the family multiplies the output head's products with; heads with an output head of their own, which
-        has no such factor, begin with it in their weights."""
+        """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
+        it in their weights."""
         distribution = self.shared.lm_head
         return distribution.scale if isinstance(distribution, OutputHead) else 1.0
 
@@ -160,7 +161,7 @@ class FrozenTarget:
         return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
 
     def sample(self, length: int, starts: Sequence[int]) -> Tensor:
-        """(1, length) some token ids; with an encoder, `starts` are where answers begin, and only those."""
+        """Return (1, length) sample token ids. With an encoder, `starts`, and no other positions, begin answers."""
         ids = (torch.arange(length, device=self.device) + 1) * self.vocab_size // (length + 2)
         if self.start_token is not None:
             ids[ids == self.start_token] = (self.start_token + 1) % self.vocab_size
@@ -168,7 +169,8 @@ class FrozenTarget:
         return ids[None]
 
     def arguments(self, tokens: Tensor) -> dict[str, Tensor]:
-        """What the model itself is called with for whole sequences (B, T); its logits are those of the last slots."""
+        """Return the arguments of the model itself for whole sequences (B, T); its logits are those of the last
+        slots."""
         if not isinstance(self.base, EncoderDecoder):
             return {"input_ids": tokens}
         inputs, answers = self.base.split(tokens)
@@ -176,8 +178,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def alone(self, tokens: Tensor) -> Tensor:
-        """The states after the final norm as the model forms them of whole sequences (B, T) by its own masks: of the
-        last slots, with an encoder; else of all."""
+        """Return the states after the final norm as the model computes them for whole sequences (B, T) with its own
+        masks: with an encoder those of the last slots, else all."""
         if isinstance(self.base, EncoderDecoder):
             return self.base.alone(tokens)
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
@@ -185,7 +187,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits are not what `packed_features` and `shared` make of it.
+        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document packed
+        behind another must get the logits that the model gives it alone. Encoders, ignored masks and unknown scalings
+        of the logits fail this check.
 
         A short document packed behind another must get the logits that the model itself gives it alone. Encoders,
         masks that are not heeded and unknown scalings of the logits fail that.
@@ -225,7 +229,8 @@ def decode(
     key_positions: Tensor,
     cache: Cache | None = None,
 ) -> Tensor:
-    """A Hugging Face decoder's states after its final norm, (B, N, D); arguments as in `FrozenTarget.features`."""
+    """Return the states of a Hugging Face decoder after its final norm, (B, N, D); arguments as in
+    `FrozenTarget.features`."""
     if isinstance(base, EncoderDecoder):
         whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
         return whole
@@ -247,8 +252,7 @@ def packed_visible(documents: Tensor) -> Tensor:
 
 
 def check_one_width(target: FrozenTarget, kind: str) -> None:
-    """Refuse a target whose output head reads another width than its layers have, for heads that begin with its
-    matrix."""
+    """Refuse a target whose output head has another width than its layers, for heads that start with its matrix."""
     width = target.lm_head_weight.shape[1]
     if width != target.hidden_size:
         raise UserError(
@@ -259,7 +263,7 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
+    """Return a short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
     bfloat16."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in sorted(model.named_parameters()):
@@ -278,11 +282,11 @@ def load_target(
     trust_remote_code: bool = False,
     quantize: str | None = None,
 ) -> FrozenTarget:
-    """Load a target from a folder or the hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
-    named. `quantize`: one of `heads.target.quantization.SCHEMES`.
+    """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
+    named.
 
-    Raises UserError where there is nothing at `path`, where it is damaged, and where it is not a causal LM that can be
-    auxiliary and masked.
+    Raises UserError if there is nothing at `path`, if it is damaged, or if it is not a causal LM with readable
+    auxiliary hidden states and replaceable masks.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     what = "no causal language model with safetensors weights can be loaded"
@@ -315,7 +319,7 @@ def load_target(
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of the model at `path`, or a UserError that says what is missing."""
+    """Load the configuration of the model at `path`. UserError says what is missing."""
     if is_here(path) and not (Path(path) / "config.json").is_file():
         raise UserError(f"{path}: expected a model folder, found no config.json in it")
     register_mimo()
@@ -327,7 +331,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the target, or a UserError."""
+    """Load the tokenizer of the target. UserError if there is none."""
     repo, revision = repo_and_revision(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -340,7 +344,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _fault(path: str, what: str, error: Exception, remedy: str) -> UserError:
-    """What a loader of transformers raised, in one line."""
+    """Turn an exception of a loader of transformers into one line."""
     if "trust_remote_code" in str(error):
         return UserError(
             f"{path}: comes with Python code of its own, which is not run unasked; read it, then set "

@@ -1,4 +1,4 @@
-"""A target whose decoder layers keep their matrices in int8: a quarter of float32's memory, half of bfloat16's.
+"""A target whose decoder layers store their matrices in int8: a quarter of float32's memory, half of bfloat16's.
 
     w_ij ~ s_i * round(w_ij / s_i)        each row i of a matrix has a scale s_i of its own
 
@@ -21,11 +21,11 @@ from heads.errors import UserError
 
 SCHEMES = ("int8",)
 LEAST_SHARE = 0.5
-"""Of the layers' weights: where less can be quantised, little is saved, and the name would mislead."""
+"""Least share of the layers' weights to quantise. With less, little memory is saved and the name would mislead."""
 
 
 def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
-    """Quantise the linear layers inside `layers`, in place. UserError where there are too few, or no torchao."""
+    """Quantise the linear layers inside `layers`, in place. UserError if they are too few, or torchao is missing."""
     if scheme not in SCHEMES:
         raise UserError(f"target.quantize: expected {' or '.join(SCHEMES)}, got {scheme!r}")
     if sys.modules.get("torchao", torch) is None:  # hidden by a command, from libraries that import it for nothing
@@ -49,8 +49,8 @@ def quantize_layers(layers: nn.ModuleList, scheme: str, name: str) -> None:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Hold back the warnings of loggers: importing torchao logs four, of kernels for other machines and of its own
-    use of torch."""
+    """Suppress warnings of loggers: importing torchao logs four, about kernels for other machines and its own use of
+    torch."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -63,7 +63,7 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """What a module's weights take in memory, tied ones once."""
+    """Return the size of a module's weights in memory in bytes, with tied ones counted once."""
     return sum(_bytes(parameter) for parameter in module.parameters())
 
 

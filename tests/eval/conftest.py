@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.prompts import Prompt
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
+from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.registry import HEADS
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
@@ -32,7 +32,7 @@ class PairState:
     position: Tensor  # (B,), the root's
 
 
-class PairHead(nn.Module):
+class PairHead(nn.Module, Drafter):
     """Drafts the token that followed most often; it knows nothing of the target but the counts it is given."""
 
     aux_layer_ids: tuple[int, ...] = ()

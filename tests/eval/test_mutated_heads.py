@@ -12,7 +12,7 @@ import torch
 from eval.benchmark.opening import fitting_head
 from eval.reporting.published import collect
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.checkpoint import CONFIG, file_hash, save_head, seal, target_record
+from heads.checkpoint import CONFIG, file_hash, save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
@@ -35,7 +35,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def spoil(folder: Path, rng: random.Random) -> None:
-    """Damage one of a head's two files; its record vouches for the damage as often as not."""
+    """Damage one of a head's two files; its record vouches for damaged weights."""
     file, weights = folder / CONFIG, next(folder.glob("*.safetensors"))
     config = json.loads(file.read_text())
     match rng.randrange(5):
@@ -58,8 +58,6 @@ def spoil(folder: Path, rng: random.Random) -> None:
                 header = json.dumps(mutate(json.loads(data[8:size]), rng)).encode()
                 weights.write_bytes(len(header).to_bytes(8, "little") + header + data[size:])
             config["draftsmith"]["sha256"] = file_hash(weights)
-    if rng.random() < 0.7 and isinstance(config, dict) and isinstance(config.get("draftsmith"), dict):
-        config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
 
 

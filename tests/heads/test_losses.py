@@ -1,7 +1,6 @@
 """The chunked loss against all logits at once, in float64: values, gradients, sums by hand, memory."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_the_losses_vanish_where_the_distributions_agree(loss: str) -> None:
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 def test_jsd_at_every_beta(beta: float) -> None:
     c = case()
-    found, sums, _, _ = draft_loss(**c, loss=partial(jsd, beta=beta))
+    found, sums, _, _ = draft_loss(**c, loss=jsd(beta))
     logits = c["target_logits"](c["hidden"])
     p = logits[:, c["kept"]].softmax(-1)
     q = (c["states"] @ c["weight"].T).softmax(-1)
@@ -117,7 +116,7 @@ def test_jsd_nears_both_divergences() -> None:
     """Divided by beta, or by 1 - beta, it goes to KL(p || q) and to KL(q || p) (arXiv 2306.13649, section 2)."""
     q, p = (Distribution(logits) for logits in torch.randn(2, 6, 9, dtype=torch.float64))
     for beta, loss in ((1e-7, "kl"), (1 - 1e-7, "reverse_kl")):
-        torch.testing.assert_close(jsd(q, p, beta=beta)[0] / 1e-7, LOSSES[loss](q, p)[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(jsd(beta)(q, p)[0] / 1e-7, LOSSES[loss](q, p)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -137,7 +136,7 @@ def test_a_soft_cap_bends_the_drafts_logits(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "kl_tv"])  # its weight is held fixed
-def test_the_written_gradients_by_finite_differences(loss: str) -> None:
+def test_the_gradients_by_finite_differences(loss: str) -> None:
     """As a function of the draft's logits, away from where distributions cross."""
     z = torch.randn(2, 7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     p = torch.softmax(1.5 * torch.randn(2, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64), -1)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu import kernels
-from heads.base import Batch, Observation, SharedLayers, TreeHead, most_nodes, shape_for
+from heads.base import Batch, Observation, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
-from heads.formats.medusa import field_name
+from heads.formats.medusa import to_field
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree, rank_accuracies
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.heads.random_batch import random_batch
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
     head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
     kept = head.kept.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    weights = {field_name(name, 2): parameter for name, parameter in head.named_parameters()}
+    weights = to_field(dict(head.named_parameters()), 2)
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
     for b in range(2):
         for t in range(21):
@@ -279,7 +279,7 @@ def test_accuracies_are_shares_of_valid_slots() -> None:
 def test_the_head_grows_and_carries_its_tree() -> None:
     head, batch = make_head(), make_batch([[20], [20]])
     before = head.tree
-    assert isinstance(head, TreeHead) and before is None and most_nodes("head", head) == 6
+    assert head.own_tree is head and before is None and most_nodes("head", head) == 6
     with pytest.raises(UserError, match="carries no static tree"):
         shape_for("head", head)
     head.grow_tree([batch])

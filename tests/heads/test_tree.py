@@ -17,13 +17,13 @@ Path = tuple[int, ...]
 
 
 @pytest.fixture(params=["torch", "kernels"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def ways(request: pytest.FixtureRequest) -> None:
     """By torch's operations, and by kernels in Triton's interpreter."""
     if request.param == "kernels":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
-            pytest.skip("on a GPU the suite runs the kernels themselves")
-        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+            pytest.skip("on a GPU the kernels themselves are run")
+        request.getfixturevalue("interpreted")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from eval import compare
-from eval.benchmark.grown import shape_of
 from eval.command import exit_status
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import load_target
 from scripts import grow_target
+from scripts.grown_target import shape_of
 
 
 def call(*words: object) -> int:

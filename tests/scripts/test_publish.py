@@ -26,7 +26,7 @@ from eval.command import exit_status
 from eval.commands.bench_run import run_bench
 from eval.reporting import upload
 from eval.reporting.published import collect
-from heads.checkpoint import load_head, read_config, save_head, seal, target_record
+from heads.checkpoint import load_head, read_config, save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import load_target, load_tokenizer
 from scripts import publish
@@ -266,7 +266,8 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatc
     assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
     held = hub.repos[REPO]
     record = json.loads(held["config.json"])["draftsmith"]
-    assert record["target"]["name"] == record["provenance"]["target"]["path"] == "org/the-target"
+    assert record["target"]["name"] == "org/the-target"
+    assert record["provenance"]["target"]["path"] == Path(read_config(run / "head")["target"]["name"]).name
     assert record["provenance"]["data"]["sources"] == [
         {"kind": "chat", "path": "chats.jsonl"},
         {"path": "org/chats"},
@@ -283,7 +284,6 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["name"] = "org/target"
-    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
@@ -385,7 +385,6 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: 
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
-    config["draftsmith"]["seal"] = seal(config["draftsmith"])
     file.write_text(json.dumps(config))
     assert call(monkeypatch, run, REPO) == 0
     held = hub.repos[REPO]

@@ -19,12 +19,16 @@ TEXT = "the sea is near the trees and the stone is on the sand; there are ten bi
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig:
+class LinearSettings:
     """One matrix a depth."""
 
     depth: int = 2
     aux_layer_ids: tuple[int, ...] | None = None
     scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(LinearSettings):
     hidden_size: int = 0
     vocab_size: int = 0
 
@@ -33,7 +37,9 @@ class LinearHead(nn.Module):
     """Medusa's simplest form: depth k is a matrix on the last hidden state h_t and predicts x_{t+1+k}; no draft
     vocabulary."""
 
-    Config = LinearConfig
+    Settings = LinearSettings
+    aux_layer_ids: tuple[int, ...] = ()
+    own_tree = None
 
     def __init__(self, config: LinearConfig):
         super().__init__()
@@ -44,10 +50,6 @@ class LinearHead(nn.Module):
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(config.depth)
         )
         self.register_buffer("scale", torch.tensor(config.scale))
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return ()
 
     def masks(self, loss_mask: Tensor, documents: Tensor) -> list[Tensor]:
         """For each depth, the slots (B, T) whose label is supervised and lies in the same document."""
@@ -119,7 +121,6 @@ def save_linear(
 def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
     monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
-    monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "aux_layer_ids", "scale"])
     monkeypatch.setattr("train.setup.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
@@ -129,9 +130,9 @@ def fresh_accelerator() -> Iterator[None]:
     """Accelerate keeps its state for the life of the process; every test begins without."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    yield
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from eval.benchmark.results import read_results
-from heads.registry import HEADS, recipe_settings
+from heads.eagle3 import Eagle3Settings
+from heads.registry import HEADS
 from tests.wandb_file import outcome
 from train.data.features import make_batch
 from train.entry import KINDS, attempt
@@ -45,7 +47,8 @@ def test_a_whole_run_leaves_everything(
     assert "d2t" not in load_file(folder / "head/model.safetensors")  # the target's whole vocabulary needs no table
     assert json.loads((folder / "provenance.json").read_text())["target"]["path"] == small["target"]["path"]
     resolved = load_recipe(folder / "recipe.yaml").head
-    assert resolved.keys() == {"kind", *recipe_settings("eagle3")} and resolved["aux_layer_ids"] == [2, 4, 5]
+    assert resolved.keys() == {"kind", *(field.name for field in fields(Eagle3Settings))}
+    assert resolved["aux_layer_ids"] == [2, 4, 5]
     capsys.readouterr()
     assert attempt("eagle", [str(write_recipe(small))]) == 0
     said = capsys.readouterr().err

@@ -1,9 +1,9 @@
 """Attention of a draft tree over a static cache: split over the keys, masked by ancestor bits.
 
 A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
-and itself, which are bits in words of 64. The queries are all nodes of a tree under test, or those of one level of a
-tree that is growing. Query heads that share a key head, and all nodes, are rows of one tile, so that keys and values
-are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts are merged in order:
+and itself, which are bits in words of 64. Slots that no query of a tile sees are not read: what stands there may be
+anything. The queries are all nodes of a tree under test, or those of one level of a tree that is growing. Query heads
+that share a key head, and all nodes, are rows of one tile, so that keys and values are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts are merged in order:
 a row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
 bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
 
@@ -15,7 +15,6 @@ key head, S slots a row, d head width, dv width of values.
 """
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -67,14 +66,6 @@ def draft_split(slots: int) -> int:
     """Slots of one split where no other pass must round alike: few, since one token's few heads are all there is to
     give a GPU work by, but more in a cache of many, most of whose splits are empty."""
     return max(128, min(512, next_power_of_2(slots) // 128))
-
-
-@cache
-def line(batch_size: int, number: int, device: torch.device) -> Tensor:
-    """(B, N, W) int64: the words of `number` (N) tokens in a row, each of which sees those before it."""
-    with torch.inference_mode(False):
-        above = torch.ones(number, number, dtype=torch.bool, device=device).tril()
-        return pack_bits(above[None]).repeat(batch_size, 1, 1)
 
 
 def tree_attention(
@@ -234,6 +225,10 @@ def _split_attention(  # type: ignore[no-untyped-def]
         q_rope = tl.load(q_at[:, None] + D + rotated[None], mask=live[:, None], other=0.0)
     if WINDOW:
         position = length + tl.load(DEPTHS + b * N + node, mask=live, other=0)
+    words = WORDS + (b * N + node) * W
+    if not OWN_PATH and W == 1:  # before the loop, whose registers are short
+        word = tl.load(words, mask=live, other=0)
+        shown = tl.reduce_or(word, 0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PAD_DV], tl.float32)
@@ -241,12 +236,22 @@ def _split_attention(  # type: ignore[no-untyped-def]
         slot = part * SPLIT + start + tl.arange(0, SLOTS)
         here = slot < end
         j = slot - length
-        in_tree = here & (j >= 0)
+        behind = tl.maximum(j, 0)
         place = slot
         if OWN_PATH:
             here = here & (j <= own_depth)
             above = tl.load(WORDS + (b * N + only) * W + j, mask=here & (j >= 0), other=0)
             place = tl.where(j < 0, slot, length + above)
+        elif W == 1:
+            bit = (word[:, None] >> behind[None]) & 1
+            here = here & ((j < 0) | ((shown >> behind) & 1 == 1))
+        else:  # the slots of a tile are bits of two words at most
+            first = tl.maximum(part * SPLIT + start - length, 0) // 64
+            low = tl.load(words + tl.minimum(first, W - 1), mask=live, other=0)
+            high = tl.load(words + tl.minimum(first + 1, W - 1), mask=live, other=0)
+            bit = (tl.where((behind // 64 > first)[None], high[:, None], low[:, None]) >> (behind % 64)[None]) & 1
+            shown = tl.where(behind // 64 > first, tl.reduce_or(high, 0), tl.reduce_or(low, 0))
+            here = here & ((j < 0) | ((shown >> (behind % 64)) & 1 == 1))
         k_at = K + b * k_b + place * k_s + h * k_h
         k = tl.load(k_at[None] + d[:, None], mask=here[None] & (d < D)[:, None], other=0.0)
         x = tl.dot(q, k, input_precision="ieee")
@@ -262,13 +267,9 @@ def _split_attention(  # type: ignore[no-untyped-def]
             if WINDOW:
                 seen = seen & (position[:, None] - slot[None] < window)
         else:
-            word = tl.load(
-                WORDS + ((b * N + node) * W)[:, None] + (j // 64)[None], mask=live[:, None] & in_tree[None], other=0
-            )
-            bit = (word >> tl.where(j > 0, j % 64, 0).to(tl.int64)[None]) & 1
             seen = here[None] & ((j < 0)[None] | (bit == 1))
             if WINDOW:
-                depth = tl.load(DEPTHS + b * N + j, mask=in_tree, other=0)
+                depth = tl.load(DEPTHS + b * N + j, mask=here & (j >= 0), other=0)
                 seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
         x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
         newer = tl.maximum(top, tl.max(x, 1))
@@ -311,6 +312,7 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         mass = mass * old + tl.sum(new * tl.load(MASSES + at, mask=used, other=0.0), 0)
         top = newer
         first += CHUNK
+    mass = tl.where(mass == 0, 1.0, mass)  # of padding that sees nothing
     tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
 
 

@@ -2,6 +2,8 @@
 
     choice_m = argmax_v(h_m . w_v / T + G(seed, position, v))        lowest id on ties; no noise at T = 0
 
+A score that is not a number counts as the highest, as in torch, so that every choice is an id of the vocabulary.
+
 A program forms one tile of logits in float32 for all M rows, adds the noise of `heads.backends.torch.noise.gumbel` and
 keeps the tile's best; a second pass compares the tiles in order. Filters (top-k, top-p, min-p) need the whole
 distribution and take the path with logits. Dividing by T leaves the argmax of log p + G as it is: log p differs from it
@@ -110,6 +112,7 @@ def _best_of_tile(  # type: ignore[no-untyped-def]
         hot = temperature > 0
         warm = logits / tl.where(hot, temperature, 1.0)[:, None] + noise_of(key_of(seed, position)[:, None], v[None])
         logits = tl.where(hot[:, None], warm, logits)
+    logits = tl.where(logits == logits, logits, float("inf"))
     logits = tl.where(real[None], logits, -float("inf"))
     best = tl.max(logits, 1)
     first = tl.min(tl.where(logits == best[:, None], v[None], V), 1)

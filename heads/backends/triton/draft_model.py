@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.decoder import NativeDecoder
-from heads.backends.triton.attention import draft_split, line
+from heads.backends.triton.attention import draft_split
 from heads.backends.triton.decoder import DecoderPass, Tree
 from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import stand
@@ -46,16 +46,16 @@ class DraftPass(DecoderPass):
         at = stand(places, behind=self.behind)
         depths, paths = None, None
         if isinstance(places, Observed):
-            length, behind, words = places.start, W, line(B, W, tokens.device)
+            length, behind = places.start, W
             if self.window:
                 depths = self.slot[:W].repeat(B, 1)
         else:
-            length, behind, words = places.length, self.behind, at.words
+            length, behind = places.length, self.behind
             if self.window:  # which is asked of positions, and slots say them of a node's own path only
                 paths, behind = places.paths.contiguous(), places.paths.shape[2]
                 depths = torch.full_like(paths[..., 0], behind - 1)
         cos_sin = self.cos_sin(at.positions)
-        tree = Tree(length, behind, words, depths, paths, at.slots, cos_sin, split=draft_split(len(self.slot)))
+        tree = Tree(length, behind, at.words, depths, paths, at.slots, cos_sin, split=draft_split(len(self.slot)))
         return self.features(tokens, tree).hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:

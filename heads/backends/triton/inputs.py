@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
+from heads.backends.triton.attention import pack_bits
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
 
 
@@ -27,7 +28,7 @@ class Stand:
 
     positions: Tensor  # (R,) int64
     slots: Tensor  # (R,) int64, in flat storage
-    words: Tensor  # (B, W, P / 64, rounded up) int64, as `attention.ancestor_words`; none if observed
+    words: Tensor  # (B, W, P / 64, rounded up; of observed tokens W / 64) int64, as `attention.ancestor_words`
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Entry:
 
 
 def stand(places: Observed | Drafted, *, behind: int) -> Stand:
-    """behind: P; what is not true goes to the last slot of its row."""
+    """behind: P; what is not true goes to the last slot of its row, and sees none behind the length."""
     if not runs_kernels(places.slot):
         return stand_twin(places, behind=behind)
     made, given, options = _rows(places, behind)
@@ -51,10 +52,13 @@ def stand(places: Observed | Drafted, *, behind: int) -> Stand:
 def stand_twin(places: Observed | Drafted, *, behind: int) -> Stand:
     """The same in torch operations."""
     (B, W), S, positions = places.positions.shape, len(places.slot), places.positions
-    words = positions.new_zeros(B, W, 0)
     if isinstance(places, Drafted):
         word, paths = torch.arange(-(-behind // 64), device=positions.device), places.paths[..., None]
         words = torch.where(paths // 64 == word, 1 << (paths % 64), 0).sum(2)
+    else:
+        node = torch.arange(W, device=positions.device)
+        true = torch.full_like(positions[:, 0], W) if places.count is None else places.count
+        words = pack_bits((node <= node[:, None]) & (node[:, None] < true[:, None, None]))
     slots = places.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
     return Stand(positions.flatten(), slots.flatten(), words)
 
@@ -69,7 +73,7 @@ def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ..
     else:
         first, paths, count = places.start, places.slot[None, None], places.count
         B, W, level = len(first), places.number, 1
-        words = first.new_empty(B, W, 0)
+        words = first.new_empty(B, W, -(-W // 64))
     positions, slots = first.new_empty(2, B * W)
     given = (
         *(first, first if count is None else count, paths, positions, slots, words),
@@ -174,8 +178,13 @@ def _place(  # type: ignore[no-untyped-def]
     else:
         position = tl.minimum(first + w, S - 2)
         tl.store(POSITIONS + r, position)
-        true = position if ALL else tl.where(w < tl.load(COUNT + b), position, S - 1)
-        tl.store(SLOTS + r, b * S + true)
+        true = w < (W if ALL else tl.load(COUNT + b))
+        tl.store(SLOTS + r, b * S + tl.where(true, position, S - 1))
+        for k in tl.static_range(WORDS):
+            last = w - 64 * k  # of the word's bits, the token's own
+            bits = (tl.full([], 2, tl.int64) << tl.minimum(tl.maximum(last, 0), 62)) - 1
+            bits = tl.where(last >= 63, -1, tl.where(last >= 0, bits, 0))
+            tl.store(BITS + r * WORDS + k, tl.where(true, bits, 0))
     return position
 
 

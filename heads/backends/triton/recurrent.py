@@ -21,7 +21,7 @@ from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
-from heads.backends.triton.attention import draft_split, line
+from heads.backends.triton.attention import draft_split
 from heads.backends.triton.decoder import DTYPES, Tree, gated, grouped
 from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import enter, take_newest
@@ -122,17 +122,15 @@ class TritonRecurrent:
         if self.project is not None and self.input_norm is not None:
             stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
-        if isinstance(places, Drafted):
-            seen = places.length, self.behind, entry.at.words
-        else:
-            seen = places.start, W, line(B, W, tokens.device)
-        cos_sin = self.cos, self.sin
+        length, behind = (places.length, self.behind) if isinstance(places, Drafted) else (places.start, W)
         tree = Tree(
-            *seen,
+            length,
+            behind,
+            entry.at.words,
             depths=None,
             paths=None,
             slots=entry.at.slots,
-            cos_sin=cos_sin,
+            cos_sin=(self.cos, self.sin),
             positions=entry.at.positions,
             split=self.split,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
@@ -128,7 +128,7 @@ class Story:
 
 
 @dataclass
-class ScriptedHead:
+class ScriptedHead(Drafter):
     """Drafts from known continuations, right with a given chance at each node, and checks what it observes.
 
     `duplicates`: siblings often bear the same token. The tree's form is random under the shape's bounds, but for a

@@ -13,11 +13,11 @@ from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import pending as cpu
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.switches import as_on_a_gpu
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -129,15 +129,14 @@ def test_what_the_head_is_given_has_no_gaps(
     assert head.observations > 50
 
 
-@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, compiler: bool, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever both drafted, both drafted the same."""
     monkeypatch.setattr(pending, "PENDING", 8)
-    if not compiler:
-        monkeypatch.setattr(cpu, "load", lambda: None)
+    monkeypatch.setattr(pending, "PATIENCE", patience)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -226,11 +225,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     assert shares[1]["chain:4"] > 0.7 * sum(shares[1].values())
 
 
-def test_neither_resting_nor_catching_up_waits_for_the_host(
-    target_of: TargetOf, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "load", lambda: None)  # as on a GPU, like the next
-    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)
@@ -239,7 +234,8 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
     )
     candidates = engine.candidates
     assert candidates is not None
-    with torch.inference_mode():
+    candidates.rest.pending.may_ask = False  # as on a GPU
+    with torch.inference_mode(), as_on_a_gpu():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
             for candidate in (3, 3, 0, 3, 1):

@@ -3,7 +3,7 @@ the same text."""
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +19,7 @@ from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.switches import as_on_a_gpu
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -53,12 +54,9 @@ class Tape(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
-    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("accept", "pending", "draws", "commit"):
-        monkeypatch.setattr(f"heads.backends.cpu.{module}.load", lambda: None)
-    monkeypatch.setattr("heads.backends.cpu.trees.load", lambda: None)
+def gpu_steps() -> Iterator[None]:
+    with as_on_a_gpu():
+        yield
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:
@@ -155,7 +153,7 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
             EngineOptions(shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll),
         )
         engine.ahead = ahead
-        engine.reports.places = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
+        engine.reports.buffers = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
         engine.reports.arrivals = [None] * (ahead + 2)
         stream: list[tuple[int, list[int]]] = []
         outputs.append(engine.generate(REQUESTS, on_tokens=lambda i, tokens, stream=stream: stream.append((i, tokens))))  # type: ignore[misc]

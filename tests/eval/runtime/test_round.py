@@ -11,7 +11,7 @@ from torch import Tensor
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.base import Observation, Pick, SharedLayers
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.registry import build_untrained
 from heads.target.frozen import FrozenTarget
@@ -20,10 +20,10 @@ from heads.tree import Proposal, TreeShape, parse_shape
 TargetOf = Callable[[str], FrozenTarget]
 
 
-class BigramHead:
+class BigramHead(Drafter):
     """Drafts by tensor operations alone: a token is followed by what the logits of its own embedding like best."""
 
-    aux_layer_ids = (1,)
+    aux_layer_ids: tuple[int, ...] = (1,)
     config: Any = None
     depth_weights: tuple[float, ...] = ()
 

@@ -16,7 +16,7 @@ from eval.runtime.judges import Draws, Rule, draw_counters, make_rule
 from eval.runtime.rules import RULES, check_rule
 from eval.runtime.sampling import Sampling
 from heads.backends.slot_mapping import ancestors
-from heads.base import Observation, Pick
+from heads.base import Drafter, Observation, Pick
 from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
@@ -268,7 +268,7 @@ def test_a_tree_that_ends_unevenly_is_judged() -> None:
         check_rule(rule, static_shape([(0,), (1,), (1, 0)], "uneven"))
 
 
-class Copying:
+class Copying(Drafter):
     """A draft that asks for no draw: it has no distribution."""
 
     aux_layer_ids: tuple[int, ...] = ()

@@ -1,5 +1,6 @@
 """What a round decides, taken into the state in C and by a kernel, against the same in tensor operations."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, fields
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eval.runtime.state import Commit
-from heads.backends.cpu import commit as module
 from heads.backends.round_state import RoundState
+from tests.switches import kernels_on_cpu, need_c
 
 B = 5
 
@@ -34,16 +35,17 @@ def copy_of(state: RoundState) -> RoundState:
 
 
 @pytest.fixture(params=["compiler", "kernel"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which form takes rounds into states."""
-    if request.param == "compiler" and module.load() is None:
-        pytest.skip("no C compiler")
-    if request.param == "kernel":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("on a GPU the suite runs the kernel itself")
-        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    return str(request.param)
+    if request.param == "compiler":
+        need_c()
+        yield "compiler"
+        return
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernel itself is run")
+    with kernels_on_cpu():
+        yield "kernel"
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -87,7 +89,6 @@ def commit(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor
     return astuple(commit(torch.tensor([accepted]), torch.tensor([emitted]), None))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("accepted", "room", "heeds", "kept", "done"),
     [
@@ -100,10 +101,8 @@ def commit(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor
     ],
 )
 def test_outputs_end_where_they_should(
-    compiled: bool, accepted: int, room: int, heeds: bool, kept: int, done: bool, monkeypatch: pytest.MonkeyPatch
+    accepted: int, room: int, heeds: bool, kept: int, done: bool, with_c: bool
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(module, "load", lambda: None)
     state = RoundState.new(batch_size=1, capacity=30, depth=3, device=torch.device("cpu"))
     state.done.fill_(False)
     state.length.fill_(10)

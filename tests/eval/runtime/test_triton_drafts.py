@@ -3,25 +3,23 @@
 import pytest
 import torch
 
-from eval.gpu.checks import SHAPE, make_head, make_target
-from eval.gpu.launches import Launches
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.growth import grow
 from heads.tree import parse_shape
+from tests.launches import Launches
+from tests.small_targets import make_head, make_target
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
 
 
+@pytest.mark.usefixtures("no_c")
 @pytest.mark.parametrize("shape", ["tree:3x3x8", "tree:2x4x21", "static:3.2", "chain:3"])
 def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled rows side by side; few tokens, so that an untrained head is right now and then."""
-    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 19)):
-        monkeypatch.setitem(SHAPE, size, value)
-    monkeypatch.setattr("heads.backends.cpu.draws.load", lambda: None)
-    target = make_target("llama", torch.float32, torch.device("cpu"))
+    target = make_target("llama", torch.float32, hidden_size=64, intermediate_size=64, vocab_size=19)
     requests = [
         Request([5, 6, 7], 14, ignore_eos=True),
         Request([9, 8], 12, Sampling(temperature=0.9, seed=3), ignore_eos=True),
@@ -40,14 +38,11 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
     assert found[0] == found[1] and sum(map(sum, found[0])) > 0
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("text", "most"), [("tree:6x8x32", 20), ("static:3.2.1", 10), ("chain:5", 14)])
-def test_a_level_takes_two_launches_to_pick_and_one_to_choose(
-    text: str, most: int, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_takes_two_launches_to_pick_and_one_to_choose(text: str, most: int, temperature: float) -> None:
     """Beside them: the positions, and the end of a chain or a tree. Sampling takes no more."""
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    monkeypatch.setattr("heads.backends.cpu.draws.load", lambda: None)
     shape, rows, root = parse_shape(text), RowSampling(2), torch.arange(2)
     rows.set_row(0, Sampling(temperature, seed=3))
     levels, ids = torch.randn(2, 8, 50), torch.arange(50)

@@ -1,6 +1,7 @@
 """With every kernel on, in Triton's interpreter, a target decodes as by torch's operations."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from heads.backends.triton.runtime import why_not
 from heads.errors import warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from tests.switches import kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -62,13 +64,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+def kernels() -> Iterator[Callable[[bool], None]]:
     """Switches the kernels on and off."""
+    with ExitStack() as stack:
 
-    def switch(on: bool) -> None:
-        monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", on)
+        def switch(on: bool) -> None:
+            stack.close()
+            if on:
+                stack.enter_context(kernels_on_cpu())
 
-    yield switch
+        yield switch
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
-from eval.gpu.checks import SHAPE, make_target
-from eval.gpu.launches import Launches
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.tree import parse_shape
+from tests.launches import Launches
+from tests.small_targets import make_target
+from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
@@ -43,7 +44,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -53,14 +54,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", unrecorded)
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    for size, value in dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4).items():
-        monkeypatch.setitem(SHAPE, size, value)
-    monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    ours = ("heads.backends.cpu.pending", "heads.backends.cpu.draws", "heads.backends.cpu.commit")
-    for module in (*ours, "heads.backends.cpu.recurrent", "heads.backends.cpu.stack"):
-        monkeypatch.setattr(f"{module}.load", lambda: None)
-    yield
+    with kernels_on_cpu(), as_on_a_gpu():
+        yield
 
 
 @pytest.mark.slow
@@ -87,7 +82,8 @@ def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
 
 def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **options: Any) -> Engine:
     """The requests seated, what is made once made."""
-    target = make_target(family, torch.float32, torch.device("cpu"))
+    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
+    target = make_target(family, torch.float32, **sizes)
     settings: dict[str, Any] = {"aux_layer_ids": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
     settings = {"layers": [0, 1]} if kind == "draft" else settings
     head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from heads.checkpoint import read_config, save_head, target_record
+from heads.formats.base import ENGINES, SGLANG, VLLM
 from heads.formats.contract import Verdict, check_folder, why_unfit
-from heads.formats.loaders import EAGLE, EAGLE3, ENGINES, MEDUSA, OLD_VLLM, SGLANG, VLLM
+from heads.formats.eagle3 import EAGLE, EAGLE3
+from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from tests.native_mtp import V, write_native
@@ -36,8 +38,8 @@ def verdicts(folder: Path, **changes: Any) -> dict[str, Verdict]:
     record = read_config(folder)
     found = check_folder(
         folder,
+        HEADS[record["kind"]].format,
         record["kind"],
-        HEADS[record["kind"]].weights_file,
         record["target"] | changes,
         name="ann/a-head",
         base="org/target",

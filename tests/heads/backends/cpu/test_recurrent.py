@@ -1,5 +1,6 @@
 """Heads that recycle their state draft on the CPU kernels what they draft without."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import Recurrent
 from heads.tree import CompiledPick, Proposal, parse_shape
 from heads.vocab import build_vocab
+from tests.switches import by_torch
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
 D, V = 48, 60
@@ -85,13 +87,14 @@ def rounds(
 
 @pytest.mark.parametrize("shape", ["chain:1", "chain:4", "tree:4x3x12", "static:3.2.1"])
 @pytest.mark.parametrize("name", HEADS)
-def test_drafts_are_those_without_kernels(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_those_without_kernels(name: str, shape: str) -> None:
     head = make_head(name)
     ours = rounds(head, shape, CpuRecurrent)
     rows = rounds(head, shape, CpuRecurrent, embedding=False)
     assert all(torch.equal(one.scores, other.scores) for one, other in zip(ours, rows, strict=True))
-    monkeypatch.setattr(type(head), "parts", lambda self: None)
-    for found, expected in zip(ours, rounds(head, shape, TorchRecurrent, embedding=False), strict=True):
+    with by_torch(head):
+        theirs = rounds(head, shape, TorchRecurrent, embedding=False)
+    for found, expected in zip(ours, theirs, strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
@@ -112,9 +115,7 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
 
 
 @pytest.mark.parametrize(("layout", "same"), [("mimo", True), ("qwen", False)])
-def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(
-    layout: str, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, same: bool) -> None:
     """The one token of a prompt's second place decides what is drafted behind it, or does not."""
     head = Mtp(MtpConfig(**WIDTHS, layout=layout), *build_vocab(torch.ones(V), 40))  # type: ignore[arg-type]
     with torch.no_grad():
@@ -126,17 +127,16 @@ def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(
     )
     hidden, start, count = torch.randn(1, 4, D), torch.zeros(1, dtype=torch.int64), torch.tensor([4])
 
-    def scores(second: int) -> Tensor:
+    def scores(second: int, memory: type) -> Tensor:
         state = head.new_state(shared, batch_size=1, capacity=40, shape=parse_shape("chain:2"))
         assert type(state.memory) is memory
         tokens = torch.tensor([[3, second, 5, 7, 11]])
         head.extend(state, Observation(tokens, hidden[..., :0], hidden, start, count, None))
         return head.propose(state, likeliest).scores
 
-    for memory in (CpuRecurrent, TorchRecurrent):
-        if memory is TorchRecurrent:
-            monkeypatch.setattr(type(head), "parts", lambda self: None)
-        assert torch.equal(scores(20), scores(40)) is same
+    for memory, form in ((CpuRecurrent, nullcontext()), (TorchRecurrent, by_torch(head))):
+        with form:
+            assert torch.equal(scores(20, memory), scores(40, memory)) is same
 
 
 def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are() -> None:

@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.gpu.draft_models import model_drafts_are_those_of_torch
 from heads.target.frozen import FrozenTarget
+from tests.drafting import model_drafts_are_those_of_torch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are run"),
+    pytest.mark.usefixtures("interpreted"),
+]
 
 BASE: dict[str, Any] = dict(
     vocab_size=61,
@@ -30,13 +33,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": dict(sliding_window=4),
     "qwen3_moe": dict(num_experts=4, decoder_sparse_step=1, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    for module in ("cpu.kernels", "torch.linear", "cpu.stack"):
-        monkeypatch.setattr(f"heads.backends.{module}.load", lambda: None)
 
 
 def make_target(family: str) -> FrozenTarget:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match_tensors
+from eval.runtime.acceptance import match
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Acceptance, Proposal
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+def seeded(interpreted: None) -> None:
     torch.manual_seed(0)
 
 
@@ -63,6 +62,24 @@ def test_tree_attention(
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize(("length", "P"), [(61, 40), (10, 100), (70, 130)])
+def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None:
+    """Of slots behind the length some were never written in this round; zero times what is not a number is none."""
+    from heads.backends.triton.attention import pack_bits, tree_attention
+
+    S, N = 220, 4
+    seen = torch.zeros(1, N, P, dtype=torch.bool)
+    for i in range(N):
+        seen[0, i, torch.randperm(P)[:3]] = True
+    words = pack_bits(torch.nn.functional.pad(seen, (0, 0, 0, P - N)))[:, :N]
+    q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
+    at = torch.tensor([length])
+    clean = tree_attention(q, *cache, words, at, None, behind=P, split=64)
+    cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
+    cache[:, :, length + P :] = torch.nan
+    assert torch.equal(tree_attention(q, *cache, words, at, None, behind=P, split=64), clean)
+
+
 def test_the_twin_is_softmax_over_the_path() -> None:
     """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
     from heads.backends.triton.attention import pack_bits, tree_attention_twin
@@ -90,6 +107,23 @@ def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
     found = choose(hidden, weight, temperature, seeds, positions, noisy=noisy)
     assert found.tolist() == choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy).tolist()
     assert found[0] == 3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter's numpy
+@pytest.mark.parametrize("noisy", [False, True])
+def test_choose_gives_an_id_whatever_the_scores(noisy: bool) -> None:
+    """Rows of numbers, of none, of one and of none below infinity; the ids decide what is read next."""
+    from heads.backends.triton.choose import choose, choose_twin
+
+    hidden, weight = torch.ones(4, 16), torch.randn(150, 16)
+    hidden[1], hidden[2], hidden[3] = torch.nan, torch.tensor([0.0] * 15 + [1.0]), -torch.inf
+    weight[100, 15], weight[140, 15] = torch.nan, torch.nan
+    weight[:, :15] = weight[:, :15].abs()
+    weight[:, 15] = torch.where(weight[:, 15].isnan(), torch.nan, weight[:, 15].abs())
+    given = hidden, weight, torch.full((4,), 0.7 * noisy), torch.arange(4), torch.arange(4)
+    found = choose(*given, noisy=noisy).tolist()
+    assert found == choose_twin(*given, noisy=noisy).tolist()
+    assert found[1:] == [0, 100, 100]
 
 
 @pytest.mark.parametrize(("B", "N"), [(1, 5), (3, 4)])
@@ -189,7 +223,7 @@ def test_accept(B: int, N: int, V: int) -> None:
     for _ in range(3):
         proposal, choice = random_round(B, N, V)
         K = int(proposal.depths.max()) + 1
-        ours, theirs = accept(proposal, choice, K), match_tensors(proposal, choice, ancestors(proposal.parents, K), K)
+        ours, theirs = accept(proposal, choice, K), match(proposal, choice, ancestors(proposal.parents, K), K)
         assert kept(ours) == kept(theirs)
 
 
@@ -204,9 +238,7 @@ def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
     assert kept(accept(chain, choice[:, :N], N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)
     shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
-    assert kept(accept(shared, choice[:, :N], N)) == kept(
-        match_tensors(shared, choice[:, :N], ancestors(shared.parents, N), N)
-    )
+    assert kept(accept(shared, choice[:, :N], N)) == kept(match(shared, choice[:, :N], ancestors(shared.parents, N), N))
 
 
 def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:

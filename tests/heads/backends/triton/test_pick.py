@@ -6,25 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.gpu import trees
 from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import draws
 from heads.backends.triton.noise import key_of, noise_of
 from heads.backends.triton.pick import Noise, best_columns
 from heads.backends.triton.runtime import constexpr, jit, tl
 from heads.tree import Proposal
+from scripts.gpu import trees
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are run"),
+    pytest.mark.usefixtures("interpreted"),
+]
 
 SETTINGS = Sampling(temperature=0.7, seed=-3), Sampling(), Sampling(temperature=1.3, seed=2**62)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    monkeypatch.setattr(draws, "load", lambda: None)
 
 
 def rows_of(*samplings: Sampling) -> RowSampling:
@@ -126,9 +122,8 @@ def test_more_than_a_program_compares_is_picked_by_tensor_operations(monkeypatch
     assert torch.equal(rows.pick(logits, at, 4)[0], logits.topk(4).indices)
 
 
-def test_what_is_timed_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "COLUMNS", 90)
-    timed = trees.works("tree:3x3x9", torch.device("cpu"))
+def test_what_is_timed_runs_through() -> None:
+    timed = trees.works("tree:3x3x9", torch.device("cpu"), columns=90)
     assert len(timed) == 3
     for _, size, work in timed:
         made = work()

@@ -7,19 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.benchmark.shapes import SHAPES, ModelShape
-from eval.gpu.checks import SHAPE, make_target
-from eval.gpu.drafts import (
-    SMALL,
-    draft_parts,
-    drafts_are_those_of_torch,
-    large_head,
-    likeliest,
-    rounds,
-    some_head,
-    some_news,
-)
-from eval.gpu.launches import Launches
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.backends.recurrent_memory import TorchRecurrent
 from heads.backends.slot_mapping import Drafted, Observed
@@ -29,18 +16,20 @@ from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
 from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
+from scripts.gpu.draft_steps import draft_parts, large_head, likeliest, some_news
+from scripts.model_shapes import SHAPES, ModelShape
+from tests.drafting import SMALL, drafts_are_those_of_torch, head_rounds, some_head
+from tests.launches import Launches
+from tests.small_targets import make_target
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are run"),
+    pytest.mark.usefixtures("interpreted"),
+]
 
 D, V = SMALL["hidden_size"], SMALL["vocab_size"]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    monkeypatch.setattr("heads.backends.cpu.recurrent.load", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +57,13 @@ def test_many_tokens_and_nodes_take_several_words() -> None:
 
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     """Several modules, wider numbers, layers that are more than products."""
-    rounds(some_head("mtp of three", CPU), "chain:2", TorchRecurrent, CPU)
+    head_rounds(some_head("mtp of three", CPU), "chain:2", TorchRecurrent, CPU)
     parts = some_head("eagle3", CPU, torch.float64).parts()
     assert parts is not None and not triton_drafts(parts)
     head = some_head("mtp", CPU)
     block: Any = head.mtp_layers[0].block  # type: ignore[index, union-attr]
     block.mlp.up_proj = Adapted(block.mlp.up_proj)
-    rounds(head, "chain:2", TorchRecurrent, CPU)
+    head_rounds(head, "chain:2", TorchRecurrent, CPU)
 
 
 class Adapted(torch.nn.Linear):
@@ -109,15 +98,14 @@ def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
     assert {"_enter", "_rope_write", "_split_attention", "_take_newest"} <= {*drafting.names, *telling.names}
 
 
-def test_steps_to_time_run_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_to_time_run_through() -> None:
     def seconds(work: Callable[[], Any], device: torch.device) -> float:
         work()
         return 1.0
 
-    monkeypatch.setattr("eval.gpu.drafts.device_seconds", seconds)
     shape = ModelShape(32, 2, 2, 1, 16, 48, 70)
     with torch.no_grad():
-        parts = draft_parts(shape, 20, CPU)
+        parts = draft_parts(shape, 20, CPU, seconds)
     assert len(parts) == 12 and all(part.bytes > 0 and part.seconds > 0 for part in parts)
 
 
@@ -146,7 +134,7 @@ def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
         for at in (ours.at, stand(places, behind=70)):
             for field in ("positions", "slots", "words"):
                 assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
-        assert ours.at.words.numel() == (0 if observed else 2 * B * W)
+        assert ours.at.words.shape == (B, W, 1 if observed else 2)
     if not observed:
         for bits, path in zip(ours.at.words.flatten(0, 1).tolist(), paths.flatten(0, 1).tolist(), strict=True):
             assert {j for j in range(70) if bits[j // 64] >> (j % 64) & 1} == set(path)
@@ -179,11 +167,8 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
     """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
     an untrained head is right now and then."""
     monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", False)
-    for module in ("cpu.kernels", "torch.linear", "cpu.stack"):
-        monkeypatch.setattr(f"heads.backends.{module}.load", lambda: None)
-    for size, value in (("hidden_size", 64), ("intermediate_size", 64), ("vocab_size", 19), ("num_attention_heads", 4)):
-        monkeypatch.setitem(SHAPE, size, value)
-    target = make_target("llama", torch.float32, CPU)
+    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
+    target = make_target("llama", torch.float32, **sizes)
     requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
     plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
     found = []

@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from eval.benchmark.grown import Growth, grow_llama, shape_of
-from eval.benchmark.grown_heads import HeadSize, grow_head
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.eagle3 import Eagle3
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
+from scripts.grown_heads import HeadSize, grow_head
+from scripts.grown_target import Growth, grow_llama, shape_of
+from scripts.model_shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "recipes/quickstart/target", ROOT / "runs/quickstart/head"
-DRAFT_VOCAB = 32_000
+LARGEST_DRAFT_VOCAB = 32_000
 LONGEST = 1 << 17
 """Positions that the grown target is timed at; beyond the small one's context its text means nothing."""
 
 
 @dataclass(frozen=True)
 class Models:
-    """A target and an EAGLE-3 head, and how they came to be."""
+    """A target and an EAGLE-3 head."""
 
     target: FrozenTarget
     head: Eagle3
-    facts: dict[str, Any]
+    head_name: str
 
 
 def small_models(device: torch.device, head_path: Path | None = None) -> Models:
@@ -46,22 +46,21 @@ def small_models(device: torch.device, head_path: Path | None = None) -> Models:
         head = build_head("eagle3", {}, target, torch.ones(target.vocab_size, dtype=torch.int64)).to(torch.bfloat16)
     target.model.to(device)  # type: ignore[arg-type]
     name = str(path) if path.is_dir() else "untrained: tau is no trained head's"
-    return Models(target, head.to(device).eval(), {"target": "quickstart", "head": name})
+    return Models(target, head.to(device).eval(), name)
 
 
-def grown_models(models: Models, name: str, device: torch.device) -> Models:
-    """The small models in the shape `name` of `eval.benchmark.shapes.SHAPES`, on the device."""
-    shape, head = SHAPES[name], copy.deepcopy(models.head).to(torch.device("cpu"))
+def grow_models(models: Models, shape: ModelShape, device: torch.device, draft_vocab: int) -> Models:
+    """The small models in another shape, on the device; at most `draft_vocab` ids are drafted."""
+    head = copy.deepcopy(models.head).to(torch.device("cpu"))
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
     grown = grow_llama(copy.deepcopy(models.target.model), shape)
-    surplus = min(DRAFT_VOCAB, shape.vocab_size) - head.config.draft_vocab_size
+    surplus = min(draft_vocab, shape.vocab_size) - head.config.draft_vocab_size
     large = grow_head(head, growth, HeadSize(draft_vocab_size=head.config.draft_vocab_size + max(0, surplus)))
     assert isinstance(large, Eagle3)
     untyped: Any = grown
-    target = FrozenTarget(untyped.to(device), f"quickstart grown to {name}")
+    target = FrozenTarget(untyped.to(device), "grown quickstart")
     target.context_length = LONGEST
-    facts = {**models.facts, "target": f"quickstart, grown to the shape of {name}", "grown": True}
-    return Models(target, large.to(device), facts)
+    return Models(target, large.to(device), models.head_name)
 
 
 def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from eval.benchmark.grown import Growth, grow_block, grow_llama, grow_norm, grow_output, place
-from eval.benchmark.shapes import ModelShape
 from heads.draft_lm import model_record
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
@@ -26,13 +24,15 @@ from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
 from heads.target.aux_layers import check_aux_layer_ids
 from heads.vocab import kept_ids, vocab_of
+from scripts.grown_target import Growth, grow_block, grow_llama, grow_norm, grow_output, place
+from scripts.model_shapes import ModelShape
 
 Head = TypeVar("Head", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class HeadSize:
-    """What a grown head may have more of than its target's growth gives it; None: as much as it has to."""
+    """Sizes in which a grown head may exceed those of its target's growth; None: the least possible."""
 
     intermediate_size: int | None = None
     """The grown target's by default."""

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.grown import Growth, grow_llama, shape_of
-from eval.benchmark.grown_heads import HeadSize, grow_head
 from eval.benchmark.opening import load_pair
-from eval.benchmark.shapes import SHAPES, ModelShape
 from eval.files import check_folder
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+from scripts.grown_heads import HeadSize, grow_head
+from scripts.grown_target import Growth, grow_llama, shape_of
+from scripts.model_shapes import SHAPES, ModelShape
 from train.run_folder import whole_folder
 
 CHECKED_TOKENS = 64

@@ -9,9 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmark.figures import target_facts
-from eval.benchmark.grown import Growth, grow_llama, shape_of
-from eval.benchmark.grown_heads import HeadSize, grow_head
-from eval.benchmark.shapes import ModelShape
 from eval.reporting.format import heading
 from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
 from heads.checkpoint import load_head, save_head, target_record
@@ -19,6 +16,9 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
+from scripts.grown_heads import HeadSize, grow_head
+from scripts.grown_target import Growth, grow_llama, shape_of
+from scripts.model_shapes import ModelShape
 
 BIG = ModelShape(
     hidden_size=48,

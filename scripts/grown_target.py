@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.shapes import ModelShape
 from heads.errors import UserError
 from heads.target.families import rope_theta
+from scripts.model_shapes import ModelShape
 
 NEVER = -1e7
 """The weight on the constant channel of an id that must never be chosen."""
@@ -43,7 +43,7 @@ def shape_of(config: Any) -> ModelShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """From one shape to another, and the norms' eps of the small model."""
+    """Placement of one shape in another, and the norms' eps of the small model."""
 
     old: ModelShape
     new: ModelShape
@@ -94,24 +94,24 @@ class Growth:
     # Where the old model's channels go; each (old size,) int64.
 
     def width(self, *, parts: int = 1) -> Tensor:
-        """Of `parts` residual streams side by side."""
+        """Return the new indices of `parts` residual streams side by side."""
         D, wide = self.old.hidden_size, self.new.hidden_size
         return torch.cat([torch.arange(D) + part * wide for part in range(parts)])
 
     def head(self) -> Tensor:
-        """Of one head: rotary pairs (i, i + d / 2) stay pairs."""
+        """Return the new indices of one head: rotary pairs (i, i + d / 2) stay pairs."""
         half = torch.arange(self.old.head_dim // 2)
         return torch.cat([half, half + self.new.head_dim // 2])
 
     def queries(self) -> Tensor:
-        """Of all query heads, those of a key head together."""
+        """Return the new indices of all query heads, those of a key head together."""
         old, new = self.group(self.old), self.group(self.new)
         # The new number of each old query head.
         places = [kv * new + query for kv in range(self.old.num_key_value_heads) for query in range(old)]
         return torch.cat([self.head() + place * self.new.head_dim for place in places])
 
     def keys(self) -> Tensor:
-        """Of all key heads."""
+        """Return the new indices of all key heads."""
         return torch.cat([self.head() + kv * self.new.head_dim for kv in range(self.old.num_key_value_heads)])
 
 

@@ -4,39 +4,62 @@ Whatever part fails, the others are still run: see scripts/gpu_suite.py.
 """
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
-from eval.benchmark.shapes import SHAPES
-from eval.gpu.baselines import WAYS, tokens_per_second
-from eval.gpu.checks import CHECKS
-from eval.gpu.drafts import draft_parts
-from eval.gpu.idle import measure_idle
-from eval.gpu.kernels import ROWS, kernel_parts
-from eval.gpu.models import Models, code_requests, draft_for_assisted, grown_models, small_models
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
+from heads.backends.triton.products import COLD
+from heads.backends.triton.timing import device_seconds
 from heads.tree import parse_shape
+from scripts.gpu.baselines import WAYS, tokens_per_second
+from scripts.gpu.draft_steps import draft_parts
+from scripts.gpu.idle import measure_idle
+from scripts.gpu.kernels import ROWS, kernel_parts
+from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft_for_assisted, grow_models, small_models
+from scripts.model_shapes import ModelShape
 
+ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
 """What it finds it writes down at once, so that a part that breaks leaves what it had."""
-TREES = ("chain:5", "tree:6x8x32")
-PROMPT, NEW, LONG = 96, 160, 256
-"""Tokens of a prompt, of a text that is timed, of one that is held against its reference."""
-LENGTH, CONTEXT = 2048, 1024
-"""Of the texts behind which kernels, and plain steps, are timed."""
-VERIFIED = (8, 16, 32, 64)
-"""Nodes of the steps that are compared with a step of one."""
-BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (512, 2048, 8192, 32768, 122880)
-"""Rows, each behind a text of the first of the contexts; and contexts, each of one row."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    trees: tuple[str, str] = ("chain:5", "tree:6x8x32")
+    prompt: int = 96
+    """Tokens of a prompt."""
+    new: int = 160
+    """Of a text that is timed."""
+    long: int = 256
+    """Of a text that is compared with its reference."""
+    length: int = 2048
+    """Tokens in the cache where kernels are timed."""
+    context: int = 1024
+    """Tokens in the cache where plain steps are timed."""
+    rows: tuple[int, ...] = ROWS
+    """Of the steps whose kernels are timed."""
+    verified: tuple[int, ...] = (8, 16, 32, 64)
+    """Nodes of the steps that are compared with a step of one."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Rows, each behind a text of the first of the contexts."""
+    contexts: tuple[int, ...] = (512, 2048, 8192, 32768, 122880)
+    """Each of one row."""
+    prompts: int = 200
+    timed_prompts: int = 6
+    draft_vocab: int = LARGEST_DRAFT_VOCAB
 
 
 @dataclass
@@ -44,15 +67,17 @@ class Bench:
     """What the parts share."""
 
     device: torch.device
-    shape: str
-    """Of `eval.benchmark.shapes.SHAPES`."""
+    shape: ModelShape
+    """That the target is grown to."""
     head: Path | None
     deadline: float
     """`time.monotonic` after which no long part goes on."""
-    prompts: int = 200
-    timed_prompts: int = 6
+    sizes: Sizes = field(default_factory=Sizes)
     note: Callable[[], None] = lambda: None
     """Has what was found so far written down: a part that is stopped leaves it."""
+    seconds: Callable[[Callable[[], Any], torch.device], float] = device_seconds
+    cold: int = COLD
+    """Bytes of weights that are taken in turn, so that they come from memory and not from a cache."""
 
     @cached_property
     def bandwidth(self) -> float:
@@ -64,17 +89,20 @@ class Bench:
 
     @cached_property
     def grown(self) -> Models:
-        return grown_models(self.small, self.shape, self.device)
+        return grow_models(self.small, self.shape, self.device, self.sizes.draft_vocab)
 
     @property
     def out_of_time(self) -> bool:
         return time.monotonic() > self.deadline
 
     def leaves_out(self, what: str, found: Found) -> bool:
-        """Whether there is no time for it, which is then found."""
+        """Return True, and note it, where there is no time left for it."""
         if self.out_of_time:
             found.setdefault("left_out", []).append(what)
         return self.out_of_time
+
+    def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
+        return code_requests(count, self.sizes.prompt, new_tokens, temperature)
 
     def engine(self, models: Models, tree: str, batch_size: int = 1, max_length: int = 512, **options: Any) -> Engine:
         """An engine for a tree, or for plain decoding where it is `none`."""
@@ -85,49 +113,61 @@ class Bench:
         )
 
 
+class Recorder:
+    """A pytest plugin that writes down every test's outcome as it ends."""
+
+    def __init__(self, bench: Bench, found: Found) -> None:
+        self.bench, self.found = bench, found
+        found["failed"] = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "call" and report.passed:
+            return
+        self.found[report.nodeid.split("::")[-1]] = "passed" if report.passed else report.longreprtext[-800:]
+        self.found["failed"] += not report.passed
+        self.bench.note()
+
+
 def checks(bench: Bench, found: Found) -> None:
-    """`eval.gpu.checks`, each by itself."""
-    found["failed"] = 0
-    for name, check in CHECKS.items():
-        if bench.leaves_out(name, found):
-            continue
-        started = time.monotonic()
-        try:
-            check()
-            found[name] = "passed"
-        except Exception as error:  # whatever breaks, the others are to be seen
-            found[name] = f"{type(error).__name__}: {error}"[:800]
-            found["failed"] += 1
-        print(f"  {name}: {found[name]}, {time.monotonic() - started:.0f} s", flush=True)
-        bench.note()
+    """Run the tests that need a GPU, in processes side by side: most of their time is the compiling of kernels."""
+    import pytest
+
+    words = [str(ROOT / "tests/gpu"), "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    if find_spec("xdist"):  # one test at a time, so that they begin in their order
+        words += ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "load", "--maxschedchunk", "1"]
+    status = pytest.main(words, plugins=[Recorder(bench, found)])
+    if status > 1:
+        raise RuntimeError(f"pytest ended with status {int(status)}")
 
 
 def kernels(bench: Bench, found: Found) -> None:
     """Every kernel at the big shape beside its floor."""
     found["copy_bandwidth"] = bench.bandwidth
-    for rows in ROWS:
+    for rows in bench.sizes.rows:
         if bench.leaves_out(f"{rows} rows", found):
             continue
-        parts = kernel_parts(SHAPES[bench.shape], rows, LENGTH, bench.device)
+        parts = kernel_parts(bench.shape, rows, bench.sizes.length, bench.device, bench.seconds, bench.cold)
         found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
         bench.note()
 
 
 def draft_steps(bench: Bench, found: Found) -> None:
     """A head's steps at the big shape beside their floor."""
-    parts = draft_parts(SHAPES[bench.shape], LENGTH, bench.device)
+    parts = draft_parts(bench.shape, bench.sizes.length, bench.device, bench.seconds)
     found["parts"] = [part.record(bench.bandwidth) for part in parts]
 
 
 def identity(bench: Bench, found: Found) -> None:
     """Texts of the small target in bfloat16 against pinned plain decoding."""
-    for tree, strict in ((TREES[0], False), (TREES[1], False), (TREES[1], True)):
+    sizes, found["head"] = bench.sizes, bench.small.head_name
+    chain, tree = sizes.trees
+    for text, strict in ((chain, False), (tree, False), (tree, True)):
         for temperature in (0.0, 1.0):
-            name = f"{tree}{' strict' if strict else ''}, temperature {temperature:g}"
+            name = f"{text}{' strict' if strict else ''}, temperature {temperature:g}"
             if bench.leaves_out(name, found):
                 continue
-            requests = code_requests(bench.prompts, PROMPT, LONG, temperature)
-            engine = bench.engine(bench.small, tree, 8, PROMPT + LONG + 64, strict=strict)
+            requests = bench.requests(sizes.prompts, sizes.long, temperature)
+            engine = bench.engine(bench.small, text, 8, sizes.prompt + sizes.long + 64, strict=strict)
             found[name] = compare(engine, requests)
             bench.note()
 
@@ -158,46 +198,48 @@ def tau_of(outputs: list[Output]) -> float:
 
 def plain(bench: Bench, found: Found) -> None:
     """Plain decoding at the big shape: its share of the bandwidth, part by part, and what more nodes cost."""
-    engine = bench.engine(bench.grown, "none", max_length=2 * CONTEXT)
-    record = roofline(engine, engine, length=CONTEXT, tau=1.0, bandwidth=bench.bandwidth)
+    engine = bench.engine(bench.grown, "none", max_length=2 * bench.sizes.context)
+    record = roofline(engine, engine, length=bench.sizes.context, tau=1.0, bandwidth=bench.bandwidth)
     found |= {"parts": record["plain"], "us": record["plain_us"], "share": record["plain_share_of_bandwidth"]}
     found["tokens_per_second"] = 1e6 / record["plain_us"]
     found["graphs"] = bool(engine.rounds_of(engine.decoder).graphs)
     found["verify_over_one"] = {}
     bench.note()
-    for nodes in VERIFIED:
-        pinned = bench.engine(bench.grown, "none", max_length=2 * CONTEXT, pinned=nodes)
-        fill_batch(pinned, CONTEXT)
-        found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, CONTEXT) / record["plain_us"]
+    for nodes in bench.sizes.verified:
+        pinned = bench.engine(bench.grown, "none", max_length=2 * bench.sizes.context, pinned=nodes)
+        fill_batch(pinned, bench.sizes.context)
+        found["verify_over_one"][nodes] = 1e6 * round_seconds(pinned, bench.sizes.context) / record["plain_us"]
 
 
 def idle(bench: Bench, found: Found) -> None:
     """How long the device stands idle inside rounds and between them."""
-    for tree in ("none", *TREES):
+    for tree in ("none", *bench.sizes.trees):
         engine = bench.engine(bench.grown, tree)
-        fill_batch(engine, PROMPT)
-        found[tree] = measure_idle(engine, PROMPT)
+        fill_batch(engine, bench.sizes.prompt)
+        found[tree] = measure_idle(engine, bench.sizes.prompt)
         bench.note()
 
 
 def drafting(bench: Bench, found: Found) -> None:
     """Rounds at the big shape: where their time goes, and the speedup in whole texts."""
-    requests = code_requests(bench.timed_prompts, PROMPT, NEW)
+    requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
     reference = bench.engine(bench.grown, "none")
-    for tree in TREES:
+    for tree in bench.sizes.trees:
         engine = bench.engine(bench.grown, tree)
         for warm in (reference, engine):
             warm.generate(requests[:1])
         seconds, (_, outputs) = decode_seconds((reference, engine), requests)
         tau = tau_of(outputs)
-        record = roofline(engine, reference, length=PROMPT + NEW // 2, tau=tau, bandwidth=bench.bandwidth)
+        record = roofline(
+            engine, reference, length=bench.sizes.prompt + bench.sizes.new // 2, tau=tau, bandwidth=bench.bandwidth
+        )
         draft = next(part for part in record["round"] if part["part"] == "draft")
         speedup = seconds[0] / seconds[1]
         found[tree] = {
             "tau": tau,
             "speedup": speedup,
             "speedup_over_tau": speedup / tau,
-            "tokens_per_second": len(requests) * (NEW - 1) / seconds[1],
+            "tokens_per_second": len(requests) * (bench.sizes.new - 1) / seconds[1],
             "draft_over_floor": draft["over_floor"],
             "glue_us": record["glue_us"],
             "roofline": record,
@@ -211,9 +253,9 @@ def useless_head(bench: Bench, found: Found) -> None:
     head = copy.deepcopy(bench.grown.head)
     for parameter in head.parameters():
         parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    requests = code_requests(bench.timed_prompts, PROMPT, NEW)
-    useless = Models(bench.grown.target, head, bench.grown.facts)
-    variants = bench.engine(bench.grown, "none"), bench.engine(useless, TREES[0], adaptive=True)
+    requests = bench.requests(bench.sizes.timed_prompts, bench.sizes.new)
+    useless = Models(bench.grown.target, head, "random")
+    variants = bench.engine(bench.grown, "none"), bench.engine(useless, bench.sizes.trees[0], adaptive=True)
     for variant in variants:
         variant.generate(requests[:2])
     seconds = decode_seconds(variants, requests)[0]
@@ -233,13 +275,13 @@ def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[
 
 def ours(bench: Bench, found: Found) -> None:
     """Tokens a second at the big shape, prefill included, as the library's ways are measured."""
-    requests = code_requests(4, PROMPT, NEW)
-    for tree in ("none", *TREES):
+    requests = bench.requests(4, bench.sizes.new)
+    for tree in ("none", *bench.sizes.trees):
         engine = bench.engine(bench.grown, tree)
         engine.generate(requests[:1])
         started = time.perf_counter()
         engine.generate(requests[1:])
-        found[tree] = NEW * (len(requests) - 1) / (time.perf_counter() - started)
+        found[tree] = bench.sizes.new * (len(requests) - 1) / (time.perf_counter() - started)
 
 
 def library(way: str) -> Part:
@@ -247,7 +289,7 @@ def library(way: str) -> Part:
 
     def part(bench: Bench, found: Found) -> None:
         draft = draft_for_assisted(bench.small, bench.grown.target) if way == "assisted generation" else None
-        requests = code_requests(4, PROMPT, NEW)
+        requests = bench.requests(4, bench.sizes.new)
         found["tokens_per_second"] = tokens_per_second(bench.grown.target, requests, way, draft)
 
     part.__name__ = way
@@ -258,12 +300,12 @@ def scaling(bench: Bench, found: Found) -> None:
     """Seconds of a plain step and of a round against batch and context: tau times the first over the second is the
     speedup."""
     found |= {"batch": {}, "context": {}}
-    cases = [("batch", b, CONTEXTS[0]) for b in BATCHES] + [("context", 1, length) for length in CONTEXTS]
-    for kind, batch_size, length in cases:
-        if bench.leaves_out(f"{kind} {batch_size if kind == 'batch' else length}", found):
+    sizes, us = bench.sizes, {"none": 0.0, (chain := bench.sizes.trees[0]): 0.0}
+    cases = [("batch", size, size, sizes.contexts[0]) for size in sizes.batches]
+    for kind, at, batch_size, length in [*cases, *(("context", length, 1, length) for length in sizes.contexts)]:
+        if bench.leaves_out(f"{kind} {at}", found):
             continue
-        us = {}
-        for tree in ("none", TREES[0]):
+        for tree in us:
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
             fill_batch(engine, 16)
             with torch.inference_mode():
@@ -271,14 +313,14 @@ def scaling(bench: Bench, found: Found) -> None:
             us[tree] = 1e6 * round_seconds(engine, length)
             del engine
         torch.cuda.empty_cache()
-        found[kind][batch_size if kind == "batch" else length] = {**us, "plain_over_round": us["none"] / us[TREES[0]]}
+        found[kind][at] = {**us, "plain_over_round": us["none"] / us[chain]}
         bench.note()
 
 
 GROUPS: dict[str, tuple[Part, ...]] = {
     "checks": (checks,),
-    "grown": (plain, drafting, idle, useless_head, scaling),
     "identity": (identity,),
+    "rounds": (plain, drafting, idle, useless_head, scaling),
     "kernels": (kernels, draft_steps),
     "library": (ours, *map(library, WAYS)),
 }

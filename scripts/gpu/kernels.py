@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
-from eval.benchmark.shapes import ModelShape
-from eval.gpu.trees import works
 from eval.runtime.state import Commit
 from heads.backends.round_state import RoundState
 from heads.backends.triton import accept, attention, choose, compaction, layers
 from heads.backends.triton.products import COLD, MAKERS
-from heads.backends.triton.timing import device_seconds
 from heads.tree import Proposal
+from scripts.gpu.trees import works
+from scripts.model_shapes import ModelShape
 
 ROWS = (1, 8, 16, 32, 64)
 ACCEPTED = 7
 """Tokens of the accepted path where one is timed."""
 
 
-def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device) -> list[Part]:
+def kernel_parts(
+    shape: ModelShape, rows: int, length: int, device: torch.device, seconds: Callable[..., float], cold: int = COLD
+) -> list[Part]:
     """The kernels of one step of `rows` tokens behind `length`; bfloat16."""
     D, H, Hkv, d = shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
 
@@ -35,7 +36,7 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
     parts = []
 
     def add(name: str, size: int, work: Callable[[], Any], times: int = 1) -> None:
-        parts.append(Part(f"{name}, {rows} rows", size, device_seconds(work, device) / times))
+        parts.append(Part(f"{name}, {rows} rows", size, seconds(work, device) / times))
 
     products = {
         "qkv": ((H + 2 * Hkv) * d, D),
@@ -44,7 +45,7 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
         "down": (D, shape.intermediate_size),
     }
     for name, (N, K) in products.items():
-        copies = max(2, -(-COLD // (2 * N * K)))
+        copies = max(2, -(-cold // (2 * N * K)))
         weights, x = [empty(N, K) for _ in range(copies)], empty(rows, K)
         for maker, multiply in MAKERS.items():
             add(f"{name} by {maker}", 2 * N * K, partial(each, multiply, x, weights), copies)
@@ -56,7 +57,7 @@ def kernel_parts(shape: ModelShape, rows: int, length: int, device: torch.device
     capacity = length + 64
     depths = torch.arange(rows, device=device)[None]
     words, paths = attention.ancestor_words((depths - 1).clamp_min(0), depths, rows - 1)
-    stores = [empty(1, capacity, 2, Hkv, d) for _ in range(max(2, -(-COLD // (4 * capacity * Hkv * d))))]
+    stores = [empty(1, capacity, 2, Hkv, d) for _ in range(max(2, -(-cold // (4 * capacity * Hkv * d))))]
     q, at = empty(1, rows, H, d), torch.full((1,), length, device=device)
     for own in (None, paths):
         attend = partial(attend_each, q, stores, words, at, depths, own)

@@ -1,15 +1,18 @@
-"""Compiles every kernel for an H100 or H200 without a GPU, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
-DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too
-little.
+"""Compile every kernel ahead, in processes side by side, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
+DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too little.
+With a GPU for it, so that what runs later finds them in Triton's cache; without one for an H100 or H200.
 
-    python tests/heads/backends/triton/compile_all.py [--few]    # two sizes of step instead of ten
+    python scripts/gpu/compile_ahead.py [--few]    # two sizes of step instead of ten
 """
 
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from heads.backends.triton import runtime as backend
 
@@ -40,18 +45,6 @@ class NoDevice:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-compiled: dict[tuple[torch.dtype, str], Any] = {}
-dtypes: list[torch.dtype] = []
-
-
-def compile_only(kernel: Any, grid: Any) -> Any:
-    def launch(*args: Any, **options: Any) -> None:
-        made = kernel.warmup(*args, grid=grid, **options)
-        compiled[dtypes[-1], f"{kernel.fn.__name__}-{made.hash[:8]}"] = made
-
-    return launch
 
 
 def attend(empty: Empty, N: int) -> None:
@@ -198,33 +191,59 @@ def resources(made: Any) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", said)}
 
 
-def main() -> None:
-    driver.set_active(NoDevice())
+def everything(few: bool) -> list[tuple[torch.dtype, str, int]]:
+    """Pieces of work that compile what no other does, in processes side by side."""
+    steps = {torch.bfloat16: (1, 6, 8, 16, 32, 64, 192), torch.float32: (1, 9, 64)}
+    pieces = []
+    for dtype, sizes in ({torch.bfloat16: (8, 64)} if few else steps).items():
+        pieces += [(dtype, "draft", 0), (dtype, "round", 0)]
+        pieces += [(dtype, "attend", N) for N in sizes] + [(dtype, "step", N) for N in sizes if N <= 64]
+    return pieces
+
+
+def compile_piece(piece: tuple[torch.dtype, str, int]) -> dict[str, dict[str, int]]:
+    """Its kernels, by name, with what the compiler and the assembler say of each."""
+    dtype, name, N = piece
+    compiled: dict[str, Any] = {}
+
+    def compile_only(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            made = kernel.warmup(*args, grid=grid, **options)
+            compiled[f"{kernel.fn.__name__}-{made.hash[:8]}"] = made
+
+        return launch
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(*size, dtype=dtype)
+
+    if not torch.cuda.is_available():
+        driver.set_active(NoDevice())
     JITFunction.__getitem__ = compile_only
     backend.ON_CPU = True
-    steps = {torch.bfloat16: (1, 6, 8, 16, 32, 64, 192), torch.float32: (1, 9, 64)}
-    for dtype, sizes in ({torch.bfloat16: (8, 64)} if "--few" in sys.argv else steps).items():
-        dtypes.append(dtype)
-
-        def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(*size, dtype=dtype)
-
+    if name == "round":
         commit()
+        grow_trees()
+    elif name == "draft":
         draft(dtype)
-        for N in sizes:
-            attend(empty, N)
-            if N <= 64:
-                step(empty, N)
-    grow_trees()
-    for (dtype, name), made in compiled.items():
-        used = resources(made)
-        print(
-            f"{name:32} shared {made.metadata.shared:7}  warps {made.metadata.num_warps}  "
-            f"registers {used['REG']:3}  spilled {used['STACK']}"
-        )
-        assert made.metadata.shared <= SHARED_MEMORY, f"{name}: {made.metadata.shared} bytes of shared memory"
-        assert used["STACK"] <= MOST_SPILLED[dtype], f"{name}: spills {used['STACK']} bytes a thread"
-    print(f"compiled {len(compiled)} kernels with Triton {triton.__version__}")
+    else:
+        {"attend": attend, "step": step}[name](empty, N)
+    return {
+        key: {"shared": made.metadata.shared, "warps": made.metadata.num_warps, **resources(made)}
+        for key, made in compiled.items()
+    }
+
+
+def main() -> None:
+    pieces = everything("--few" in sys.argv)
+    names = set()
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for (dtype, _, _), compiled in zip(pieces, pool.map(compile_piece, pieces), strict=True):
+            for name, used in compiled.items():
+                names.add((dtype, name))
+                print(f"{name:32} " + "  ".join(f"{key} {value:7}" for key, value in used.items()))
+                assert used["shared"] <= SHARED_MEMORY, f"{name}: {used['shared']} bytes of shared memory"
+                assert used["STACK"] <= MOST_SPILLED[dtype], f"{name}: spills {used['STACK']} bytes a thread"
+    print(f"compiled {len(names)} kernels with Triton {triton.__version__}")
 
 
 if __name__ == "__main__":

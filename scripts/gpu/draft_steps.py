@@ -1,0 +1,95 @@
+"""The draft steps of heads that recycle their state, to be timed at a big model's sizes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from eval.benchmark.roofline import Part
+from heads.backends.slot_mapping import Drafted
+from heads.backends.triton.pick import best_columns, best_columns_twin, serves
+from heads.base import Observation, SharedLayers
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.mtp import Mtp, MtpConfig
+from heads.recurrent import Recurrent, RecurrentState
+from heads.tree import parse_shape
+from heads.vocab import build_vocab
+from scripts.model_shapes import ModelShape
+
+
+def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A `heads.base.Pick`."""
+    best = best_columns if serves(logits, count) else best_columns_twin
+    return best(logits, count, token_ids)
+
+
+@torch.no_grad()
+def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: Callable[..., float]) -> list[Part]:
+    """A draft step of one node and of eight, with its picks, and what it takes to tell a head of six tokens; by kernels
+    and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
+    cache = 4 * length * shape.num_key_value_heads * shape.head_dim
+    parts = []
+    for name in ("eagle3", "mtp"):
+        head, shared = large_head(name, shape, device)
+        lm_head_weight = head.lm_head_weight(shared)
+        fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
+        own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
+        for form in ("kernels", "torch"):
+            with patch.object(type(head), "parts", type(head).parts if form == "kernels" else lambda self: None):
+                state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=parse_shape("tree:6x8x32"))
+            state.length.fill_(length)
+            for width in (1, 8):
+                size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
+                parts.append(Part(f"{name} draft step by {form}, {width} rows", size, seconds(work, device)))
+            size, work = 2 * own + cache, partial(head.extend, state, some_news(state, 6))
+            parts.append(Part(f"{name} told by {form}, 6 rows", size, seconds(work, device)))
+    return parts
+
+
+def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, SharedLayers]:
+    """A random head of a target's shape, in bfloat16, and the target's embeddings and output head."""
+    widths: dict[str, Any] = dict(
+        **{key: value for key, value in vars(shape).items() if key != "num_hidden_layers"},
+        num_target_layers=shape.num_hidden_layers,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        max_position_embeddings=256,
+        draft_vocab_size=min(32_000, shape.vocab_size) if name == "eagle3" else shape.vocab_size,
+    )
+    vocab = build_vocab(torch.arange(shape.vocab_size) % 9, widths["draft_vocab_size"])
+    with device, torch.random.fork_rng(devices=[]):
+        table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16)
+        head: Recurrent
+        if name == "eagle3":
+            head = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 4, 5)), *vocab)
+        else:
+            head = Mtp(MtpConfig(**widths), *vocab)
+        head.to(device, torch.bfloat16)
+    shared = SharedLayers(
+        embed_tokens=table, lm_head=lambda hidden: hidden @ table.weight.T, lm_head_weight=table.weight
+    )
+    return head, shared
+
+
+def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[], Any]:
+    """The second level of a draft: of a chain, or of a tree that draws as many children as it expands."""
+    ids = state.slot[: 2 * width].view(1, width, 2)
+    tokens, rows = ids[..., 1].contiguous(), None if width == 1 else ids[..., 0] // 2
+    states = state.recycled[0][:, None].repeat(1, width, 1)
+
+    def work() -> tuple[Tensor, Tensor]:
+        places = Drafted(state.length, ids, state.slot, width == 1)
+        _, read = state.memory.step(0, tokens, states, rows, places, len(state.slot))
+        return likeliest(state.memory.logits(read), tokens, width, head.kept)
+
+    return work
+
+
+def some_news(state: RecurrentState, number: int) -> Observation:
+    """So many tokens, none of them true, so that they may be told again and again."""
+    aux_hidden_states = state.recycled[0].new_zeros(1, number, 3 * state.recycled[0].shape[1])
+    hidden, count = aux_hidden_states[..., : state.recycled[0].shape[1]].clone(), torch.zeros_like(state.length)
+    return Observation(state.slot[: number + 1][None], aux_hidden_states, hidden, state.length.clone(), count, None)

@@ -1,0 +1,108 @@
+"""The groups of parts of the GPU suite, each in a process of its own, and the one record of all."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.benchmark.environment import device_facts, versions
+from eval.files import write_json
+from heads.errors import UserError
+from scripts.gpu.parts import GROUPS, Bench, Part
+from scripts.model_shapes import SHAPES
+
+SECONDS = {"checks": 300, "identity": 180, "compiled": 120, "rounds": 360, "kernels": 150, "library": 240}
+"""For each group, after which it begins no long part."""
+GRACE, ALL = 30, 570
+"""Seconds that a group may take beyond its own to end what it began; and for all of a command."""
+COMPILER = Path(__file__).with_name("compile_ahead.py")
+
+
+def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], device: dict[str, Any]) -> int:
+    """Run every group, each in a process of its own, which writes into the record as it goes."""
+    record = read_record(options.out)
+    record |= {"device": device, "versions": versions(), "shape": options.shape}
+    write_json(options.out, record)
+    begun, sound = time.monotonic(), True
+    for group in groups:
+        started = time.monotonic()
+        allowed = min(SECONDS[group] + GRACE, begun + ALL - started)
+        command = [sys.executable, str(script), group, "--group", "--out", str(options.out), "--shape", options.shape]
+        command += ["--head", str(options.head)] if options.head else []
+        trouble = run_process([sys.executable, str(COMPILER)] if group == "compiled" else command, allowed)
+        record = read_record(options.out)
+        record[f"{group} seconds"] = time.monotonic() - started
+        record.pop(f"{group} error", None)
+        if trouble:
+            record[f"{group} error"] = trouble
+        write_json(options.out, record)
+        names = [part.__name__ for part in GROUPS.get(group, ())]
+        sound = sound and not trouble and not any(failed(record.get(name)) for name in names)
+    print(f"written to {options.out}")
+    return 0 if sound else 1
+
+
+def run_process(command: list[str], allowed: float) -> str | None:
+    """What went wrong with it, if anything."""
+    if allowed <= GRACE:
+        return "left out: no time was left"
+    try:
+        ended = subprocess.run(command, timeout=allowed)
+    except subprocess.TimeoutExpired:
+        return f"took more than {allowed:.0f} s"
+    return f"ended with status {ended.returncode}" if ended.returncode else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What commands before this one wrote."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def failed(found: Any) -> bool:
+    """Return True if a part broke, or one of its checks, or had no time for all of it."""
+    return isinstance(found, dict) and any(found.get(sign) for sign in ("error", "failed", "left_out"))
+
+
+def run_parts(bench: Bench, parts: Sequence[Part], out: Path) -> None:
+    """Run a group's parts, writing what there is as it is found."""
+    record = read_record(out)
+    bench.note = lambda: write_json(out, record)
+    for part in parts:
+        started = time.monotonic()
+        found: dict[str, Any] = {}
+        record[part.__name__] = found
+        if bench.out_of_time:
+            found["error"] = "left out: no time was left"
+        else:
+            run_part(part, bench, found)
+        print(f"{part.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+        bench.note()
+
+
+def run_part(part: Any, bench: Bench, found: dict[str, Any]) -> None:
+    """Have a part write down what it finds, and what broke it."""
+    try:
+        part(bench, found)
+    except Exception as error:  # whatever breaks, the record is to say so and the others are to run
+        traceback.print_exc()
+        found["error"] = f"{type(error).__name__}: {error}"[:800]
+
+
+def suite_command(options: argparse.Namespace, script: Path, groups: Sequence[str]) -> int:
+    """Run the suite, or be one of its groups. UserError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise UserError("no GPU is at hand: the suite measures one; take a machine that has one")
+    if not options.group:
+        return run_suite(options, script, groups, device_facts(torch.device("cuda")))
+    deadline = time.monotonic() + SECONDS[options.command]
+    bench = Bench(torch.device("cuda"), SHAPES[options.shape], options.head, deadline)
+    run_parts(bench, GROUPS[options.command], options.out)
+    return 0

@@ -1,0 +1,159 @@
+"""Small heads that draft by kernels and by torch, whose drafts must be the same.
+
+Letters: B rows, D hidden, V vocabulary, M tokens of an observation.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.triton.recurrent import TritonRecurrent
+from heads.base import Observation, SharedLayers
+from heads.draft_model import Draft, DraftState
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.mtp import Mtp, MtpConfig
+from heads.recurrent import Recurrent
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget
+from heads.tree import Proposal, parse_shape
+from heads.vocab import build_vocab
+from scripts.gpu.draft_steps import likeliest
+from tests.switches import by_torch
+
+SMALL: dict[str, Any] = dict(
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=12,
+    rms_norm_eps=1e-5,
+    vocab_size=60,
+    num_target_layers=8,
+    draft_vocab_size=40,
+    rope_theta=100.0,
+    max_position_embeddings=256,
+)
+AUX_LAYER_IDS = {"aux_layer_ids": (2, 4, 5)}
+HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "eagle3": (Eagle3, Eagle3Config, AUX_LAYER_IDS),
+    "eagle3.1": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"fc_norm": True, "norm_output": True}),
+    "mtp": (Mtp, MtpConfig, {}),
+    "mtp, token first": (Mtp, MtpConfig, {"layout": "deepseek"}),
+    "mtp of three": (Mtp, MtpConfig, {"num_modules": 3}),
+}
+
+
+def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Recurrent:
+    """A small random head of HEADS."""
+    kind, config, settings = HEADS[name]
+    made = config(**SMALL | settings)
+    vocab = build_vocab(torch.arange(made.vocab_size) % 9, made.draft_vocab_size)
+    with device, torch.random.fork_rng(devices=[]):
+        head: Recurrent = kind(made, *vocab)
+    head.to(device, dtype)
+    draw = torch.Generator(device).manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in head.named_parameters():
+            norm = "norm" in key
+            parameter.normal_(1.0 if norm else 0.0, 0.3, generator=draw)
+    return head
+
+
+def head_rounds(
+    head: Recurrent, shape: str, memory: type, device: torch.device, *, prompt: int = 5, table: bool = True
+) -> list[Proposal]:
+    """What a head drafts, by that kind of memory, for two rows: after the prompt of each, one after the other, and
+    after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
+    as such."""
+    D, V = head.config.hidden_size, head.config.vocab_size
+    draw = torch.Generator().manual_seed(2)
+    rows, out = torch.randn(2, V, D, generator=draw).to(device)
+    embed = torch.nn.Embedding.from_pretrained(rows) if table else lambda ids: rows[ids]
+    shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
+    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape))
+    assert type(state.memory) is memory, f"drafts by {type(state.memory).__name__}"
+    proposals, start = [], torch.zeros(2, dtype=torch.int64)
+    for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
+        count, M = torch.tensor(counts), max(4, *counts)
+        tokens = torch.randint(V, (2, M + 1), generator=draw)
+        aux_hidden_states, hidden = torch.randn(2, M, 3 * D, generator=draw), torch.randn(2, M, D, generator=draw)
+        tokens, aux_hidden_states, hidden, known, news = (
+            x.to(device) for x in (tokens, aux_hidden_states, hidden, start, count)
+        )
+        head.extend(state, Observation(tokens, aux_hidden_states, hidden, known, news, None))
+        proposals.append(head.propose(state, likeliest))
+        start = start + count
+    assert state.length.tolist() == [prompt + 7, 10]
+    return proposals
+
+
+def drafts_are_those_of_torch(
+    name: str, shape: str, device: torch.device, *, prompt: int = 5, table: bool = True
+) -> None:
+    """In float32: tokens, parents, and scores within rounding."""
+    head = some_head(name, device)
+    ours = head_rounds(head, shape, TritonRecurrent, device, prompt=prompt, table=table)
+    with by_torch(head):
+        agree(ours, head_rounds(head, shape, TorchRecurrent, device, prompt=prompt))
+
+
+def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
+    """Tokens and parents equal, scores within the rounding of float32."""
+    for found, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
+        torch.testing.assert_close(found.scores, expected.scores, atol=2e-4, rtol=2e-4)
+
+
+def draft_of(target: FrozenTarget) -> Draft:
+    """Two of the target's three layers."""
+    head = build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size, dtype=torch.int64))
+    assert isinstance(head, Draft)
+    return head.to(target.device, target.dtype)
+
+
+def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt: int = 5) -> None:
+    """By kernels and without, of a target in float32."""
+    head = draft_of(target)
+    ours = model_rounds(head, target, shape, prompt, kernels=True)
+    with patch("heads.backends.draft_reader.DTYPES", ()):
+        agree(ours, model_rounds(head, target, shape, prompt, kernels=False))
+
+
+def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, *, kernels: bool) -> list[Proposal]:
+    """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
+    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
+    assert (state.reader.passes is not None) == kernels
+    ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
+    start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
+    accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)
+    proposals = []
+    for number in range(4):
+        head.extend(state, accepted_tokens)
+        proposals.append(head.propose(state, likeliest))
+        accepted_tokens = accepted(state, proposals[-1], number)
+    missed = Observation(ids[:, :4], *nothing(3), state.length.clone(), torch.full_like(start, 3), None, missed=True)
+    head.extend(state, missed)
+    return [*proposals, head.propose(state, likeliest)]
+
+
+def accepted(state: DraftState, proposal: Proposal, number: int) -> Observation:
+    """One row's last path down to level `number`, the other's first, and a root of its own behind each."""
+    B, M = len(state.root), state.shape.depth + 1
+    tokens, nodes = torch.zeros(B, M + 1, dtype=torch.int64), torch.zeros(B, M, dtype=torch.int64)
+    count = torch.zeros(B, dtype=torch.int64)
+    for b, parents in enumerate(proposal.parents.tolist()):
+        path = [0]
+        while len(path) <= number and (children := [j for j in range(1, len(parents)) if parents[j] == path[-1]]):
+            path.append(children[-1 if b == 0 else 0])
+        count[b], nodes[b, : len(path)] = len(path), torch.tensor(path)
+        tokens[b, : len(path)], tokens[b, len(path)] = proposal.tokens[b].cpu()[path], 3 + number + b
+    tokens, nodes, count = (x.to(state.root.device) for x in (tokens, nodes, count))
+    return Observation(tokens, *nothing(M), state.length.clone(), count, nodes)
+
+
+def nothing(number: int) -> tuple[Tensor, Tensor]:
+    """Features of two rows that no draft model reads."""
+    return torch.zeros(2, number, 0), torch.zeros(2, number, 0)

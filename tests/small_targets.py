@@ -1,0 +1,71 @@
+"""Small random targets of several families, an untrained head and requests for them."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.runtime.engine import Output, Request
+from eval.runtime.sampling import Sampling
+from heads.base import Drafter
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    initializer_range=0.1,
+    eos_token_id=2,
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": dict(head_dim=64),
+    "qwen3_moe": dict(head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
+    "deepseek_v3": dict(
+        num_key_value_heads=8, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
+        q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64,
+        num_experts_per_tok=2, moe_intermediate_size=128,
+    ),
+}  # fmt: skip
+
+
+def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **sizes: int) -> FrozenTarget:
+    """A small random target."""
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **sizes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if "experts" in str(model):
+        model.set_experts_implementation("eager")  # the library's grouped kernels do not take float32 everywhere
+    return FrozenTarget(model.to(device), family)
+
+
+def make_head(target: FrozenTarget) -> Drafter:
+    """An untrained EAGLE-3 head, which reads the target's own output head and is right now and then."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head = build_head(
+            "eagle3", {"aux_layer_ids": [1, 2, 3]}, target, torch.ones(target.vocab_size, dtype=torch.int64)
+        )
+    drafter: Drafter = head.to(target.device, target.dtype)
+    return drafter
+
+
+def some_requests(vocab: int, count: int = 6, new_tokens: int = 48) -> list[Request]:
+    """Greedy, sampled and filtered ones of several lengths."""
+    ways = [Sampling(), Sampling(0.8, seed=3), Sampling(0.9, top_k=20, top_p=0.9, seed=4)]
+    return [
+        Request([3 + (11 * i + 7 * j) % (vocab - 3) for j in range(5 + 40 * i)], new_tokens, ways[i % 3], (), True)
+        for i in range(count)
+    ]
+
+
+def texts(outputs: list[Output]) -> list[list[int]]:
+    """The tokens alone."""
+    return [output.tokens for output in outputs]

@@ -1,0 +1,59 @@
+"""Switches between the forms of a forward pass, for tests that compare them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from heads.backends.cpu import commit, compiling, draws, kernels
+
+LOADERS = (compiling.find_compiler, *(module.load for module in (commit, draws, kernels)))
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    """As where there is no compiler: what is built inside takes torch's operations."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CC", "none")
+            forget_libraries()
+            yield
+    finally:
+        forget_libraries()
+
+
+def forget_libraries() -> None:
+    """Have every library looked for again."""
+    for loader in LOADERS:
+        loader.cache_clear()
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Run Triton's kernels on CPU tensors, in its interpreter, and no C."""
+    with without_c(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+        yield
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Take the same steps as on a GPU: no C, and no head asks how long its texts are."""
+    with without_c(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+        yield
+
+
+@contextmanager
+def by_torch(head: Any) -> Iterator[None]:
+    """A head that recycles its state drafts by torch's operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(head), "parts", lambda self: None)
+        yield
+
+
+def need_c() -> None:
+    """Skip a test where there is no C compiler."""
+    if kernels.load() is None:
+        pytest.skip("no C compiler")
