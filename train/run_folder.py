@@ -1,4 +1,4 @@
-"""The run directory: what lies in it, who may write to it, and writes that are complete or absent."""
+"""The run directory: its files, its lock, and writes that are complete or absent."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from typing import Any
 from eval.files import check_folder, sync_folder, write_text
 from eval.reporting.report import check_card
 from heads.errors import UserError, shown
-from train.recipe import Recipe, dump_recipe, plain_settings
+from train.recipe import dump_recipe
 from train.strict_yaml import read_settings
 
 FREE_SETTINGS = (
@@ -23,7 +23,7 @@ FREE_SETTINGS = (
     ("eval", "batch_size"),
     ("eval", "report"),
 )
-"""What may change between the parts of one run without changing what it computes."""
+"""Settings that may change between the parts of one run without changing its result."""
 
 MAX_STEPS = ("train", "max_steps")
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
@@ -69,7 +69,7 @@ class RunFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def unlock(self) -> None:
-        """Let go of the folder; what this run made of it, and wrote nothing into, vanishes."""
+        """Let go of the folder, and remove it where this run made it and wrote nothing into it."""
         if self._lock is None:
             return
         if self._made and [path.name for path in self.path.iterdir()] == [".lock"]:
@@ -80,8 +80,9 @@ class RunFolder:
         os.close(self._lock)
         self._lock = None
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse to go on with a run that was begun with other settings. UserError names what differs."""
+    def check_recipe(self, record: dict[str, Any]) -> None:
+        """Refuse to go on with a run that was begun with other settings than those of `record`, a recipe's plain
+        settings. UserError names what differs."""
         if not self.recipe.is_file():
             return
         try:
@@ -90,7 +91,7 @@ class RunFolder:
             raise UserError(f"{error}; name another output_dir") from None
         changed = {
             key: (was, now)
-            for key, was, now in differences(old, plain_settings(recipe))
+            for key, was, now in differences(old, record)
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
             and not (key in REPORT_SAMPLING and None in (was, now))
         }
@@ -110,15 +111,16 @@ class RunFolder:
             "restore them to go on with it, or name another output_dir"
         )
 
-    def write_recipe(self, recipe: Recipe) -> None:
+    def write_recipe(self, record: dict[str, Any]) -> None:
+        """Write a recipe's plain settings."""
         write_text(
             self.recipe,
-            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(recipe),
+            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(record),
         )
 
 
 def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Every leaf that is not the same in two nested mappings."""
+    """The leaves that differ between two nested mappings."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), (*key, str(name)))

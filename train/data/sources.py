@@ -16,13 +16,13 @@ from eval.files import read_given
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.data.packing import Document, shares
-from train.recipe import Answers, AnySource, ChatSource, PythonSource, Recipe
+from train.recipe import Answers, AnySource, ChatSource, Data, PythonSource
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 MIN_PROMPT_CHARACTERS = 40
 MOST_REASONS = 5
-"""Told of why records are left out, the commonest first."""
+"""Named of the reasons for leaving records out, the commonest first."""
 
 
 def silent(_: str) -> None:
@@ -112,10 +112,10 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def read_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
+    data: Data, seed: int, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
 ) -> list[list[int]]:
     """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
-    sources = recipe.data.sources
+    sources = data.sources
     if settings.prompts < len(sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(sources)} sources, got {settings.prompts}"
@@ -127,7 +127,7 @@ def read_prompts(
         if isinstance(source, ChatSource):
             found = _chat_prompts(source, tokenizer, settings.prompt_tokens, wanted, say)
         else:
-            found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, recipe.train.seed)
+            found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, seed)
         if len(found) < wanted:
             raise UserError(
                 f"{name}.prompts: {source_name(source)} gives {len(found)} prompts of at most "
@@ -135,10 +135,10 @@ def read_prompts(
             )
         prompts += found
     too_long = max(map(len, prompts)) + settings.new_tokens
-    if too_long > recipe.data.context_length:
+    if too_long > data.context_length:
         raise UserError(
             f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-            f"got {recipe.data.context_length}"
+            f"got {data.context_length}"
         )
     return prompts
 
