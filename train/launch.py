@@ -27,11 +27,14 @@ from accelerate.utils import (
     is_tensorboard_available,
 )
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
+from transformers import PreTrainedTokenizerBase
 
+from eval.benchmark.opening import load_pair
 from heads.errors import UserError
 from heads.processor import fastest_dtype
+from heads.target.frozen import FrozenTarget
 from train.interrupts import Interrupted
-from train.recipe import Tracking, Train
+from train.recipe import Target, Tracking, Train
 
 T = TypeVar("T")
 
@@ -183,8 +186,20 @@ def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
     zero["stage3_gather_16bit_weights_on_model_save"] = True
 
 
+def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """The frozen target on this process's device, and its tokenizer."""
+    with _unpartitioned(accelerator):
+        return load_pair(
+            settings.path,
+            dtype=settings.dtype,
+            device=accelerator.device,
+            trust_remote_code=settings.trust_remote_code,
+            quantize=settings.quantize,
+        )
+
+
 @contextmanager
-def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
+def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
     """Load models inside: under ZeRO-3, `from_pretrained` would otherwise leave a frozen target with empty weights."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:

@@ -8,15 +8,16 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.contention import contention
 from eval.benchmark.environment import setup_line
 from eval.command import tell
-from eval.files import write_json
+from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.draft_model import Draft
+from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from train.adapter import add_adapters, check_adapter, make_adapter
 from train.checkpointing import (
@@ -28,17 +29,16 @@ from train.checkpointing import (
     remove_leftovers,
     save_checkpoint,
 )
-from train.data.loading import check_data, check_supervision, load_data, load_samples
+from train.data.loading import check_data, check_supervision, load_data
 from train.data.on_policy import Samples
 from train.head_settings import resolved_settings
 from train.interrupts import Interrupted, Interrupts
 from train.interval import Interval, Pace, check_finite
-from train.launch import die_with_launcher, make_accelerator, on_main
+from train.launch import die_with_launcher, load_recipe_target, make_accelerator, on_main
 from train.measuring import Evaluation, Measured
 from train.optim import lr_factor
 from train.recipe import Recipe, Train, plain_settings
 from train.run_folder import RunFolder
-from train.setup import load_recipe_target, make_head, make_provenance
 from train.step import Stepper
 from train.tracker import Tracker
 
@@ -76,7 +76,7 @@ def fit(recipe: Recipe) -> Outcome:
             target, tokenizer = load_recipe_target(recipe.target, accelerator)
             tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
             check_data(recipe.data, target)
-            unfilled = make_head(recipe.head, target)
+            unfilled = _make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             recipe = recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], unfilled.config)})
             outcome = Outcome(recipe, folder, target, tokenizer, accelerator, tracker)
             record = tracker.record = plain_settings(recipe)
@@ -93,13 +93,12 @@ def fit(recipe: Recipe) -> Outcome:
             del unfilled  # the run has no room for a second head
 
             # Data
-            mixture = load_data(recipe.data, seed, target, tokenizer, folder.path, accelerator, tracker)
-            samples = load_samples(recipe.data, seed, tokenizer, mixture, folder.path)
+            mixture, samples = load_data(recipe.data, seed, target, tokenizer, folder.path, accelerator, tracker)
 
             # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
             counts = mixture.label_counts(target.vocab_size)
             torch.manual_seed(seed)
-            head = make_head(recipe.head, target, counts)
+            head = _make_head(recipe.head, target, counts)
             module = cast(nn.Module, head).to(target.device, torch.float32)
             measured = copy.deepcopy(module).to(target.dtype).eval()
             add_adapters(module)
@@ -111,15 +110,13 @@ def fit(recipe: Recipe) -> Outcome:
 
             # Loop
             data = mixture.digest()
-            provenance = make_provenance(record["data"], target, data, num_processes=accelerator.num_processes)
-            training = Training(
-                train, data, stepper, measured, evaluation, samples, folder, tracker, interrupts, provenance
-            )
+            training = Training(train, data, stepper, measured, evaluation, samples, folder, tracker, interrupts)
             if found is not None:
                 training.resume(*found)
             tracker.start(training.state.step)
-            on_main(accelerator, lambda: folder.write_recipe(record))
-            on_main(accelerator, lambda: write_json(folder.provenance, provenance))
+            training.provenance = on_main(
+                accelerator, lambda: folder.write_provenance(record, data, target, accelerator.num_processes)
+            )
             training.run()
             return outcome
         except BaseException:
@@ -133,6 +130,13 @@ def _take_up(folder: RunFolder, record: dict[str, Any], tracker: Tracker) -> Che
     folder.check_recipe(record)
     remove_leftovers(folder.checkpoints)
     return newest_checkpoint(folder.checkpoints, tracker.say)
+
+
+def _make_head(settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> DraftHead:
+    """A new head by a recipe's `head`; token_counts (V,) int64: occurrences of each token as a label."""
+    given = {name: value for name, value in settings.items() if name != "kind"}
+    head: DraftHead = build_head(settings["kind"], given, target, token_counts)
+    return head
 
 
 class Training:
@@ -149,12 +153,11 @@ class Training:
         folder: RunFolder,
         tracker: Tracker,
         interrupts: Interrupts,
-        provenance: dict[str, Any],
     ):
         """`data`: the hash of the training data. `measured`: the module that takes the head's weights to be measured
         and saved."""
         self.settings, self.stepper, self.measured = settings, stepper, measured
-        self.evaluation, self.samples, self.provenance = evaluation, samples, provenance
+        self.evaluation, self.samples = evaluation, samples
         self.folder, self.tracker, self.interrupts = folder, tracker, interrupts
         self.target, self.accelerator = stepper.target, stepper.accelerator
         self.state = RunState(
@@ -163,6 +166,7 @@ class Training:
             num_threads=torch.get_num_threads(),
             precision=self.accelerator.mixed_precision,
         )
+        self.provenance: dict[str, Any] = {}
         self.saved_step: int | None = None
         self.samples_of = 0
         """The step whose samples the mixture holds."""

@@ -176,7 +176,7 @@ class Data(Settings):
     """Training data."""
 
     sources: Annotated[list[AnySource], Field(min_length=1)]
-    """Where the text comes from: one or more sources of the kinds below."""
+    """Sources of the text: one or more of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
     regenerate: Regenerate | None = None

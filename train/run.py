@@ -10,11 +10,10 @@ from heads.checkpoint import adapt_target, check_loaders, load_head, weights_has
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import on_main, tell_first
+from train.launch import load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
 from train.recipe import Eval, load_recipe, plain_settings
 from train.run_folder import RunFolder
-from train.setup import load_recipe_target
 
 
 def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:

@@ -3,14 +3,18 @@
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eval.files import check_folder, sync_folder, write_text
+from eval.benchmark.environment import device_facts, versions
+from eval.files import check_folder, sync_folder, write_json, write_text
 from eval.reporting.report import check_card
 from heads.errors import UserError, shown
+from heads.target.frozen import FrozenTarget
 from train.recipe import dump_recipe
 from train.strict_yaml import read_settings
 
@@ -110,6 +114,27 @@ class RunFolder:
             f"output_dir {self.path}: holds a run with other settings ({'; '.join(each[:4] + more)}); "
             "restore them to go on with it, or name another output_dir"
         )
+
+    def write_provenance(
+        self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
+    ) -> dict[str, Any]:
+        """Write recipe.yaml and provenance.json at the start of a run, and return the second."""
+        self.write_recipe(record)
+        provenance = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "versions": versions(),
+            "device": device_facts(target.device),
+            "num_processes": num_processes,
+            "target": {
+                "path": target.name,
+                "fingerprint": target.fingerprint,
+                "dtype": str(target.dtype).removeprefix("torch."),
+            },
+            "data": {"sources": record["data"], "sha256": data_hash},
+        }
+        write_json(self.provenance, provenance)
+        return provenance
 
     def write_recipe(self, record: dict[str, Any]) -> None:
         """Write a recipe's plain settings."""

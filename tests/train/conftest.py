@@ -120,7 +120,7 @@ def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
     monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
     monkeypatch.setattr("train.head_settings.recipe_settings", lambda kind: ["depth", "aux_layer_ids", "scale"])
-    monkeypatch.setattr("train.setup.build_head", build_linear)
+    monkeypatch.setattr("train.loop.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
 

@@ -48,8 +48,9 @@ def load_data(
     folder: Path,
     accelerator: Accelerator,
     tracker: Tracker,
-) -> Mixture:
-    """The packed rows of the sources, of the target's answers to prompts from them, or of both."""
+) -> tuple[Mixture, Samples | None]:
+    """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
+    draft's own text, where the recipe asks for it."""
     regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
@@ -83,17 +84,11 @@ def load_data(
         )
         documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
         add(documents, regenerate.share, "data.regenerate")
-    return Mixture(pools, weights, seed)
-
-
-def load_samples(
-    data: Data, seed: int, tokenizer: PreTrainedTokenizerBase, mixture: Mixture, folder: Path
-) -> Samples | None:
-    """The source of the draft's own text beside `mixture`; None where the recipe asks for none."""
+    mixture = Mixture(pools, weights, seed)
     if data.on_policy is None:
-        return None
+        return mixture, None
     prompts = read_prompts(data, seed, tokenizer, data.on_policy, "data.on_policy")
-    return Samples(mixture, prompts, data.on_policy, folder / "on_policy")
+    return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 
 def check_supervision(head: DraftHead, mixture: Mixture) -> None:

@@ -9,10 +9,9 @@ from heads.errors import UserError
 from train.data.answers import make_answers
 from train.data.loading import answering, check_data
 from train.data.sources import read_prompts
-from train.launch import make_accelerator
+from train.launch import load_recipe_target, make_accelerator
 from train.recipe import load_recipe
 from train.run_folder import RunFolder
-from train.setup import load_recipe_target
 from train.tracker import Tracker
 
 

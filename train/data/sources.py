@@ -35,7 +35,7 @@ def read_documents(source: AnySource, tokenizer: PreTrainedTokenizerBase, say: S
         conversations = Conversations(source, tokenizer)
         documents = [document for found in conversations.read(_answers) for document in found]
         conversations.check()
-        conversations.tell(say)
+        conversations.report(say)
     else:
         documents = list(encode_text(tokenizer, list(read_texts(source))))
     if not any(document.labels.any() for document in documents):
@@ -55,7 +55,7 @@ class Conversations:
         self.first: RecordError | None = None
 
     def read(self, encode: Callable[..., T]) -> Iterator[T]:
-        """What `encode`, called as `encode_chat` is, makes of each record that can be used."""
+        """Each usable record, encoded by `encode`, which is called as `encode_chat` is."""
         for record in read_records(self.source.path, split=self.source.split, limit=self.source.limit):
             self.total += 1
             try:
@@ -67,7 +67,7 @@ class Conversations:
             else:
                 yield found
 
-    def tell(self, say: Say) -> None:
+    def report(self, say: Say) -> None:
         """Say how many of the records read so far cannot be used, if any."""
         if self.first is not None:
             say(self._summary())
@@ -151,7 +151,7 @@ def _chat_prompts(
     found = list(islice(short, wanted))
     if len(found) < wanted:  # the whole source is read
         conversations.check()
-    conversations.tell(say)
+    conversations.report(say)
     return found
 
 
