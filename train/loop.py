@@ -19,7 +19,7 @@ from heads.checkpoint import save_head, target_record
 from heads.draft_model import Draft
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from train.adapter import add_adapters, check_adapter, make_adapter
+from train.adapter import Joint, add_adapters, check_adapter, make_adapter
 from train.checkpointing import (
     RunState,
     begun_in,
@@ -29,7 +29,7 @@ from train.checkpointing import (
     remove_leftovers,
     save_checkpoint,
 )
-from train.data.loading import check_data, check_supervision, load_data
+from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.head_settings import resolved_settings
 from train.interrupts import Interrupted, Interrupts
@@ -75,14 +75,13 @@ def fit(recipe: Recipe) -> Outcome:
             # Target. It decides the settings that the recipe leaves out of `head`.
             target, tokenizer = load_recipe_target(recipe.target, accelerator)
             tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
-            check_data(recipe.data, target)
+            if accelerator.num_processes == 1:  # one process of a launch would see the others
+                tell(contention(accelerator.device))
             unfilled = _make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             recipe = recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], unfilled.config)})
             outcome = Outcome(recipe, folder, target, tokenizer, accelerator, tracker)
             record = tracker.record = plain_settings(recipe)
             found = on_main(accelerator, lambda: _take_up(folder, record, tracker))
-            if accelerator.num_processes == 1:  # one process of a launch would see the others
-                tell(contention(accelerator.device))
             if found is not None and found[1].step >= train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
@@ -90,10 +89,20 @@ def fit(recipe: Recipe) -> Outcome:
             evaluation = Evaluation(recipe.eval, target, tokenizer, unfilled)
             if recipe.target.adapter is not None:
                 check_adapter(recipe.target.adapter, target, unfilled, accelerator)
-            del unfilled  # the run has no room for a second head
 
             # Data
-            mixture, samples = load_data(recipe.data, seed, target, tokenizer, folder.path, accelerator, tracker)
+            mixture, samples = load_data(
+                recipe.data,
+                seed,
+                unfilled,
+                target,
+                tokenizer,
+                folder.path,
+                accelerator,
+                tracker.say,
+                tracker.answering,
+            )
+            del unfilled  # the run has no room for a second head
 
             # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
             counts = mixture.label_counts(target.vocab_size)
@@ -102,11 +111,12 @@ def fit(recipe: Recipe) -> Outcome:
             module = cast(nn.Module, head).to(target.device, torch.float32)
             measured = copy.deepcopy(module).to(target.dtype).eval()
             add_adapters(module)
-            adapter = None if recipe.target.adapter is None else make_adapter(target, recipe.target.adapter, seed)
+            trained = module
+            if recipe.target.adapter is not None:
+                trained = Joint(module, make_adapter(target, recipe.target.adapter, seed))
 
             # Stepper
-            stepper = Stepper(train, head, adapter, target, mixture, accelerator)
-            check_supervision(stepper.head, mixture)
+            stepper = Stepper(train, trained, target, mixture, accelerator)
 
             # Loop
             data = mixture.digest()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from heads.base import Batch, DraftHead
 from heads.target.frozen import FrozenTarget
-from train.adapter import Joint, TargetAdapter, merged_weights
+from train.adapter import Joint, merged_weights
 from train.data.features import make_batch
 from train.data.packing import Mixture
 from train.interrupts import Interrupted
@@ -48,16 +48,15 @@ class Stepper:
     def __init__(
         self,
         settings: Train,
-        head: DraftHead,
-        adapter: TargetAdapter | None,
+        trained: nn.Module,
         target: FrozenTarget,
         mixture: Mixture,
         accelerator: Accelerator,
     ):
-        """`adapter`: of the target, trained jointly with the head."""
-        self.plain_head, self.adapter = cast(nn.Module, head), adapter
-        self.module = self.plain_head if adapter is None else Joint(self.plain_head, adapter)
-        self.head = cast(DraftHead, self.module)
+        """`trained`: a head, alone or jointly with an adapter of the target."""
+        joint = trained if isinstance(trained, Joint) else None
+        self.plain_head, self.adapter = (trained, None) if joint is None else (joint.head, joint.adapter)
+        self.module, self.head = trained, cast(DraftHead, trained)
         self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
         products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32

@@ -50,10 +50,12 @@ class Tracker:
             else:
                 print(text, file=self.stream, flush=True)
 
-    def progress(self, text: str, *, last: bool = False) -> None:
-        """A line that overwrites itself on a terminal; elsewhere only its last form is printed."""
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        """The progress of the target's answers: a line that overwrites itself on a terminal; elsewhere only its last
+        form is printed."""
         if not self.main:
             return
+        text, last = f"data.regenerate: {done}/{total} prompts answered, {tokens} tokens", done == total
         if self.stream.isatty():
             print(f"\r\033[K{text}", end="\n" if last else "", file=self.stream, flush=True)
         elif last:

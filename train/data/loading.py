@@ -1,6 +1,5 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -9,12 +8,11 @@ from transformers import PreTrainedTokenizerBase
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import answer_documents, make_answers
+from train.data.answers import Progress, answer_documents, make_answers
 from train.data.on_policy import Samples
 from train.data.packing import Document, Mixture, Pool
-from train.data.sources import read_documents, read_prompts, silent
+from train.data.sources import Say, read_documents, read_prompts, silent
 from train.recipe import ChatSource, Data
-from train.tracker import Tracker
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
@@ -43,14 +41,17 @@ def check_data(data: Data, target: FrozenTarget) -> None:
 def load_data(
     data: Data,
     seed: int,
+    head: DraftHead,
     target: FrozenTarget,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     accelerator: Accelerator,
-    tracker: Tracker,
+    say: Say,
+    progress: Progress,
 ) -> tuple[Mixture, Samples | None]:
     """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
-    draft's own text, where the recipe asks for it."""
+    draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
+    check_data(data, target)
     regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
@@ -58,7 +59,7 @@ def load_data(
 
     def add(documents: list[Document], weight: float | None, name: str) -> None:
         pool = Pool(documents, data.context_length)
-        tracker.say(
+        say(
             f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, "
             f"{len(pool)} rows"
         )
@@ -67,11 +68,11 @@ def load_data(
 
     if kept > 0:
         for number, source in enumerate(data.sources):
-            add(read_documents(source, tokenizer, tracker.say), source.weight, f"data.sources.{number}")
+            add(read_documents(source, tokenizer, say), source.weight, f"data.sources.{number}")
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        say = tracker.say if kept == 0 else silent  # the records left out of sources that are rows too are said already
-        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", say)
+        unsaid = say if kept == 0 else silent  # the records left out of sources that are rows too are said already
+        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", unsaid)
         answers = make_answers(
             target,
             prompts,
@@ -80,11 +81,12 @@ def load_data(
             process=accelerator.process_index,
             num_processes=accelerator.num_processes,
             wait=accelerator.wait_for_everyone,
-            progress=answering(tracker),
+            progress=progress,
         )
         documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
         add(documents, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
+    check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
     prompts = read_prompts(data, seed, tokenizer, data.on_policy, "data.on_policy")
@@ -101,13 +103,3 @@ def check_supervision(head: DraftHead, mixture: Mixture) -> None:
     raise UserError(
         "data.sources: no token to train on: every document is too short for the head's first depth; give longer ones"
     )
-
-
-def answering(tracker: Tracker) -> Callable[[int, int, int], None]:
-    """The progress of the target's answers, as `make_answers` reports it."""
-
-    def show(done: int, total: int, tokens: int) -> None:
-        text = f"data.regenerate: {done}/{total} prompts answered, {tokens} tokens"
-        tracker.progress(text, last=done == total)
-
-    return show

@@ -1,8 +1,8 @@
 """Text that the draft itself writes, as it stands, to be corrected on: on-policy distillation (DistillSpec, arXiv
 2310.08461, section 4; GKD, arXiv 2306.13649). No gradient flows through the writing.
 
-At a fixed number of steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps up to
-the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
+At a fixed number of steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps
+up to the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
 """
 
 from collections.abc import Sequence

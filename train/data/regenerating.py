@@ -7,7 +7,7 @@ from pathlib import Path
 from eval.files import write_text
 from heads.errors import UserError
 from train.data.answers import make_answers
-from train.data.loading import answering, check_data
+from train.data.loading import check_data
 from train.data.sources import read_prompts
 from train.launch import load_recipe_target, make_accelerator
 from train.recipe import load_recipe
@@ -29,7 +29,7 @@ def regenerate(arguments: Sequence[str]) -> int:
         target, tokenizer = load_recipe_target(recipe.target, accelerator)
         check_data(recipe.data, target)
         prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", tracker.say)
-        answers = make_answers(target, prompts, settings, folder.path, progress=answering(tracker))
+        answers = make_answers(target, prompts, settings, folder.path, progress=tracker.answering)
         records = [
             {"text": tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
             for prompt, answer in zip(prompts, answers, strict=True)
