@@ -112,7 +112,7 @@ def test_prompts_come_from_every_source_by_weight(
     def read() -> list[list[int]]:
         recipe = load_recipe(write_recipe(settings))
         assert recipe.data.regenerate is not None
-        return read_prompts(recipe, tokenizer, recipe.data.regenerate, "data.regenerate")
+        return read_prompts(recipe.data, recipe.train.seed, tokenizer, recipe.data.regenerate, "data.regenerate")
 
     prompts = read()
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
