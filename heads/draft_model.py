@@ -72,7 +72,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """What a recipe may say of the head; one of `path`, `layers` and `fresh` is given."""
+    """Settings of the head in a recipe; one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
     """A smaller model with the target's tokenizer: a folder or a Hub id."""
