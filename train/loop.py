@@ -18,7 +18,6 @@ from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.draft_model import Draft
 from heads.errors import UserError
 from train.adapter import Joint, check_adapter, make_adapter
 from train.checkpointing import (
@@ -131,11 +130,11 @@ class Training:
         self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
         add_adapters(head)
         self.samples = load_samples(recipe, run.loaded, mixture, run.folder)
-        self.head, self.adapter, trained = head, None, head
+        self.head, joint = head, None
         if recipe.target.adapter is not None:
-            self.adapter = make_adapter(self.target, recipe.target.adapter, recipe.train.seed)
-            trained = Joint(head, self.adapter)
-        self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
+            joint = Joint(head, make_adapter(self.target, recipe.target.adapter, recipe.train.seed))
+        self.adapter = None if joint is None else joint.adapter
+        self.stepper = Stepper(head, self.target, mixture, run.accelerator, recipe.train, joint)
         check_supervision(self.stepper.head, mixture)
         self.state = RunState(
             data=mixture.digest(),
@@ -261,7 +260,7 @@ class Training:
                     return  # the run was interrupted after it had written them
                 self.measured.load_state_dict(weights)
                 with self.interrupts.released():
-                    tokens = samples.write(begin, cast(Draft, self.measured), self.target)
+                    tokens = samples.write(begin, cast(DraftHead, self.measured), self.target)
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
 
             on_main(self.accelerator, act)

@@ -10,17 +10,19 @@ from train.adapter import Joint
 from train.recipe import Train
 
 
-def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def make_optimizer(
+    head: nn.Module, settings: Train, products: torch.dtype = torch.float32, joint: Joint | None = None
+) -> torch.optim.Optimizer:
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
     with a head has groups of its own, with what `set_lr` makes of the rate.
     """
     muon = settings.optimizer == "muon"
-    if isinstance(head, Joint):
-        adapter = head.adapter.settings
-        inner, outer = _groups(head.head, settings.weight_decay, muon, lr_multiple=adapter.head_lr_multiple)
-        outer += _groups(head.adapter, settings.weight_decay, False, lr_from=adapter.first_step)[1]
+    if joint is not None:
+        adapter = joint.adapter.settings
+        inner, outer = _groups(head, settings.weight_decay, muon, lr_multiple=adapter.head_lr_multiple)
+        outer += _groups(joint.adapter, settings.weight_decay, False, lr_from=adapter.first_step)[1]
     else:
         inner, outer = _groups(head, settings.weight_decay, muon)
     adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))

@@ -46,13 +46,24 @@ class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
     def __init__(
-        self, head: nn.Module, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator, settings: Train
+        self,
+        head: nn.Module,
+        target: FrozenTarget,
+        mixture: Mixture,
+        accelerator: Accelerator,
+        settings: Train,
+        joint: Joint | None = None,
     ):
-        self.module, self.head = head, cast(DraftHead, head)
+        """`joint`: the head with its target's adapter, where both are trained."""
+        self.joint, self.drafts = joint, head
+        self.module: nn.Module = head if joint is None else joint
+        self.head = cast(DraftHead, self.module)
         self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
         products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        self.model, self.optimizer = accelerator.prepare(LossModule(head), make_optimizer(head, settings, products))
+        self.model, self.optimizer = accelerator.prepare(
+            LossModule(self.module), make_optimizer(head, settings, products, joint)
+        )
         self.dtype = next(parameter for parameter in self.model.parameters()).dtype
         self.norm: Any = None
 
@@ -63,8 +74,8 @@ class Stepper:
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
-        if isinstance(self.module, Joint):
-            self.module.begin_step(number)
+        if self.joint is not None:
+            self.joint.begin_step(number)
         micros = [
             self.mixture.batch(
                 number,
@@ -102,7 +113,7 @@ class Stepper:
 
     def as_it_was(self) -> AbstractContextManager[None]:
         """Features are of the target without the adapter that is trained with the head, where there is one."""
-        return self.module.adapter.off() if isinstance(self.module, Joint) else nullcontext()
+        return nullcontext() if self.joint is None else self.joint.adapter.off()
 
     def grad_norm(self) -> float | None:
         """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
@@ -114,7 +125,7 @@ class Stepper:
     def whole_weights(self) -> dict[str, Tensor]:
         """The whole head's weights; on the main process if they are sharded."""
         if self.accelerator.distributed_type not in SHARDED:
-            return (self.module.head if isinstance(self.module, Joint) else self.module).state_dict()
+            return self.drafts.state_dict()
         weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
         return {name.removeprefix("head."): tensor for name, tensor in (weights or {}).items()}
 

@@ -39,7 +39,7 @@ class LinearHead(nn.Module):
 
     Settings = LinearSettings
     aux_layer_ids: tuple[int, ...] = ()
-    own_tree = None
+    own_tree = language_model = None
 
     def __init__(self, config: LinearConfig):
         super().__init__()

@@ -127,7 +127,7 @@ def test_the_first_stage_leaves_the_adapter_alone(target: FrozenTarget) -> None:
 def test_heads_learn_at_a_multiple_and_the_adapter_warms_up_on_its_own(optimizer: Any, target: FrozenTarget) -> None:
     joint = make_joint(target, first_step=10, head_lr_multiple=5.0)
     settings = Train(max_steps=20, lr=0.1, warmup_steps=3, schedule="wsd", decay_fraction=0.05, optimizer=optimizer)
-    made = make_optimizer(joint, settings)
+    made = make_optimizer(joint.head, settings, joint=joint)
     ours = {id(p) for p in joint.adapter.matrices.values()}
 
     def rates(step: int) -> tuple[set[float], set[float]]:

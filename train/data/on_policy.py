@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
-from heads.draft_model import Draft
+from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.data.answers import answer_documents, read_answers, write_answers
@@ -47,10 +47,11 @@ class Samples:
             for n in range(first, first + settings.samples)
         ]
 
-    def write(self, begin: int, draft: Draft, target: FrozenTarget) -> int:
+    def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
         """Let the draft write, keep what it wrote, and count the tokens."""
         requests = self.requests(begin)
-        writer = FrozenTarget(draft.model, f"the draft of {target.name}")
+        assert draft.language_model is not None
+        writer = FrozenTarget(draft.language_model, f"the draft of {target.name}")
         writer.eos_token_ids = target.eos_token_ids
         longest = max(len(request.prompt) for request in requests) + self.settings.new_tokens + 1
         outputs = Engine(writer, batch_size=self.settings.batch_size, max_length=longest).generate(requests)
