@@ -155,13 +155,13 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
     return False
 
 
-def tell(text: str | None) -> None:
-    """Say on standard error what there is to say, once where every process of a launch says it."""
+def print_line(text: str | None) -> None:
+    """Print a line on standard error, if there is one, from the first process of a launch alone."""
     if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 
-def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
+def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
     an interrupt, else 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
@@ -169,7 +169,7 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> in
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # in a locale that lacks a table's lines, figures are told without them
+    ):  # in a locale that lacks a table's lines, figures are printed without them
         sys.stdout.reconfigure(errors="replace")
     try:
         return act()

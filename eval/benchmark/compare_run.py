@@ -28,7 +28,7 @@ from eval.benchmark.measurements import own_folder
 from eval.benchmark.opening import fitting_head, open_target_of
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.benchmark.tune import can_draft
-from eval.command import tell
+from eval.command import print_line
 from eval.files import check_folder
 from eval.reporting.compare_report import show, write_comparison
 from eval.reporting.format import is_exact, short_name
@@ -127,7 +127,7 @@ def compare_command(options: argparse.Namespace) -> int:
     contestants = [
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
-    tell(contention(target.device))
+    print_line(contention(target.device))
     with own_folder(FOLDER, settings, options) as out:
         results = compare(target, contestants, tokenizer, settings, out=out)
     print(f"written to {out}", file=sys.stderr)
@@ -135,7 +135,7 @@ def compare_command(options: argparse.Namespace) -> int:
 
 
 def head_names(paths: Sequence[str]) -> list[str]:
-    """Short names, or the paths where those are not told apart. UserError where one is named twice."""
+    """Return short names, or the paths if those are not distinct. UserError if one is named twice."""
     if len(set(paths)) < len(paths):
         raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
     names = [path if untrained_kind(path) else short_name(path) for path in paths]

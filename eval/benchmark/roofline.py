@@ -210,8 +210,7 @@ def multiply_all(multiply: Callable[[Tensor, Product], Tensor], x: Tensor, produ
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
-    """Acceptance, compaction and state; and what it takes to tell the head. Run on rows that are done, which it leaves
-    as they are."""
+    """Time acceptance, compaction and state, and the head's extension, on rows that are done: they do not change."""
     state, step = decoder.state, decoder.step
     done, root = state.done.clone(), state.root.clone()
     state.done.fill_(True)
@@ -230,7 +229,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     parts = [Part(GLUE, 0, seconds)]
     if decoder.head is not None:
         whole = device_seconds(partial(run, decoder), device)
-        parts.append(Part("the head told", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
+        parts.append(Part("the head extended", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
     state.done.copy_(done)
     state.root.copy_(root)
     return parts

@@ -35,7 +35,7 @@ class Restless(Controller):
         super().note(span)
         if self.chance.random() < 0.5:
             self.spans.clear()
-            self._cos_sin(self.chance.randrange(len(self.shapes)))
+            self._change_to(self.chance.randrange(len(self.shapes)))
 
 
 def make_restless(engine: Engine) -> Engine:
