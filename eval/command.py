@@ -155,13 +155,13 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
     return False
 
 
-def print_line(text: str | None) -> None:
+def tell(text: str | None) -> None:
     """Print a line on standard error, if there is one, from the first process of a launch alone."""
     if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 
-def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
+def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
     an interrupt, else 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eval.benchmark.contention import contention
 from eval.benchmark.environment import setup_line
-from eval.command import print_line
+from eval.command import tell
 from eval.files import write_json
 from eval.runtime.engine import Request
 from heads.base import DraftHead
@@ -86,7 +86,7 @@ def fit(recipe: Recipe) -> Outcome:
             found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
             outcome = Outcome(recipe, folder, loaded, accelerator, tracker)
             if accelerator.num_processes == 1:  # each other's threads are no others'
-                print_line(contention(accelerator.device))
+                tell(contention(accelerator.device))
             if found is not None and found[1].step >= recipe.train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")

@@ -28,7 +28,7 @@ from eval.benchmark.measurements import own_folder
 from eval.benchmark.opening import fitting_head, open_target_of
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.benchmark.tune import can_draft
-from eval.command import print_line
+from eval.command import tell
 from eval.files import check_folder
 from eval.reporting.compare_report import show, write_comparison
 from eval.reporting.format import is_exact, short_name
@@ -127,7 +127,7 @@ def compare_command(options: argparse.Namespace) -> int:
     contestants = [
         Contestant(name, fitting_head(path, target), path) for name, path in zip(names, options.heads, strict=True)
     ]
-    print_line(contention(target.device))
+    tell(contention(target.device))
     with own_folder(FOLDER, settings, options) as out:
         results = compare(target, contestants, tokenizer, settings, out=out)
     print(f"written to {out}", file=sys.stderr)

@@ -229,7 +229,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     parts = [Part(GLUE, 0, seconds)]
     if decoder.head is not None:
         whole = device_seconds(partial(run, decoder), device)
-        parts.append(Part("the head extended", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
+        parts.append(Part("the head told", draft_bytes(decoder)[1], max(0.0, whole - seconds)))
     state.done.copy_(done)
     state.root.copy_(root)
     return parts

@@ -29,7 +29,7 @@ from eval.benchmark.opening import open_head
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.roofline import lines, run_roofline
 from eval.benchmark.settings import BenchSettings, to_settings
-from eval.command import draft_shapes, print_line
+from eval.command import draft_shapes, tell
 from eval.files import check_folder
 from eval.reporting.format import short_name
 from eval.reporting.report import check_card, print_report, write_report
@@ -140,7 +140,7 @@ def bench_command(options: argparse.Namespace) -> int:
     if options.out:
         check_card(options.out, "--out")
     opened = open_head(options)
-    print_line(contention(opened.target.device))
+    tell(contention(opened.target.device))
     with own_folder(parent, settings, options) as out:
         results = run_bench(
             opened.target,

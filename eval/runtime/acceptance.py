@@ -28,14 +28,14 @@ def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acce
 
 
 def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """Accept by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
+    """The same by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
     if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
         return triton.accept(proposal, choice, depth)
     return match(proposal, choice, ancestors(proposal.parents, depth), depth)
 
 
 def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """Accept by tensor operations, on any device."""
+    """The same by tensor operations, on any device."""
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)

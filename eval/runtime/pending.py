@@ -24,7 +24,7 @@ PATIENCE = 16
 
 
 def room_of(device: torch.device) -> int:
-    """Return the number of tokens kept for a row on a device."""
+    """How many tokens of a row are kept there."""
     return PENDING * (PATIENCE if device.type == "cpu" and cpu.load() is not None else 1)
 
 
@@ -50,9 +50,9 @@ class PendingStates:
         self.aux_hidden_states, self.hidden = (
             fresh.new_zeros(B, S, fresh.shape[2]) for fresh in (like.aux_hidden_states, like.hidden)
         )
-        tensors = (self.tokens, self.count, self.aux_hidden_states, self.hidden)
+        places = (self.tokens, self.count, self.aux_hidden_states, self.hidden)
         sizes = (fresh.shape[2] * fresh.element_size() for fresh in (self.aux_hidden_states, self.hidden))
-        self.struct = cpu.PendingStruct(*(tensor.data_ptr() for tensor in tensors), B, S, *sizes)
+        self.struct = cpu.PendingStruct(*(place.data_ptr() for place in places), B, S, *sizes)
         self.reference = ctypes.byref(self.struct)
 
     def forget(self, rows: Tensor) -> None:
@@ -77,7 +77,7 @@ class PendingStates:
         self.count.add_(count)
 
     def has_room(self, rounds: int) -> bool:
-        """Return True if every row has room for so many more, and count them as kept."""
+        """Whether every row has room for so many more; then they are counted as kept."""
         if self.most + rounds > self.room and self.library is not None:
             self.most = int(self.live().max())  # rows come and go; a CPU may be asked
         if self.most + rounds > self.room:
