@@ -15,7 +15,7 @@ from eval.gpu.drafts import heads_draft_alike_with_and_without_kernels
 from eval.gpu.rows import a_chain_is_bit_identical_in_attention, rows_of_the_kernels_are_independent
 from eval.gpu.states import paths_equal_their_twins, states_equal_their_twins
 from eval.gpu.trees import picks_are_those_of_tensor_operations, trees_grow_as_on_a_cpu
-from eval.runtime.acceptance import match_tensors
+from eval.runtime.acceptance import match
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from eval.runtime.prefill import read_prompts
@@ -111,7 +111,7 @@ def kernels_equal_their_twins(device: torch.device = CUDA) -> None:
         choice = torch.randint(2, (2, N), generator=draw).to(device)
         ours, theirs = (
             accept.accept(proposal, choice, N),
-            match_tensors(proposal, choice, ancestors(proposal.parents, N), N),
+            match(proposal, choice, ancestors(proposal.parents, N), N),
         )
         assert torch.equal(ours.accepted, theirs.accepted)
         for b, n in enumerate(ours.accepted.tolist()):

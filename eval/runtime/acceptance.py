@@ -9,7 +9,6 @@ then the lowest node.
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import accept as cpu
 from heads.backends.slot_mapping import ancestors
 from heads.backends.triton import accept as triton
 from heads.backends.triton.runtime import runs_kernels
@@ -17,25 +16,12 @@ from heads.tree import Acceptance, Proposal
 
 
 def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """Accept the deepest path of chosen tokens; on a CPU with a compiler, in one call.
+    """Accept the deepest path of chosen tokens.
 
     choice (B, N): the token the target chose after each node; above (B, N, N): `heads.backends.slot_mapping.ancestors`
     of the proposal; depth: K, the most levels a tree of this shape has. A node that hangs on nothing (a parent not one
     level above it) never counts.
     """
-    made = cpu.match(proposal, choice, depth)
-    return match_tensors(proposal, choice, above, depth) if made is None else made
-
-
-def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """The same by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
-    if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
-        return triton.accept(proposal, choice, depth)
-    return match(proposal, choice, ancestors(proposal.parents, depth), depth)
-
-
-def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acceptance:
-    """The same by tensor operations, on any device."""
     B, N = choice.shape
     node = torch.arange(N, device=choice.device).expand(B, N)
     parent_depths = proposal.depths.gather(1, proposal.parents)
@@ -43,6 +29,13 @@ def match_tensors(proposal: Proposal, choice: Tensor, above: Tensor, depth: int)
     accepted, path = deepest_path(proposal, follows | (node == 0), above, depth)
     # The choice at a node of the path is the token of the next node on it; at the last it is the bonus.
     return Acceptance(accepted, path, choice.gather(1, path))
+
+
+def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
+    """Accept by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
+    if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
+        return triton.accept(proposal, choice, depth)
+    return match(proposal, choice, ancestors(proposal.parents, depth), depth)
 
 
 def deepest_path(proposal: Proposal, follows: Tensor, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:

@@ -129,9 +129,9 @@ def fresh_accelerator() -> Iterator[None]:
     """Accelerate keeps its state for the life of the process; every test begins without."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+    yield
 
 
 @pytest.fixture

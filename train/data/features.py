@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.whole import whole_pass
 from heads.base import Batch, SharedLayers
 from heads.target.frozen import FrozenTarget
 from train.data.packing import Rows
@@ -20,9 +19,7 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     tokens, positions, documents = (
         part.to(target.device, non_blocking=True) for part in (rows.tokens, rows.positions, rows.documents)
     )
-    narrowed = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else target.dtype
-    read = whole_pass(target, narrowed) or target.packed_features
-    features = read(tokens, positions, documents, aux_layer_ids)
+    features = target.packed_features(tokens, positions, documents, aux_layer_ids)
     with torch.no_grad():
         embeddings = target.shared.embed_tokens(tokens)
     return Batch(

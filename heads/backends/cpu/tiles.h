@@ -9,7 +9,7 @@ enum { LANES = 4, VECTORS = 4 };
 #else
 enum { LANES = 8, VECTORS = 2 }; /* 12 sums, 2 weights and 1 input in 16 registers */
 #endif
-enum { BLOCK = LANES * VECTORS, TILE = 6, AHEAD = 64 };
+enum { BLOCK = LANES * VECTORS, TILE = 6, AHEAD = 4096 / BLOCK }; /* AHEAD inputs: 16 KB of weights are on their way */
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(2)));

@@ -1,5 +1,4 @@
-"""Choosing the nodes of a draft tree: one kernel a level and one at the end, or a level's kernel alone; of a dynamic
-tree on a CPU, calls of C.
+"""Choosing the nodes of a draft tree: one kernel a level and one at the end, or a level's kernel alone.
 
 A dynamic tree (EAGLE-2, arXiv 2406.16858, section 4) draws K children of each of the K likeliest nodes of a level, and
 keeps the N likeliest of all that it drew. `widen` takes a level's draws in and finds the next nodes to expand; `prune`
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import trees
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 MOST_CHILDREN = 1024
@@ -69,20 +67,11 @@ def widen(
     """Take in picked and logp (B, W, K), the children of the beam's nodes and their log-probabilities, best first; of
     the root (B,), whose beam is None, at level 1. Returns the next beam, None at the last level."""
     (B, W, K), T = picked.shape, nodes.tokens.shape[1]
-    kernel = runs_kernels(logp)
-    if logp.dtype != torch.float32 or W * K > MOST_CHILDREN or not (kernel or trees.takes(logp)):
+    if logp.dtype != torch.float32 or W * K > MOST_CHILDREN or not runs_kernels(logp):
         return widen_twin(nodes, root, beam, picked, logp, level, last=last)
     ids, paths = root.new_empty(3, B, K), root.new_empty(B, K, level)
     after = Beam(ids[0], logp.new_empty(B, K), ids[1], ids[2], paths)
     above = after if beam is None else beam
-    if not kernel:
-        trees.widen(
-            root, (above.nodes, above.paths, above.scores), (picked, logp),
-            (nodes.tokens, nodes.parents, nodes.places, nodes.scores),
-            (after.tokens, after.nodes, after.rows, after.paths, after.scores),
-            first_node(K, level), level, last=last,
-        )  # fmt: skip
-        return None if last else after
     pad, levels = next_power_of_2(W * K), next_power_of_2(level)
     _widen[(B,)](
         root, above.scores, above.nodes, above.paths, picked, logp, *picked.stride(), *logp.stride(),
@@ -193,17 +182,10 @@ def _total(SCORES, LOGP, l_w, l_k, c, K, C, FIRST: constexpr):  # type: ignore[n
 def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
     """The root and the `count` - 1 (N) best others by score less penalty (T,), in order, parents renumbered."""
     B, T = nodes.tokens.shape
-    kernel = runs_kernels(nodes.scores)
-    if nodes.scores.dtype != torch.float32 or T > MOST_NODES or not (kernel or trees.takes(nodes.scores)):
+    if nodes.scores.dtype != torch.float32 or T > MOST_NODES or not runs_kernels(nodes.scores):
         return prune_twin(nodes, penalties, count)
     tokens, parents, places, depths = nodes.tokens.new_empty(4, B, count)
     kept = Nodes(tokens, parents, nodes.scores.new_empty(B, count), places, depths)
-    if not kernel:
-        trees.prune(
-            (nodes.tokens, nodes.parents, nodes.places, nodes.depths, nodes.scores), penalties,
-            (kept.tokens, kept.parents, kept.places, kept.depths, kept.scores),
-        )  # fmt: skip
-        return kept
     pad = next_power_of_2(T)
     _prune[(B,)](
         nodes.tokens, nodes.parents, nodes.scores, nodes.places, nodes.depths, penalties,

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from eval.runtime.acceptance import match, match_chain
-from heads.backends.cpu import accept as module
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Proposal
 
@@ -28,15 +27,6 @@ def random_tree(chooser: random.Random, nodes: int, depth: int, vocab: int) -> t
         depths.append(depths[parents[-1]] + 1)
         tokens.append(chooser.randrange(vocab))
     return tokens, parents, depths
-
-
-@pytest.fixture(params=[True, False], ids=["C", "tensors"], autouse=True)
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of accepting."""
-    if not request.param:
-        monkeypatch.setattr(module, "load", lambda: None)
-    elif module.load() is None:
-        pytest.skip("no C compiler")
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 40])  # few tokens: duplicate siblings and ties everywhere
@@ -87,11 +77,3 @@ def test_chains_need_no_tree() -> None:
         for b, n in enumerate(plain.accepted.tolist()):
             assert torch.equal(plain.path[b, : n + 1], general.path[b, : n + 1])
             assert torch.equal(plain.emitted[b, : n + 1], general.emitted[b, : n + 1])
-
-
-def test_more_nodes_than_c_has_room_for() -> None:
-    N = 1500
-    depths = torch.tensor([[0, 1, *[2 - j % 2 for j in range(2, N)]]])  # below the root, or below node 1
-    parents, tokens = (depths > 1).long(), torch.full((1, N), 5)
-    found = match(Proposal(tokens, parents, depths, torch.zeros(1, N)), tokens, ancestors(parents, 2), 2)
-    assert found.accepted.tolist() == [2] and found.path.tolist() == [[0, 1, 2]]

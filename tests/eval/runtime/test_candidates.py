@@ -13,7 +13,6 @@ from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import pending as cpu
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
@@ -125,15 +124,14 @@ def test_what_the_head_is_given_has_no_gaps(
     assert head.observations > 50
 
 
-@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, compiler: bool, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever both drafted, both drafted the same."""
     monkeypatch.setattr(pending, "PENDING", 8)
-    if not compiler:
-        monkeypatch.setattr(cpu, "load", lambda: None)
+    monkeypatch.setattr(pending, "PATIENCE", patience)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -221,7 +219,6 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
 def test_neither_resting_nor_catching_up_waits_for_the_host(
     target_of: TargetOf, no_waiting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "load", lambda: None)  # as on a GPU, like the next
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
@@ -229,6 +226,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(
     engine = Engine(target, head, shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
     candidates = engine.candidates
     assert candidates is not None
+    candidates.paused_state.pending.may_ask = False  # as on a GPU
     with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():

@@ -56,9 +56,8 @@ class Tape(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a head asks how long its texts are, and not everything is a tensor operation."""
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-    for module in ("accept", "pending", "draws", "commit"):
+    for module in ("draws", "commit"):
         monkeypatch.setattr(f"heads.backends.cpu.{module}.load", lambda: None)
-    monkeypatch.setattr("heads.backends.cpu.trees.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:

@@ -9,7 +9,6 @@ from torch import Tensor
 from eval.runtime import pending as module
 from eval.runtime.engine import Engine, Request
 from eval.runtime.pending import PATIENCE, PENDING, PendingStates
-from heads.backends.cpu import pending as cpu
 from heads.backends.round_state import RoundState
 from heads.base import Observation
 from heads.registry import build_head
@@ -21,14 +20,13 @@ Known = list[list[tuple[int, float, float]]]
 """By row: each token, and the first value of its auxiliary hidden states and of its hidden state."""
 
 
-def new_pending(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[PendingStates, RoundState]:
-    if not compiler:
-        monkeypatch.setattr(cpu, "load", lambda: None)
-    elif cpu.load() is None:
-        pytest.skip("no C compiler")
+def new_pending(asks: bool = True) -> tuple[PendingStates, RoundState]:
+    """Not `asks`: as on a GPU."""
     rounds = RoundState.new(batch_size=B, capacity=2000, depth=2, device=torch.device("cpu"))
     rounds.done.fill_(False)
-    return PendingStates(rounds), rounds
+    pending = PendingStates(rounds)
+    pending.may_ask = asks
+    return pending, rounds
 
 
 def make_round(rounds: RoundState, live: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Observation:
@@ -61,9 +59,9 @@ def take(accepted_tokens: Observation, known: Known) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiler", [True, False])
-def test_all_that_was_kept_is_given_once(compiler: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending, rounds = new_pending(compiler, monkeypatch)
+@pytest.mark.parametrize("asks", [True, False])
+def test_all_that_was_kept_is_given_once(asks: bool, dtype: torch.dtype) -> None:
+    pending, rounds = new_pending(asks)
     generator = torch.Generator().manual_seed(0)
     made: Known = [[] for _ in range(B)]
     known: Known = [[] for _ in range(B)]
@@ -85,9 +83,9 @@ def test_all_that_was_kept_is_given_once(compiler: bool, dtype: torch.dtype, mon
     assert not list(pending.drain())
 
 
-@pytest.mark.parametrize("compiler", [True, False])
-def test_rows_that_ended_or_began_anew_are_not_given_of(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending, rounds = new_pending(compiler, monkeypatch)
+@pytest.mark.parametrize("asks", [True, False])
+def test_rows_that_ended_or_began_anew_are_not_given_of(asks: bool) -> None:
+    pending, rounds = new_pending(asks)
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     for _ in range(3):
         assert pending.has_room(1)
@@ -102,11 +100,11 @@ def test_rows_that_ended_or_began_anew_are_not_given_of(compiler: bool, monkeypa
     assert accepted_tokens.start.tolist()[1:] == [20, 0]
 
 
-@pytest.mark.parametrize("compiler", [True, False])
-def test_a_full_row_that_is_done_harms_no_other(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_full_row_that_is_done_harms_no_other(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PENDING", 4)
     monkeypatch.setattr(module, "PATIENCE", 1)
-    pending, rounds = new_pending(compiler, monkeypatch)
+    pending, rounds = new_pending(asks)
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     made = []
     for _ in range(4):
@@ -126,9 +124,9 @@ def test_a_full_row_that_is_done_harms_no_other(compiler: bool, monkeypatch: pyt
     assert torch.equal(accepted_tokens.aux_hidden_states[1:], torch.stack(made, dim=1))
 
 
-def test_a_cpu_counts_before_it_calls_a_row_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_counts_before_it_calls_a_row_full() -> None:
     """Rows come and go: what was kept of those that went takes no room."""
-    pending, rounds = new_pending(True, monkeypatch)
+    pending, rounds = new_pending()
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     for _ in range(PENDING * PATIENCE):
         assert pending.has_room(1)
@@ -138,16 +136,13 @@ def test_a_cpu_counts_before_it_calls_a_row_full(monkeypatch: pytest.MonkeyPatch
     assert pending.has_room(1) and pending.most == 1
 
 
-@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("patience", [16, 1])
 def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
-    compiler: bool, target_of: Callable[[str], FrozenTarget], monkeypatch: pytest.MonkeyPatch
+    patience: int, target_of: Callable[[str], FrozenTarget], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU; where to read many tokens takes no longer than one, they are read whenever there are many."""
     target = target_of("llama")
-    if not compiler:
-        monkeypatch.setattr(cpu, "load", lambda: None)
-    elif cpu.load() is None:
-        pytest.skip("no C compiler")
+    monkeypatch.setattr(module, "PATIENCE", patience)
     head = build_head("eagle3", {"aux_layer_ids": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(
         target.dtype
     )
@@ -163,4 +158,4 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
     monkeypatch.setattr(engine.candidates.controller, "note", lambda span: None)
     engine.candidates.controller.candidate = engine.candidates.controller.none
     engine.generate([Request([5, 6, 7], 150, ignore_eos=True)])
-    assert accepted_tokens == ([False] if compiler else [False, True, True])
+    assert accepted_tokens == ([False] if patience > 1 else [False, True, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match_tensors
+from eval.runtime.acceptance import match
 from heads.backends.slot_mapping import ancestors
 from heads.tree import Acceptance, Proposal
 
@@ -189,7 +189,7 @@ def test_accept(B: int, N: int, V: int) -> None:
     for _ in range(3):
         proposal, choice = random_round(B, N, V)
         K = int(proposal.depths.max()) + 1
-        ours, theirs = accept(proposal, choice, K), match_tensors(proposal, choice, ancestors(proposal.parents, K), K)
+        ours, theirs = accept(proposal, choice, K), match(proposal, choice, ancestors(proposal.parents, K), K)
         assert kept(ours) == kept(theirs)
 
 
@@ -205,7 +205,7 @@ def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
     parents, depths = random_tree(1, N)
     shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
     assert kept(accept(shared, choice[:, :N], N)) == kept(
-        match_tensors(shared, choice[:, :N], ancestors(shared.parents, N), N)
+        match(shared, choice[:, :N], ancestors(shared.parents, N), N)
     )
 
 

@@ -1,4 +1,4 @@
-"""What chooses a tree's nodes, kernels in Triton's interpreter and C on a CPU, against its twins and plain Python."""
+"""What chooses a tree's nodes, kernels in Triton's interpreter, against its twins and plain Python."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import trees
 from heads.backends.triton import select
 from heads.growth import grow
 from heads.tree import parse_shape
@@ -17,12 +16,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 VOCAB = 40
 
 
-@pytest.fixture(autouse=True, params=["kernels", "C"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", request.param == "kernels")
-    if request.param == "C" and trees.load() is None:
-        pytest.skip("no C compiler")
-    return str(request.param)
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
 
 
 def distributions(kind: str, B: int, W: int, K: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -147,7 +143,7 @@ def test_static_levels_are_their_twins(text: str, monkeypatch: pytest.MonkeyPatc
 def test_trees_too_large_for_a_program_take_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "MOST_CHILDREN", 5)
     monkeypatch.setattr(select, "MOST_NODES", 5)
-    for owner, name in ((select, "_widen"), (select, "_prune"), (trees, "widen"), (trees, "prune")):
+    for owner, name in ((select, "_widen"), (select, "_prune")):
         monkeypatch.setattr(owner, name, None)
     generator, root = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64)
     nodes = select.new_nodes(root, torch.zeros(7, dtype=torch.int64))
