@@ -199,7 +199,7 @@ class Draft(nn.Module, DraftHead):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
-        away would turn by angles that are off by whole radians."""
+        away would be rotated by angles that are off by whole radians."""
         kept = {}
         for name, module in self.model.named_modules():
             for key in module._non_persistent_buffers_set:

@@ -1,7 +1,7 @@
 """Detection of other processes on the cores that this one's threads are to run on.
 
 Threads that compute one product wait for the slowest of them, thousands of times a step: where one core fewer is free
-than there are threads, a step can take many times as long, and nothing but a look at the machine tells why.
+than there are threads, a step can take many times as long, and only a look at the machine shows the reason.
 """
 
 import os

@@ -24,7 +24,7 @@ from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
 
 
 @dataclass
-class Rest:
+class PausedState:
     """State of a paused head."""
 
     pending: PendingStates
@@ -38,47 +38,47 @@ class PausedDrafter:
     def __init__(self, head: Drafter) -> None:
         self.head, self.aux_layer_ids = head, head.aux_layer_ids
 
-    def reset_rows(self, state: Rest, rows: Tensor) -> None:
+    def reset_rows(self, state: PausedState, rows: Tensor) -> None:
         state.pending.forget(rows)
         self.head.reset_rows(state.head_state, rows)
 
-    def propose(self, state: Rest, pick: Pick) -> Proposal:
+    def propose(self, state: PausedState, pick: Pick) -> Proposal:
         return Proposal(state.pending.rounds.root[:, None], state.zeros, state.zeros, state.zeros)
 
-    def extend(self, state: Rest, observation: Observation) -> None:
+    def extend(self, state: PausedState, observation: Observation) -> None:
         if observation.nodes is None:  # a prompt, of rows that have just been reset
             self.head.extend(state.head_state, observation)
         else:
             state.pending.keep(observation)
 
-    def catch_up(self, state: Rest) -> None:
+    def catch_up(self, state: PausedState) -> None:
         """Let the head read the pending tokens."""
         for observation in state.pending.drain():
             self.head.extend(state.head_state, observation)
 
 
-class Ladder:
+class Candidates:
     """Candidates of one decoder, and the controller that chooses among them."""
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.head is not None
-        self.resting = PausedDrafter(decoder.head)
-        self.rest = Rest(PendingStates(decoder.state), decoder.head_state, decoder.zeros)
+        self.paused = PausedDrafter(decoder.head)
+        self.paused_state = PausedState(PendingStates(decoder.state), decoder.head_state, decoder.zeros)
         shapes = [
             decoder.shape if str(decoder.shape) == name else parse_shape(name) for name in candidates(decoder.shape)
         ]
-        self.candidates = [self._rung(decoder, shape) for shape in shapes]
+        self.candidates = [self._candidate(decoder, shape) for shape in shapes]
         self.controller = Controller(shapes)
         self.before = torch.zeros_like(decoder.state.rounds)
 
-    def _rung(self, decoder: Decoder, shape: TreeShape) -> Decoder:
+    def _candidate(self, decoder: Decoder, shape: TreeShape) -> Decoder:
         drafts = shape is not ROOT_ONLY
-        head: Any = decoder.head if drafts else self.resting
+        head: Any = decoder.head if drafts else self.paused
         return replace(
             decoder,
             shape=shape,
             head=head,
-            head_state=replace(decoder.head_state, shape=shape) if drafts else self.rest,
+            head_state=replace(decoder.head_state, shape=shape) if drafts else self.paused_state,
             rule=make_rule("match", shape, decoder.sampling, decoder.zeros.device),
             update=Commit(decoder.state, decoder.update.eos, shape.depth),
         )
@@ -92,12 +92,12 @@ class Ladder:
     def begin(self, rounds: int) -> Decoder:
         """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
         here, on the host."""
-        candidate, pending = self.candidates[self.controller.candidate], self.rest.pending
+        candidate, pending = self.candidates[self.controller.candidate], self.paused_state.pending
         if candidate is not self.idle:
-            self.resting.catch_up(self.rest)
+            self.paused.catch_up(self.paused_state)
             self.before.copy_(candidate.state.rounds)
         elif not pending.has_room(rounds):
-            self.resting.catch_up(self.rest)
+            self.paused.catch_up(self.paused_state)
             pending.most = rounds
         return candidate
 

@@ -4,7 +4,7 @@
     outputs = engine.generate([Request(prompt, max_new_tokens=128, sampling=Sampling(temperature=1.0, seed=3)), ...])
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
-request gives depends on the request alone, not on its row, its neighbours or how often the host looks, and under the
+request gives depends on the request alone, not on its row, its neighbours or how often the host polls, and under the
 rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same
 distribution.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.candidates import Ladder
+from eval.runtime.candidates import Candidates
 from eval.runtime.distribution import RowSampling
 from eval.runtime.graph import Rounds, open_capture
 from eval.runtime.judges import make_rule
@@ -90,8 +90,8 @@ class Engine:
         graphs: bool = True,
     ) -> None:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
-        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks; by default 1, and 4
-        on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
+        `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's polls; by default 1, and 4
+        on a GPU where drafts are adaptive. On a GPU it polls when the next rounds are already launched. `rule`: one of
         `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
         where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
         (`eval.runtime.adaptive`); what was found holds for later calls too.
@@ -128,7 +128,7 @@ class Engine:
         self.timings = Timings()
         with torch.inference_mode():
             self.decoder = self._build(adaptive)
-            self.candidates = Ladder(self.decoder) if adaptive else None
+            self.candidates = Candidates(self.decoder) if adaptive else None
         self.capture = open_capture(target.device) if graphs else None
         self.rounds: dict[str, Rounds] = {}
         """By the name of the draft."""

@@ -4,7 +4,7 @@ In bfloat16 a product of one row and a product of eight are different kernels wi
 lie within a rounding of each other choose another token. So the reference is plain decoding through steps of as many
 nodes as the rounds have (`Engine(pinned=...)`): the same kernels on the same shapes. Chains must repeat it exactly, and
 so must trees under `strict`. Other trees find their ancestors in other slots than plain decoding does, so their sums
-are made in another order; where that turned a choice, the two tokens must lie within two units in the last place.
+are made in another order; where that changed a choice, the two tokens must lie within two units in the last place.
 """
 
 import math
@@ -94,7 +94,7 @@ def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor
     if not sampling.random:
         return own, own
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    distribution = sampling.log_distribution(logits[:, :1])[0, 0]
+    logp = sampling.log_distribution(logits[:, :1])[0, 0]
     noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
-    return torch.where(temperature > 0, (distribution + noise) * temperature, own), own
+    return torch.where(temperature > 0, (logp + noise) * temperature, own), own

@@ -97,8 +97,8 @@ class Draws:
     ) -> tuple[Tensor, Tensor]:
         sampling, (W, Vx) = self.sampling, logits.shape[1:]
         self.token_ids = token_ids
-        distribution = sampling.log_distribution(logits)
-        self.distributions.append(distribution)
+        logq = sampling.log_distribution(logits)
+        self.distributions.append(logq)
         if not sampling.random:
             columns = best(logits, count)
         else:
@@ -106,13 +106,13 @@ class Draws:
             counters = draw_counters(positions, len(self.distributions), copies)
             ids = torch.arange(Vx, device=logits.device) if token_ids is None else token_ids
             noise = gumbel(stream(sampling.seed, DRAFTS), counters.flatten(1), ids).unflatten(1, (W, copies))
-            scores = noise + distribution[:, :, None]  # (B, W, copies, Vx)
+            scores = noise + logq[:, :, None]  # (B, W, copies, Vx)
             hot = (sampling.temperature > 0)[:, None, None]
             if self.replace:
                 columns = torch.where(hot, scores.argmax(dim=-1), best(logits, count))
             else:
                 columns = best(torch.where(hot, scores[:, :, 0], logits.float()), count)
-        return columns if token_ids is None else token_ids[columns], distribution.gather(-1, columns)
+        return columns if token_ids is None else token_ids[columns], logq.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
         """Return (B, I, V) q over the target's vocabulary, in the order of the nodes."""

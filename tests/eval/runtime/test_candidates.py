@@ -35,7 +35,7 @@ class Restless(Controller):
         super().note(span)
         if self.chance.random() < 0.5:
             self.spans.clear()
-            self._cos_sin(self.chance.randrange(len(self.shapes)))
+            self._change_to(self.chance.randrange(len(self.shapes)))
 
 
 def make_restless(engine: Engine) -> Engine:
@@ -224,7 +224,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     engine = Engine(target, head, shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
     candidates = engine.candidates
     assert candidates is not None
-    candidates.rest.pending.may_ask = False  # as on a GPU
+    candidates.paused_state.pending.may_ask = False  # as on a GPU
     with torch.inference_mode(), as_on_a_gpu():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():

@@ -85,7 +85,7 @@ def test_what_a_resting_head_is_not_given_is_counted(target_of: TargetOf, monkey
     Engine(target, head, shape=shape, batch_size=3, max_length=64)
     engine = Engine(target, head, shape=shape, batch_size=3, max_length=64, adaptive=True)
     assert engine.candidates is not None
-    pending, controller = engine.candidates.rest.pending, engine.candidates.controller
+    pending, controller = engine.candidates.paused_state.pending, engine.candidates.controller
     controller.candidate = controller.none
     engine.generate([Request([5, 6, 7], 9)])
     kept = sum(tensor.numel() * tensor.element_size() for tensor in (pending.aux_hidden_states, pending.hidden))
