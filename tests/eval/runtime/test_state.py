@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eval.runtime.state import Commit
 from heads.backends.cpu import commit as module
+from heads.backends.cpu import library
 from heads.backends.round_state import RoundState
 
 B = 5
@@ -36,7 +37,7 @@ def copy_of(state: RoundState) -> RoundState:
 @pytest.fixture(params=["compiler", "kernel"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which form takes rounds into states."""
-    if request.param == "compiler" and module.load() is None:
+    if request.param == "compiler" and library.load() is None:
         pytest.skip("no C compiler")
     if request.param == "kernel":
         pytest.importorskip("triton")

@@ -204,9 +204,7 @@ def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
     assert kept(accept(chain, choice[:, :N], N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)
     shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
-    assert kept(accept(shared, choice[:, :N], N)) == kept(
-        match(shared, choice[:, :N], ancestors(shared.parents, N), N)
-    )
+    assert kept(accept(shared, choice[:, :N], N)) == kept(match(shared, choice[:, :N], ancestors(shared.parents, N), N))
 
 
 def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
