@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heads.backends.cpu.draws import CompiledPick
 from heads.backends.draft_reader import Parts, Reader, positions_of
 from heads.backends.slot_mapping import Drafted, Observed, round_up
 from heads.base import (
@@ -47,7 +48,7 @@ from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
 from heads.target.hub import name_of
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 
 @dataclass(frozen=True, kw_only=True)
