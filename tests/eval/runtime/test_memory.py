@@ -13,7 +13,14 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
 TargetOf = Callable[[str], FrozenTarget]
+Free = Callable[[int | None], None]
 NEED = Need(batch_size=4, capacity=640, nodes=8, per_slot=1000, per_node=500)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Free:
+    """Say how many bytes a device has left."""
+    return lambda count: monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: count)
 
 
 def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
@@ -23,8 +30,8 @@ def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
     assert NEED.bytes == 4 * (640 * 1000 + 8 * 500)
 
 
-def test_the_refusal_says_how_much_is_needed_and_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: 2 * 2**30)
+def test_the_refusal_says_how_much_is_needed_and_what_fits(free: Free) -> None:
+    free(2 * 2**30)
     need = Need(batch_size=64, capacity=4096, nodes=32, per_slot=131072, per_node=2**20)
     message = (
         r"big: 64 sequences of 4096 slots, 32 nodes a round, need 34.0 GiB beside the weights; 1.9 GiB are free on "
@@ -32,7 +39,7 @@ def test_the_refusal_says_how_much_is_needed_and_what_fits(monkeypatch: pytest.M
     )
     with pytest.raises(UserError, match=message):
         check_memory(need, torch.device("cpu"), "big")
-    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: None)
+    free(None)
     check_memory(need, torch.device("cpu"), "big")
 
 
@@ -45,9 +52,9 @@ def test_the_refusal_says_how_much_is_needed_and_what_fits(monkeypatch: pytest.M
     ],
 )
 def test_too_much_of_anything_is_refused_with_what_fits(
-    asked: dict[str, int], advice: str, target_of: TargetOf, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, int], advice: str, target_of: TargetOf, free: Free
 ) -> None:
-    monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: 10**9)
+    free(10**9)
     target = target_of("llama")
     modest = dict(batch_size=1, capacity=4096, nodes=8)
     check_memory(need_of(target, None, **modest, drafts=True), target.device, "it")

@@ -1,7 +1,6 @@
 """The CPU kernels against torch's operations: products, whole decoders, and rows that heed no neighbour."""
 
 import logging
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +156,7 @@ def test_slots_move_all_at_once() -> None:
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     library.load.cache_clear()
     compiling.find_compiler.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "none")
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert kernels.pack(torch.randn(4, 4)) is None and kernels.pack(torch.randn(4, 4)) is None
     assert [record.message for record in caplog.records] == [
@@ -173,7 +172,7 @@ def test_a_compiler_that_fails_is_no_obstacle(
 ) -> None:
     library.load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiling, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setenv("CFLAGS", "--no-such-flag")
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert library.load() is None
     assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))
