@@ -159,7 +159,7 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
 
 
 def tell(text: str | None) -> None:
-    """Say on standard error what there is to say, once where every process of a launch says it."""
+    """Print a line on standard error, if there is one, from the first process of a launch alone."""
     if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
@@ -172,7 +172,7 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> in
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # in a locale that lacks a table's lines, figures are told without them
+    ):  # in a locale that lacks a table's lines, figures are printed without them
         sys.stdout.reconfigure(errors="replace")
     try:
         return act()

@@ -121,13 +121,13 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
     mean of the others, because engines do read them.
     """
     untyped: Any = model
-    ends: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
-    if getattr(ends[1], "bias", None) is not None:
+    embeddings: tuple[Any, Any] = untyped.get_input_embeddings(), untyped.get_output_embeddings()
+    if getattr(embeddings[1], "bias", None) is not None:
         raise UserError(
             f"head: the output head of a {model.config.model_type} has a bias, which no draft here can have; "
             "use another"
         )
-    rows: int = ends[1].weight.shape[0]
+    rows: int = embeddings[1].weight.shape[0]
     if rows != vocab_size:
         untyped.resize_token_embeddings(vocab_size, mean_resizing=False)
         with torch.no_grad():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heads.backends.cpu.draws import CompiledPick
 from heads.backends.draft_reader import Parts, Reader, positions_of
 from heads.backends.slot_mapping import Drafted, Observed, round_up
 from heads.base import (
@@ -47,7 +48,7 @@ from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
 from heads.target.hub import name_of
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """What a recipe may say of the head; one of `path`, `layers` and `fresh` is given."""
+    """Settings of the head in a recipe; one of `path`, `layers` and `fresh` is given."""
 
     path: str | None = None
     """A smaller model with the target's tokenizer: a folder or a Hub id."""
@@ -199,7 +200,7 @@ class Draft(nn.Module, DraftHead):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds
-        away would turn by angles that are off by whole radians."""
+        away would be rotated by angles that are off by whole radians."""
         kept = {}
         for name, module in self.model.named_modules():
             for key in module._non_persistent_buffers_set:

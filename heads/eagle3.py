@@ -34,7 +34,7 @@ from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Settings(BlockSettings):
-    """What a recipe may say of the head."""
+    """Settings of the head in a recipe."""
 
     aux_layer_ids: tuple[int, ...] | None = None
     """Auxiliary hidden states to read, each named by the layer it enters, ascending; 0 is the embeddings. Null: layers

@@ -84,7 +84,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSettings:
-    """What a recipe may say of the head."""
+    """Settings of the head in a recipe."""
 
     draft_vocab_size: int | None = None
     """Tokens the head can draft: the most frequent in the training data. Null: the target's whole vocabulary, as in

@@ -39,7 +39,7 @@ OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_module
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSettings(BlockSettings):
-    """What a recipe may say of the head."""
+    """Settings of the head in a recipe."""
 
     draft_vocab_size: int | None = None
     """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.backends.recurrent_memory import Memory, TorchRecurrent, open_memory
 from heads.backends.recurrent_parts import HeadParts
@@ -32,7 +33,7 @@ from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend
 from heads.losses import draft_loss
-from heads.tree import CompiledPick, Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 from heads.ttt_attention import causal_attention
 
 AHEAD = 2

@@ -145,23 +145,6 @@ class Pick(Protocol):
         """
 
 
-class CompiledPick:
-    """A `Pick` on the CPU that C may call, too:
-
-    void function(const void *context, const float *logits, const int64_t *positions, const int64_t *token_ids,
-                  int64_t *picked, float *logp, int64_t B, int64_t W, int64_t Vx, int64_t count)
-    """
-
-    function: int
-    context: int
-
-    def __call__(
-        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Pick children, as `Pick` does."""
-        raise NotImplementedError
-
-
 def level_widths(shape: TreeShape) -> list[int]:
     """Return the number of nodes that `grow` expands at each level."""
     if shape.paths is None:

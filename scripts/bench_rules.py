@@ -1,4 +1,4 @@
-"""Which acceptance rule emits most tokens a round, for one head: every rule on every tree it can judge.
+"""Tokens a round of every acceptance rule, for one head, on every tree that the rule can judge.
 
     python scripts/bench_rules.py runs/quickstart --num-prompts 64 --seeds 4 --out eval/results/rules.json
 

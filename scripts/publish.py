@@ -3,7 +3,7 @@
     python scripts/publish.py runs/quickstart OWNER/NAME [--private] [--revision BRANCH] [--license apache-2.0]
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
-What is published is the head's folder and the card, without the paths of this machine (`eval.reporting.published`);
+The commit holds the head's folder and the card, without the paths of this machine (`eval.reporting.published`);
 every command that takes a head takes OWNER/NAME from then on. The card names the engines that serve the head, with
 their commands; a head that none serves, or that one would misread, is refused without --unserved. The token is the one
 of `hf auth login` or HF_TOKEN.
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("run", type=Path, help="a run directory, or the head's folder in it")
     add("repo_id", type=hub_id, help="OWNER/NAME; made if it is not there")
-    add("--results", type=Path, metavar="FOLDER", help="the measurement to tell of; the newest of the run by default")
+    add("--results", type=Path, metavar="FOLDER", help="the measurement for the card; the newest of the run by default")
     add("--private", action="store_true", help="where the repository is made, make it private")
     add("--revision", metavar="BRANCH", help="commit to a branch, made if it is not there; main by default")
     add("--license", type=license_name, help="for the card, as the Hub names it: apache-2.0; by default the target's")

@@ -3,7 +3,7 @@
     python scripts/tracked.py eval/bench.py --head=runs/quickstart --tree=chain:5    # what a sweep file's command runs
     python scripts/tracked.py --agent recipes/sweeps/quickstart-drafts.yaml          # wandb sweep, then wandb agent
 
-The first runs the program with its arguments and tells wandb the figures and charts of the report it leaves (in --out,
+The first runs the program with its arguments and gives wandb the figures and charts of the report it leaves (in --out,
 else in runs/wandb/ID); with WANDB_MODE=disabled it only runs it. Exit status: the program's.
 """
 

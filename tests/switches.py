@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from heads.backends.cpu import commit, compiling, draws, kernels
+from heads.backends.cpu import compiling, library
 
-LOADERS = (compiling.find_compiler, *(module.load for module in (commit, draws, kernels)))
+LOADERS = (compiling.find_compiler, library.load)
 
 
 @contextmanager
@@ -55,5 +55,5 @@ def by_torch(head: Any) -> Iterator[None]:
 
 def need_c() -> None:
     """Skip a test where there is no C compiler."""
-    if kernels.load() is None:
+    if library.load() is None:
         pytest.skip("no C compiler")

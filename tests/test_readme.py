@@ -262,7 +262,7 @@ def test_the_commands_for_engines_are_those_of_the_loader_contract() -> None:
     assert served == [engine_words("eagle3", engine) for engine in ENGINES]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [kind for kind, head in HEADS.items() if head.format.readers])
 def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> None:
     old, vllm, sglang = (engine_words(kind, engine) for engine in (OLD_VLLM, *ENGINES))
     method = json.loads((vllm or old)[-1])["method"]

@@ -1,4 +1,9 @@
-"""Medusa-2 (Cai et al., arXiv 2401.10774, sections 2.2.2 and 2.3.2): a LoRA adapter of the target, trained with a head.
+"""LoRA (Hu et al., arXiv 2106.09685) through peft, of a target and of a draft model.
+
+A draft model is trained by adapters where the recipe has `head.lora`. Merged, W + alpha / rank * B A, its weights have
+the names and shapes that they have without adapters, so measuring and saving need not know of them.
+
+A target's adapter is Medusa-2 (Cai et al., arXiv 2401.10774, sections 2.2.2 and 2.3.2), trained with a head:
 
     loss = heads_weight * loss of the head on the adapted target's states + KL(p_0 || p) on every label
 
@@ -10,24 +15,27 @@ Letters: B batch, T tokens, D hidden, V vocabulary, K depth, R labels.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from heads.base import Batch, DraftHead, HeadLoss
 from heads.checkpoint import file_hash
+from heads.draft_model import Draft, LoraSettings
 from heads.errors import UserError
 from heads.labels import supervised
 from heads.losses import draft_loss
 from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
-from train.lora import linear_layers
+from train.launch import SHARDED
 from train.recipe import Adapter
 
 
@@ -69,7 +77,7 @@ class TargetAdapter(nn.Module):
                 dropout.eval()
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write peft's folder, and return what a head's record says of the adapter."""
+        """Write peft's folder, and return the adapter's entry in a head's record."""
         self.model[0].save_pretrained(str(folder), save_embedding_layers=False)
         for extra in folder.iterdir():
             if extra.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -86,7 +94,7 @@ class Joint(nn.Module):
     """A head and its target's adapter as what the loop trains.
 
     Its last depth is no depth: there the loss is the adapted target's divergence from the target as it was, and its
-    metrics say how far the two agree.
+    metrics give their agreement.
     """
 
     def __init__(self, head: nn.Module, adapter: TargetAdapter) -> None:
@@ -108,7 +116,7 @@ class Joint(nn.Module):
         return (*(share * weight for weight in self.drafts.depth_weights), 1.0)
 
     def begin_step(self, number: int) -> None:
-        """Which stage step `number`, from 0, is in."""
+        """Enter the stage that step `number`, from 0, is in."""
         self.begun = number >= self.adapter.settings.first_step
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
@@ -145,7 +153,7 @@ class Joint(nn.Module):
 
 
 def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
-    """The head's loss with one entry more for the adapter's; metrics that it has not are 0."""
+    """The head's loss with one more entry for the adapter's; metrics that it lacks are 0."""
     nothing = own.sums.new_zeros(1)
     metrics = {
         name: torch.cat([value, nothing.to(value.dtype) if last is None else last.metrics.get(name, nothing)])
@@ -156,13 +164,14 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
     return HeadLoss(own.loss + last.loss, torch.cat([own.sums, last.sums]), metrics)
 
 
-def check_adapter(target: FrozenTarget, settings: Adapter, head: DraftHead) -> None:
-    """Refuse an adapter that the target or the head cannot bear, before time is spent on data."""
+def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead, accelerator: Accelerator) -> None:
+    """Refuse an adapter that the launch, the target or the head cannot have, before time is spent on data."""
+    if accelerator.distributed_type in SHARDED:
+        raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
     if head.aux_layer_ids:
         raise UserError(
             "target.adapter: the head reads auxiliary hidden states of the target, only heads on its last hidden "
-            "state are trained with "
-            "an adapter; use head.kind medusa"
+            "state are trained with an adapter; use head.kind medusa"
         )
     if target.quantize:
         raise UserError(f"target.adapter: needs whole weights; leave target.quantize={target.quantize} out")
@@ -190,3 +199,73 @@ def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
         return get_peft_model(target.model, config)
+
+
+def add_adapters(head: nn.Module) -> None:
+    """Put adapters, which change nothing yet, into a head that asks for them; all else is frozen."""
+    if not isinstance(head, Draft) or head.config.lora is None:
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+
+    settings = head.config.lora
+    names = adapted_layers(head, settings)
+    untyped: Any = head.model
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        target_modules=names,
+        fan_in_fan_out=any(isinstance(untyped.get_submodule(name), Conv1D) for name in names),
+    )
+    head.requires_grad_(False)
+    inject_adapter_in_model(config, untyped)
+
+
+def adapted_layers(head: Draft, settings: LoraSettings) -> list[str]:
+    """The full names of the layers that get an adapter. UserError for a name that fits none."""
+    untyped: Any = head.model
+    output = untyped.get_output_embeddings()
+    return linear_layers(head.model, output, settings.modules, "head.lora.modules", "the draft")
+
+
+def linear_layers(
+    model: nn.Module, output: nn.Module, wanted: Sequence[str] | None, setting: str, whose: str
+) -> list[str]:
+    """The full names of the linear layers whose names end in one of `wanted`, all of them if None; never the output
+    head. UserError, in the name of the setting and of whose layers they are, where one fits none."""
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not output
+    ]
+    if wanted is None:
+        return linear
+    for name in wanted:
+        if not any(_fits(layer, name) for layer in linear):
+            known = ", ".join(sorted({layer.split(".")[-1] for layer in linear}))
+            raise UserError(
+                f"{setting}: {name!r} fits no linear layer of {whose} but its output head, which stays as it is; "
+                f"it has {known or 'none'}"
+            )
+    return [layer for layer in linear if any(_fits(layer, name) for name in wanted)]
+
+
+def _fits(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
+
+
+def merged_weights(head: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a head with adapters as that of the same head without."""
+    if not isinstance(head, Draft) or head.config.lora is None:
+        return weights
+    scale = head.config.lora.alpha / head.config.lora.rank
+    merged = {}
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            continue
+        layer = name.removesuffix(".base_layer.weight")
+        if layer != name:
+            change = scale * weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"]
+            fused: Any = head.get_submodule(layer)
+            weight = weight + (change.T if fused.fan_in_fan_out else change).to(weight.dtype)
+        merged[name.replace(".base_layer.", ".")] = weight
+    return merged

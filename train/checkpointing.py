@@ -36,7 +36,7 @@ Natural = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 
 @pydantic.dataclasses.dataclass(config=pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class RunState:
-    """Where a run stands."""
+    """The state of a run beside its weights and its optimizer."""
 
     data: str
     """Hash of the training data."""
@@ -106,8 +106,7 @@ def newest_checkpoint(folder: Path, say: Say) -> tuple[Path, RunState] | None:
 
 
 def check_continues(path: Path, state: RunState, now: RunState, depths: int, say: Say) -> None:
-    """Refuse to go on from a checkpoint whose run this one is not; `now` is the state of a run that begins, with a head
-    of `depths`."""
+    """Refuse a checkpoint of another run; `now` is the state of a run that begins, with a head of `depths`."""
     if state.data != now.data:
         raise UserError(
             f"{path}: was trained on other data than the recipe's sources give now; "
@@ -137,7 +136,7 @@ def begun_in(folder: Path) -> str | None:
     """The precision of the run whose newest checkpoint lies in `folder`; None where there is none to read."""
     try:
         found = list_checkpoints(folder)
-    except (OSError, ValueError):  # a path that cannot be is told by who takes the folder
+    except (OSError, ValueError):  # a path that cannot be is refused where the folder is locked
         return None
     for path in reversed(found):
         with suppress(OSError, ValueError, AttributeError, RecursionError):
@@ -154,7 +153,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its manifest; None if nothing is."""
+    """The fault of a checkpoint, by its manifest; None for a whole one."""
     try:
         manifest = _read_json(path / "manifest.json")
         for name, expected in manifest.items():
@@ -268,7 +267,7 @@ def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
 
 
 def split_optimizer(state: dict[str, Any]) -> dict[str, Tensor]:
-    """What an optimizer's state_dict holds of each parameter, by number and name."""
+    """The tensors of an optimizer's state_dict, by the parameter's number and the tensor's name."""
     return {f"{index}.{name}": value for index, entries in state["state"].items() for name, value in entries.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the entries train/*.py share: arguments and the end of the process."""
+"""The shared part of the entries train/*.py: arguments and the end of the process."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 
 
 def say_why(text: str) -> None:
-    """Say why the process ends; of several processes the first to end does."""
+    """Print why the process ends; of several processes only the first to end does."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         tell(text)
         return

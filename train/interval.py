@@ -29,7 +29,7 @@ class Sums:
     """The loss and the head's other metrics by depth, over all processes."""
 
     def fits(self, depths: int) -> bool:
-        """Whether these are figures of a head of so many depths."""
+        """True for figures of a head of `depths`."""
         return LOSS in self.sums and all(len(row) == depths for row in (self.counts, *self.sums.values()))
 
 
@@ -59,7 +59,7 @@ class Interval:
         self.started += seconds
 
     def cut(self, accelerator: Accelerator) -> Sums | None:
-        """What a resumed run goes on from; None between two intervals. Called by every process."""
+        """The sums that a resumed run goes on from; None between two intervals. Called by every process."""
         if self.counts is None:
             return None
         names, sums = self._sums(accelerator)
@@ -125,13 +125,13 @@ class Pace:
         self.marks.append((step, time.perf_counter()))
 
     def measured(self, seconds: float) -> None:
-        """Leave out a measurement that took so long."""
+        """Leave out a measurement of `seconds`."""
         self.measurement = seconds
         self.began = (self.began[0], self.began[1] + seconds)
         self.marks = deque(((step, at + seconds) for step, at in self.marks), maxlen=self.marks.maxlen)
 
     def seconds_left(self, steps: int, measurements: int) -> float:
-        """Of `steps` steps and so many measurements."""
+        """The time of `steps` steps and of the measurements."""
         (first, begin), (last, end) = self.marks[0], self.marks[-1]
         if first == last:  # the first step is all that there is
             first, begin = self.began

@@ -1,6 +1,6 @@
-"""An Accelerator that is what `accelerate launch` said, or a refusal.
+"""An Accelerator in the form that `accelerate launch` asked for, or a refusal.
 
-Accelerate runs several launches as something else than was asked, with exit status 0: two processes become two
+Accelerate runs several launches in another form than was asked for, with exit status 0: two processes become two
 unrelated runs that write the same files, DeepSpeed and FSDP are dropped where there is no GPU, gradients are not
 clipped under DeepSpeed, a launcher killed by a signal leaves its process behind. Everything of that kind is dealt with
 here, so that the loop need not know.
@@ -18,26 +18,41 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without a word of it
+from accelerate.utils import (
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+    is_tensorboard_available,
+)
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
+from transformers import PreTrainedTokenizerBase
 
+from eval.benchmark.opening import load_pair
 from heads.errors import UserError
 from heads.processor import fastest_dtype
+from heads.target.frozen import FrozenTarget
 from train.interrupts import Interrupted
-from train.recipe import Train
+from train.recipe import Target, Tracking, Train
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=2)
-"""How long a process waits for the others: while one writes a checkpoint or measures, nothing must give up."""
+"""Longest wait of a process for the others: while one writes a checkpoint or measures, none must give up."""
 STORE_TIMEOUT = timedelta(seconds=5)
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 """Modes in which no process holds the whole head."""
 
 
-def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerator:
-    """The Accelerator of this launch, whose `mixed_precision`, "bf16" or "no", is what `train.precision` comes to;
-    `begun_in` is that of a run to go on with. UserError where the launch cannot be what it says."""
+def make_accelerator(
+    settings: Train, begun_in: str | None = None, tracking: Tracking | None = None, folder: Path | None = None
+) -> Accelerator:
+    """The Accelerator of this launch, with the trackers of a run in `folder`.
+
+    Its `mixed_precision`, "bf16" or "no", follows `train.precision`; `begun_in` is that of a run to go on with.
+    UserError where the launch cannot have the form it asks for.
+    """
     wanted = wanted_mode()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
@@ -49,6 +64,9 @@ def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerato
         "gradient_accumulation_steps": settings.grad_accum,
         "step_scheduler_with_optimizer": False,
     }
+    if tracking is not None and folder is not None:
+        arguments["log_with"] = _trackers(tracking) or None  # it warns of an empty list
+        arguments["project_config"] = ProjectConfiguration(logging_dir=str(folder / "tensorboard"))
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
@@ -81,8 +99,18 @@ def make_accelerator(settings: Train, begun_in: str | None = None) -> Accelerato
     return accelerator
 
 
+def _trackers(tracking: Tracking) -> list[str]:
+    """The names of the wanted trackers. UserError for one that is not installed, which Accelerate would leave out."""
+    if tracking.tensorboard and not is_tensorboard_available():
+        raise UserError(
+            "tracking.tensorboard: the package tensorboard is not installed; pip install tensorboard, or leave it out"
+        )
+    wanted = {"wandb": tracking.wandb != "off", "tensorboard": tracking.tensorboard}
+    return [name for name, on in wanted.items() if on]
+
+
 def wanted_mode() -> str:
-    """What the launcher was told: ddp (also for one process), deepspeed or fsdp."""
+    """The mode of the launch: ddp (also for one process), deepspeed or fsdp."""
     for mode in ("deepspeed", "fsdp"):
         if os.environ.get(f"ACCELERATE_USE_{mode.upper()}", "false").lower() == "true":
             return mode
@@ -90,12 +118,12 @@ def wanted_mode() -> str:
 
 
 def is_launched() -> bool:
-    """Whether `accelerate launch` or torchrun is the parent of this process."""
+    """True in a process whose parent is `accelerate launch` or torchrun."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None) -> str:
-    """What `train.precision` comes to, in Accelerate's words."""
+    """The precision that `train.precision` asks for, in Accelerate's words."""
     if settings.precision != "auto":
         return "bf16" if settings.precision == "bf16" else "no"
     if begun_in is not None:
@@ -158,8 +186,20 @@ def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
     zero["stage3_gather_16bit_weights_on_model_save"] = True
 
 
+def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """The frozen target on this process's device, and its tokenizer."""
+    with _unpartitioned(accelerator):
+        return load_pair(
+            settings.path,
+            dtype=settings.dtype,
+            device=accelerator.device,
+            trust_remote_code=settings.trust_remote_code,
+            quantize=settings.quantize,
+        )
+
+
 @contextmanager
-def unpartitioned(accelerator: Accelerator) -> Iterator[None]:
+def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
     """Load models inside: under ZeRO-3, `from_pretrained` would otherwise leave a frozen target with empty weights."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
@@ -194,7 +234,7 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
 def tell_first(text: str) -> None:
     """Say on standard error why this process ends, if it is the first of its launch to end.
 
-    The others end for the same reason or, told by the launcher or by a broken connection, because of it.
+    The others end for the same reason or, stopped by the launcher or by a broken connection, because of it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _is_first_to_end():
         print(text, file=sys.stderr, flush=True)

@@ -1,25 +1,24 @@
-"""fit(recipe): the one training loop, for every kind of head: steps, measurements, checkpoints, and going on."""
+"""fit(recipe): the one training loop, for every kind of head: steps, measurements, checkpoints, and resuming."""
 
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
 from eval.command import tell
-from eval.files import write_json
-from eval.runtime.engine import Request
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.draft_model import Draft
-from heads.errors import UserError
-from train.adapter import Joint, check_adapter, make_adapter
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget
+from train.adapter import Joint, add_adapters, check_adapter, make_adapter
 from train.checkpointing import (
     RunState,
     begun_in,
@@ -29,25 +28,16 @@ from train.checkpointing import (
     remove_leftovers,
     save_checkpoint,
 )
+from train.data.loading import load_data
+from train.data.on_policy import Samples
+from train.head_settings import resolved_settings
 from train.interrupts import Interrupted, Interrupts
 from train.interval import Interval, Pace, check_finite
-from train.launch import SHARDED, die_with_launcher, make_accelerator, on_main
-from train.lora import add_adapters, merged_weights
-from train.measuring import Measured, load_requests, measure, nodes_needed
+from train.launch import die_with_launcher, load_recipe_target, make_accelerator, on_main
+from train.measuring import Evaluation, Measured
 from train.optim import lr_factor
-from train.recipe import Recipe
+from train.recipe import Recipe, Train, plain_settings
 from train.run_folder import RunFolder
-from train.setup import (
-    LoadedTarget,
-    check_head,
-    check_supervision,
-    load_data,
-    load_recipe_target,
-    load_samples,
-    make_head,
-    make_provenance,
-    with_head_defaults,
-)
 from train.step import Stepper
 from train.tracker import Tracker
 
@@ -56,12 +46,12 @@ Checkpoint = tuple[Path, RunState]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `fit` leaves to its caller: the recipe with its head's defaults, the run folder, and the target still in
-    memory."""
+    """The recipe with its head's defaults, the run folder, and the target still in memory."""
 
     recipe: Recipe
     folder: RunFolder
-    loaded: LoadedTarget
+    target: FrozenTarget
+    tokenizer: PreTrainedTokenizerBase
     accelerator: Accelerator
     tracker: Tracker
 
@@ -69,30 +59,74 @@ class Outcome:
 def fit(recipe: Recipe) -> Outcome:
     """Train the recipe's head, or go on where an earlier run of the same recipe stopped.
 
-    Raises UserError for what a user can mend, and Interrupted when told to stop, a resumable checkpoint written.
+    The recipe is split here: each part gets its own section. Raises UserError for what a user can mend, and Interrupted
+    when asked to stop, a resumable checkpoint written.
     """
     die_with_launcher()
     with Interrupts() as interrupts:
+        train, seed = recipe.train, recipe.train.seed
         folder = RunFolder(Path(recipe.output_dir))
-        accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints))
-        tracker = Tracker(recipe, folder, main=accelerator.is_main_process)
+        accelerator = make_accelerator(train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
+        tracker = Tracker(accelerator, folder, recipe.tracking, train.max_steps)
         try:
             on_main(accelerator, folder.lock)
-            loaded = load_recipe_target(accelerator, recipe)
-            tracker.say(setup_line(loaded.target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
-            drafts = check_head(recipe, loaded.target)
-            recipe = tracker.recipe = with_head_defaults(recipe, drafts)
-            found = on_main(accelerator, lambda: _take_up(folder, recipe, tracker))
-            outcome = Outcome(recipe, folder, loaded, accelerator, tracker)
-            if accelerator.num_processes == 1:  # each other's threads are no others'
+
+            # Target. It decides the settings that the recipe leaves out of `head`.
+            target, tokenizer = load_recipe_target(recipe.target, accelerator)
+            tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
+            if accelerator.num_processes == 1:  # one process of a launch would see the others
                 tell(contention(accelerator.device))
-            if found is not None and found[1].step >= recipe.train.max_steps:
+            unfilled = _make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+            recipe = recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], unfilled.config)})
+            outcome = Outcome(recipe, folder, target, tokenizer, accelerator, tracker)
+            record = tracker.record = plain_settings(recipe)
+            found = on_main(accelerator, lambda: _take_up(folder, record, tracker))
+            if found is not None and found[1].step >= train.max_steps:
                 best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
                 tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
-            else:
-                training = Training(outcome, drafts, interrupts)
-                del drafts  # the run has no room for a second head
-                training.run(found)
+                return outcome
+            evaluation = Evaluation(recipe.eval, target, tokenizer, unfilled)
+            if recipe.target.adapter is not None:
+                check_adapter(recipe.target.adapter, target, unfilled, accelerator)
+
+            # Data
+            mixture, samples = load_data(
+                recipe.data,
+                seed,
+                unfilled,
+                target,
+                tokenizer,
+                folder.path,
+                accelerator,
+                tracker.say,
+                tracker.answering,
+            )
+            del unfilled  # the run has no room for a second head
+
+            # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
+            counts = mixture.label_counts(target.vocab_size)
+            torch.manual_seed(seed)
+            head = _make_head(recipe.head, target, counts)
+            module = cast(nn.Module, head).to(target.device, torch.float32)
+            measured = copy.deepcopy(module).to(target.dtype).eval()
+            add_adapters(module)
+            trained = module
+            if recipe.target.adapter is not None:
+                trained = Joint(module, make_adapter(target, recipe.target.adapter, seed))
+
+            # Stepper
+            stepper = Stepper(train, trained, target, mixture, accelerator)
+
+            # Loop
+            data = mixture.digest()
+            training = Training(train, data, stepper, measured, evaluation, samples, folder, tracker, interrupts)
+            if found is not None:
+                training.resume(*found)
+            tracker.start(training.state.step)
+            training.provenance = on_main(
+                accelerator, lambda: folder.write_provenance(record, data, target, accelerator.num_processes)
+            )
+            training.run()
             return outcome
         except BaseException:
             tracker.finish(code=1)
@@ -100,64 +134,67 @@ def fit(recipe: Recipe) -> Outcome:
             raise
 
 
-def _take_up(folder: RunFolder, recipe: Recipe, tracker: Tracker) -> Checkpoint | None:
-    """What an earlier run of the same recipe left in the folder to go on from."""
-    folder.check_recipe(recipe)
+def _take_up(folder: RunFolder, record: dict[str, Any], tracker: Tracker) -> Checkpoint | None:
+    """The checkpoint to go on from, of an earlier run with the same settings in the folder."""
+    folder.check_recipe(record)
     remove_leftovers(folder.checkpoints)
     return newest_checkpoint(folder.checkpoints, tracker.say)
 
 
-class Training:
-    """One run, from its data to its last step."""
+def _make_head(settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> DraftHead:
+    """A new head by a recipe's `head`; token_counts (V,) int64: occurrences of each token as a label."""
+    given = {name: value for name, value in settings.items() if name != "kind"}
+    head: DraftHead = build_head(settings["kind"], given, target, token_counts)
+    return head
 
-    def __init__(self, run: Outcome, drafts: DraftHead, interrupts: Interrupts):
-        """`drafts`: a head such as will be trained, to be asked what it can draft."""
-        recipe = run.recipe
-        self.recipe, self.interrupts = recipe, interrupts
-        self.folder, self.accelerator, self.tracker = run.folder, run.accelerator, run.tracker
-        self.target = run.loaded.target
-        nodes = nodes_needed(recipe.eval, drafts)
-        self.requests: Sequence[Request] = load_requests(
-            recipe.eval, run.loaded.tokenizer, self.target.context_length, nodes
-        )
-        if recipe.target.adapter is not None:
-            if run.accelerator.distributed_type in SHARDED:
-                raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
-            check_adapter(self.target, recipe.target.adapter, drafts)
-        mixture = load_data(run.accelerator, recipe, run.loaded, run.folder, run.tracker)
-        head = make_head(recipe, self.target, mixture)
-        # What is measured and saved is one thing: the weights in the target's dtype.
-        self.measured = copy.deepcopy(head).to(self.target.dtype).eval()
-        add_adapters(head)
-        self.samples = load_samples(recipe, run.loaded, mixture, run.folder)
-        self.head, self.adapter, trained = head, None, head
-        if recipe.target.adapter is not None:
-            self.adapter = make_adapter(self.target, recipe.target.adapter, recipe.train.seed)
-            trained = Joint(head, self.adapter)
-        self.stepper = Stepper(trained, self.target, mixture, run.accelerator, recipe.train)
-        check_supervision(self.stepper.head, mixture)
+
+class Training:
+    """One run, from its first step to its last."""
+
+    def __init__(
+        self,
+        settings: Train,
+        data: str,
+        stepper: Stepper,
+        measured: nn.Module,
+        evaluation: Evaluation,
+        samples: Samples | None,
+        folder: RunFolder,
+        tracker: Tracker,
+        interrupts: Interrupts,
+    ):
+        """`data`: the hash of the training data. `measured`: the module that takes the head's weights to be measured
+        and saved."""
+        self.settings, self.stepper, self.measured = settings, stepper, measured
+        self.evaluation, self.samples = evaluation, samples
+        self.folder, self.tracker, self.interrupts = folder, tracker, interrupts
+        self.target, self.accelerator = stepper.target, stepper.accelerator
         self.state = RunState(
-            data=mixture.digest(),
-            num_processes=run.accelerator.num_processes,
+            data=data,
+            num_processes=self.accelerator.num_processes,
             num_threads=torch.get_num_threads(),
-            precision=run.accelerator.mixed_precision,
+            precision=self.accelerator.mixed_precision,
         )
+        self.provenance: dict[str, Any] = {}
         self.saved_step: int | None = None
         self.samples_of = 0
         """The step whose samples the mixture holds."""
 
-    def run(self, found: Checkpoint | None) -> None:
-        """Steps, measurements and checkpoints up to `max_steps`, from a checkpoint on if there is one."""
-        if found is not None:
-            self._resume(*found)
-        self.tracker.start(self.state.step)
-        on_main(self.accelerator, self._write_records)
+    def resume(self, path: Path, state: RunState) -> None:
+        """Take up a checkpoint."""
+        check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
+        load_checkpoint(self.accelerator, path, self.stepper.module, self.stepper.optimizer)
+        self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
+        self.tracker.say(f"resumed from {path}")
+
+    def run(self) -> None:
+        """Make the steps, measurements and checkpoints up to `max_steps`."""
         self.interval = Interval.resumed(self.state.interval, self.accelerator)
         self.pace, self.started_step = Pace(self.state.step), self.state.step
         with self.interrupts.held():
             try:
                 self._between_steps()
-                while self.state.step < self.recipe.train.max_steps:
+                while self.state.step < self.settings.max_steps:
                     self._renew_samples()
                     self._step()
                     self._between_steps()
@@ -170,8 +207,8 @@ class Training:
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
-        """What is due once `state.step` steps are made."""
-        step, train = self.state.step, self.recipe.train
+        """Measure and save where that is due after `state.step` steps."""
+        step, train = self.state.step, self.settings
         ended = step == train.max_steps
         measuring = ended or (train.eval_every is not None and step > 0 and step % train.eval_every == 0)
         if measuring and self.state.measured_step != step:
@@ -181,7 +218,7 @@ class Training:
 
     def _step(self) -> None:
         """One optimizer step, and its line in the log where one is due."""
-        state, train = self.state, self.recipe.train
+        state, train = self.state, self.settings
         started = time.perf_counter()
         state.tokens += self.stepper.step(state.step, self.interval, stop=self.interrupts.asked)
         state.step += 1
@@ -194,7 +231,7 @@ class Training:
 
     def _log(self) -> None:
         """Record the interval and begin a new one."""
-        state, train = self.state, self.recipe.train
+        state, train = self.state, self.settings
         averages = self.interval.averages(self.accelerator, self.stepper.weights)
         check_finite(averages["loss"], state.step)
         record = {
@@ -215,12 +252,12 @@ class Training:
     def _measure(self) -> None:
         """Measure tau with the runtime; keep the head if it is the best so far."""
         started = time.perf_counter()
-        weights = self._weights()
+        weights = self.stepper.head_weights()
 
         def act() -> Measured:
             self.measured.load_state_dict(weights)
             with self.interrupts.released():
-                return measure(self.target, self.measured, self.requests, self.recipe.eval)
+                return self.evaluation.measure(self.measured)
 
         found, state = on_main(self.accelerator, act), self.state
         if state.best_tau is None or found.tau > state.best_tau:
@@ -243,17 +280,13 @@ class Training:
             }
         )
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The head's weights as they are measured and saved."""
-        return merged_weights(self.head, self.stepper.whole_weights())
-
     def _renew_samples(self) -> None:
-        """Let the draft write what the coming steps learn from, where that is due."""
+        """Let the draft write the text that the coming steps learn from, where that is due."""
         samples, step = self.samples, self.state.step
         if samples is None or (begin := samples.begin(step)) == self.samples_of:
             return
         if begin == step > 0:
-            started, weights = time.perf_counter(), self._weights()
+            started, weights = time.perf_counter(), self.stepper.head_weights()
 
             def act() -> None:
                 if samples.file(begin).is_file():
@@ -274,14 +307,14 @@ class Training:
             **self.provenance,
             "step": self.state.step,
             "tau": self.state.best_tau,
-            "measured": self.recipe.eval.model_dump(),
+            "measured": self.evaluation.settings.model_dump(),
         }
         save_head(
             self.measured,
             self.folder.head,
             target=target_record(self.target),
             provenance=provenance,
-            write_adapter=None if self.adapter is None else self.adapter.save,
+            write_adapter=None if self.stepper.adapter is None else self.stepper.adapter.save,
         )
 
     def _checkpoint(self) -> None:
@@ -295,20 +328,6 @@ class Training:
                 self.state,
                 self.stepper.module,
                 self.stepper.optimizer,
-                keep=self.recipe.train.keep_checkpoints,
+                keep=self.settings.keep_checkpoints,
             )
         self.saved_step = self.state.step
-
-    def _resume(self, path: Path, state: RunState) -> None:
-        """Take up a checkpoint."""
-        check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
-        load_checkpoint(self.accelerator, path, self.stepper.module, self.stepper.optimizer)
-        self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
-        self.tracker.say(f"resumed from {path}")
-
-    def _write_records(self) -> None:
-        self.folder.write_recipe(self.recipe)
-        self.provenance = make_provenance(
-            self.recipe, self.target, self.state.data, num_processes=self.state.num_processes
-        )
-        write_json(self.folder.provenance, self.provenance)

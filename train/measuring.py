@@ -1,10 +1,17 @@
-"""tau during training: the runtime drafts with the head as it stands, on held-out prompts."""
+"""tau during training: by the runtime, which drafts with the head on held-out prompts, and by the training step.
+
+The second follows from known text alone. A greedy chain of K draft tokens rooted at x_r is accepted up to the first
+that is not the target's own next token. So the target's greedy outputs, put through the training step once, give the
+outcome of every round that could begin anywhere in them; walking from root to root gives the rounds that do begin.
+Where the two disagree, training and drafting are not the same function.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.auto import LARGEST_TREE
@@ -19,13 +26,13 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain
 from train.data.features import make_batch
-from train.estimate import estimate_tau, text_rows
+from train.data.packing import Rows, empty_rows
 from train.recipe import Eval
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the runtime gave with the head as it stands."""
+    """Figures of one measurement."""
 
     tau: float
     alpha: list[float | None]
@@ -33,8 +40,45 @@ class Measured:
     """tau by the training step, on the same texts; None where drafts are not greedy chains."""
 
 
+class Evaluation:
+    """Measurements of tau by a recipe's `eval`."""
+
+    def __init__(
+        self, settings: Eval, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, head: DraftHead
+    ) -> None:
+        """`head`: of the shape that will be measured. UserError for trees that it cannot fill, or prompts that do not
+        fit."""
+        self.settings, self.target = settings, target
+        nodes = nodes_needed(settings, head)
+        self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
+
+    def measure(self, head: nn.Module) -> Measured:
+        """tau and acceptance by depth over all requests."""
+        settings, target, requests = self.settings, self.target, self.requests
+        if head.own_tree is not None:
+            grow_own_tree(target, head, requests, settings.batch_size)
+        shape = shape_for(settings.tree, head)
+        longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
+        engine = Engine(
+            target,
+            head,
+            EngineOptions(
+                shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
+            ),
+        )
+        outputs = engine.generate(requests)
+        check_decoded(outputs, f"eval.prompts {settings.prompts}")
+        traces = [trace(output) for output in outputs]
+        estimate = None
+        if settings.temperature == 0 and is_chain(shape):
+            prompts, texts = [request.prompt for request in requests], [output.tokens for output in outputs]
+            dtype = next(head.parameters()).dtype
+            estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
+        return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
+
+
 def nodes_needed(settings: Eval, head: DraftHead) -> int:
-    """The nodes of the largest tree that will be measured. UserError for one that the head cannot have."""
+    """The nodes of the largest tree that will be measured. UserError for one that the head cannot fill."""
     trees = [settings.tree, *(settings.report.trees or [])]
     return max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
 
@@ -85,41 +129,16 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
     ]
 
 
-def measure(target: FrozenTarget, head: nn.Module, requests: Sequence[Request], settings: Eval) -> Measured:
-    """tau and acceptance by depth over all requests."""
-    draft_head = cast(DraftHead, head)
-    if draft_head.own_tree is not None:
-        grow_own_tree(target, draft_head, requests, settings)
-    shape = shape_for(settings.tree, draft_head)
-    longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
-    engine = Engine(
-        target,
-        draft_head,
-        EngineOptions(
-            shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
-        ),
-    )
-    outputs = engine.generate(requests)
-    check_decoded(outputs, f"eval.prompts {settings.prompts}")
-    traces = [trace(output) for output in outputs]
-    estimate = None
-    if settings.temperature == 0 and is_chain(shape):
-        prompts, texts = [request.prompt for request in requests], [output.tokens for output in outputs]
-        dtype = next(head.parameters()).dtype
-        estimate = estimate_tau(target, draft_head, prompts, texts, shape.depth, dtype=dtype)
-    return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
-
-
-def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Request], settings: Eval) -> None:
+def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Request], batch_size: int) -> None:
     """Let the head choose its tree by the target's own greedy answers to the requests, prompts not counted."""
     longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
-    engine = Engine(target, None, EngineOptions(batch_size=min(settings.batch_size, len(requests)), max_length=longest))
+    engine = Engine(target, None, EngineOptions(batch_size=min(batch_size, len(requests)), max_length=longest))
     outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
 
     def batches() -> Iterator[Batch]:
         dtype = next(cast(nn.Module, head).parameters()).dtype
-        for start in range(0, len(requests), settings.batch_size):
-            part = slice(start, start + settings.batch_size)
+        for start in range(0, len(requests), batch_size):
+            part = slice(start, start + batch_size)
             prompts = [request.prompt for request in requests[part]]
             texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs[part], strict=True)]
             rows = text_rows(texts)
@@ -129,3 +148,58 @@ def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Requ
 
     assert head.own_tree is not None
     head.own_tree.grow_tree(batches())
+
+
+@torch.no_grad()
+def estimate_tau(
+    target: FrozenTarget,
+    head: DraftHead,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    depth: int,
+    *,
+    dtype: torch.dtype,
+    rows: int = 8,
+) -> float:
+    """Tokens per round of greedy chains of `depth`, over the target's greedy outputs (prefill's token included).
+
+    `rows` documents go through the head at once, in `dtype`. NaN if no output has a second token.
+    """
+    emitted = rounds = 0
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        texts = [[*prompt, *output] for prompt, output in zip(prompts[part], outputs[part], strict=True)]
+        hits = foreseen(target, head, texts, depth, dtype)
+        for text, prompt, run in zip(texts, prompts[part], hits, strict=True):
+            emitted += len(text) - len(prompt) - 1
+            rounds += len(walk(run.tolist(), root=len(prompt), end=len(text)))
+    return emitted / rounds if rounds else float("nan")
+
+
+def foreseen(
+    target: FrozenTarget, head: DraftHead, texts: Sequence[Sequence[int]], depth: int, dtype: torch.dtype
+) -> Tensor:
+    """(B, T) int64: the draft tokens of a chain below a root at each position that are the text's own."""
+    hits = head.foresees(
+        make_batch(target, text_rows(texts), head.aux_layer_ids, dtype), depth
+    )  # (depth, B, T), by slot
+    return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
+
+
+def text_rows(texts: Sequence[Sequence[int]]) -> Rows:
+    """One text a row, padded, without labels."""
+    rows = empty_rows(len(texts), max(map(len, texts)))
+    for n, text in enumerate(texts):
+        T = len(text)
+        rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)
+        rows.documents[n, :T] = 0
+    return rows
+
+
+def walk(accepted: Sequence[int], *, root: int, end: int) -> list[int]:
+    """The tokens that each round emits, from `root` on, in a text of `end` tokens of which the root is decided."""
+    emitted = []
+    while root < end - 1:
+        emitted.append(min(accepted[root] + 1, end - 1 - root))
+        root += emitted[-1]
+    return emitted

@@ -14,7 +14,7 @@ def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = tor
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
     Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
-    with a head has groups of its own, with what `set_lr` makes of the rate.
+    with a head has groups of its own, with the entries by which `set_lr` changes the rate.
     """
     muon = settings.optimizer == "muon"
     if isinstance(head, Joint):
@@ -44,7 +44,7 @@ def _groups(
 
 
 def _is_end(name: str) -> bool:
-    """Whether a matrix has a row for each token or position: no update of those should be orthogonal."""
+    """True for a matrix with a row for each token or position, whose updates should not be orthogonal."""
     return any(part in name for part in ("lm_head", "embed", "wte", "wpe"))
 
 

@@ -176,7 +176,7 @@ class Data(Settings):
     """Training data."""
 
     sources: Annotated[list[AnySource], Field(min_length=1)]
-    """Where the text comes from: one or more sources of the kinds below."""
+    """Sources of the text: one or more of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
     regenerate: Regenerate | None = None
@@ -285,6 +285,8 @@ class Tracking(Settings):
 
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases: `offline` writes files to be sent later with `wandb sync`."""
+    tensorboard: bool = False
+    """Write TensorBoard's files to `tensorboard/` in the run's folder. Needs the package tensorboard."""
     project: Annotated[str, AfterValidator(_check_project)] = "draftsmith"
     """Project of the wandb run."""
     name: Name | None = None
@@ -323,9 +325,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as resolved, in YAML that `load_recipe` reads back to the same settings."""
-    return yaml.safe_dump(plain_settings(recipe), sort_keys=False, allow_unicode=True)
+def dump_recipe(record: dict[str, Any]) -> str:
+    """The plain settings of a recipe as YAML, which `load_recipe` reads back to the same settings."""
+    return yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
 
 
 def plain_settings(recipe: Recipe) -> dict[str, Any]:
@@ -340,7 +342,7 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
-    """Settings that another setting makes useless, and which one does."""
+    """Settings that another setting makes useless, each with that other one."""
     train, tracking, measure, data = recipe.train, recipe.tracking, recipe.eval, recipe.data
     rules: list[tuple[Key, bool, str]] = [
         (("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd"),
@@ -364,7 +366,7 @@ def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
 
 
 def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """Useless settings that the recipe gives all the same."""
+    """Useless settings that the recipe gives."""
     for key, why in _useless(recipe):
         if _is_given(recipe, key):
             yield key, f"has no effect {why}; leave it out"
@@ -396,7 +398,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 
 
 def _tree_fault(tree: str, rule: str) -> str | None:
-    """What is wrong with measuring a tree by a rule."""
+    """The fault of measuring a tree by a rule; None where there is none."""
     if tree == HEAD_TREE:
         grown = f"rule {rule}: the tree 'head' is grown from ranks, and may leave out a draw; use rule match"
         return None if rule == "match" else grown

@@ -10,11 +10,10 @@ from heads.checkpoint import adapt_target, check_loaders, load_head, weights_has
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import on_main, tell_first
+from train.launch import load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
-from train.recipe import Eval, Recipe, load_recipe
+from train.recipe import Eval, load_recipe, plain_settings
 from train.run_folder import RunFolder
-from train.setup import load_recipe_target
 
 
 def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
@@ -42,10 +41,10 @@ def finish(outcome: Outcome) -> int:
     recipe = outcome.recipe
 
     def act() -> int:
-        folder, loaded = outcome.folder, outcome.loaded
+        folder, target = outcome.folder, outcome.target
         if (doubt := why_unfit(check_loaders(folder.head))) is not None:
             outcome.tracker.say(f"{folder.head}: {doubt}")
-        if is_measured(folder, recipe):
+        if is_measured(folder, recipe.eval):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 results = read_results(folder.results)
                 write_report(results, folder.path)
@@ -53,14 +52,14 @@ def finish(outcome: Outcome) -> int:
             outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
         if recipe.target.adapter is not None:  # the best head's, and not the last step's
-            loaded = load_recipe_target(outcome.accelerator, recipe)
-            adapt_target(folder.head, loaded.target)
-        head = load_head(folder.head, dtype=loaded.target.dtype, device=loaded.target.device)
+            target, _ = load_recipe_target(recipe.target, outcome.accelerator)
+            adapt_target(folder.head, target)
+        head = load_head(folder.head, dtype=target.dtype, device=target.device)
         results = run_bench(
-            loaded.target, {str(folder.head): head}, loaded.tokenizer, report_settings(recipe.eval), out=folder.path
+            target, {str(folder.head): head}, outcome.tokenizer, report_settings(recipe.eval), out=folder.path
         )
         outcome.tracker.log_outcome(results)
-        folder.write_recipe(recipe)
+        folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0
 
     code = 1
@@ -72,8 +71,8 @@ def finish(outcome: Outcome) -> int:
     return code
 
 
-def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
-    """Whether the folder's results are of the head that lies there, and of the settings that the recipe has now."""
+def is_measured(folder: RunFolder, settings: Eval) -> bool:
+    """True if the folder's results are of the head in it, by these settings."""
     if not folder.results.is_file():
         return False
     try:
@@ -81,7 +80,7 @@ def is_measured(folder: RunFolder, recipe: Recipe) -> bool:
     except UserError:  # damaged: as good as none
         return False
     was = load_recipe(folder.recipe)
-    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(recipe.eval)
+    return bool(measured == weights_hash(folder.head)) and report_settings(was.eval) == report_settings(settings)
 
 
 def report_settings(settings: Eval) -> BenchSettings:

@@ -1,17 +1,21 @@
-"""The run directory: what lies in it, who may write to it, and writes that are complete or absent."""
+"""The run directory: its files, its lock, and writes that are complete or absent."""
 
 import fcntl
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eval.files import check_folder, sync_folder, write_text
+from eval.benchmark.environment import device_facts, versions
+from eval.files import check_folder, sync_folder, write_json, write_text
 from eval.reporting.report import check_card
 from heads.errors import UserError, shown
-from train.recipe import Recipe, dump_recipe, plain_settings
+from heads.target.frozen import FrozenTarget
+from train.recipe import dump_recipe
 from train.strict_yaml import read_settings
 
 FREE_SETTINGS = (
@@ -23,7 +27,7 @@ FREE_SETTINGS = (
     ("eval", "batch_size"),
     ("eval", "report"),
 )
-"""What may change between the parts of one run without changing what it computes."""
+"""Settings that may change between the parts of one run without changing its result."""
 
 MAX_STEPS = ("train", "max_steps")
 REPORT_SAMPLING = tuple(("eval", name) for name in ("rule", "top_k", "top_p", "min_p"))
@@ -69,7 +73,7 @@ class RunFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def unlock(self) -> None:
-        """Let go of the folder; what this run made of it, and wrote nothing into, vanishes."""
+        """Let go of the folder, and remove it where this run made it and wrote nothing into it."""
         if self._lock is None:
             return
         if self._made and [path.name for path in self.path.iterdir()] == [".lock"]:
@@ -80,8 +84,9 @@ class RunFolder:
         os.close(self._lock)
         self._lock = None
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Refuse to go on with a run that was begun with other settings. UserError names what differs."""
+    def check_recipe(self, record: dict[str, Any]) -> None:
+        """Refuse to go on with a run that was begun with other settings than those of `record`, a recipe's plain
+        settings. UserError names what differs."""
         if not self.recipe.is_file():
             return
         try:
@@ -90,7 +95,7 @@ class RunFolder:
             raise UserError(f"{error}; name another output_dir") from None
         changed = {
             key: (was, now)
-            for key, was, now in differences(old, plain_settings(recipe))
+            for key, was, now in differences(old, record)
             if not any(key[: len(free)] == free for free in FREE_SETTINGS)
             and not (key in REPORT_SAMPLING and None in (was, now))
         }
@@ -110,15 +115,37 @@ class RunFolder:
             "restore them to go on with it, or name another output_dir"
         )
 
-    def write_recipe(self, recipe: Recipe) -> None:
+    def write_provenance(
+        self, record: dict[str, Any], data_hash: str, target: FrozenTarget, num_processes: int
+    ) -> dict[str, Any]:
+        """Write recipe.yaml and provenance.json at the start of a run, and return the second."""
+        self.write_recipe(record)
+        provenance = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "versions": versions(),
+            "device": device_facts(target.device),
+            "num_processes": num_processes,
+            "target": {
+                "path": target.name,
+                "fingerprint": target.fingerprint,
+                "dtype": str(target.dtype).removeprefix("torch."),
+            },
+            "data": {"sources": record["data"], "sha256": data_hash},
+        }
+        write_json(self.provenance, provenance)
+        return provenance
+
+    def write_recipe(self, record: dict[str, Any]) -> None:
+        """Write a recipe's plain settings."""
         write_text(
             self.recipe,
-            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(recipe),
+            "# The recipe as resolved: the file and its overrides, with every default.\n" + dump_recipe(record),
         )
 
 
 def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Every leaf that is not the same in two nested mappings."""
+    """The leaves that differ between two nested mappings."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), (*key, str(name)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from heads.base import Batch, DraftHead
 from heads.target.frozen import FrozenTarget
-from train.adapter import Joint
+from train.adapter import Joint, merged_weights
 from train.data.features import make_batch
 from train.data.packing import Mixture
 from train.interrupts import Interrupted
@@ -46,13 +46,23 @@ class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
     def __init__(
-        self, head: nn.Module, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator, settings: Train
+        self,
+        settings: Train,
+        trained: nn.Module,
+        target: FrozenTarget,
+        mixture: Mixture,
+        accelerator: Accelerator,
     ):
-        self.module, self.head = head, cast(DraftHead, head)
+        """`trained`: a head, alone or jointly with an adapter of the target."""
+        joint = trained if isinstance(trained, Joint) else None
+        self.plain_head, self.adapter = (trained, None) if joint is None else (joint.head, joint.adapter)
+        self.module, self.head = trained, cast(DraftHead, trained)
         self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
         products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        self.model, self.optimizer = accelerator.prepare(LossModule(head), make_optimizer(head, settings, products))
+        self.model, self.optimizer = accelerator.prepare(
+            LossModule(self.module), make_optimizer(self.module, settings, products)
+        )
         self.dtype = next(parameter for parameter in self.model.parameters()).dtype
         self.norm: Any = None
 
@@ -102,7 +112,7 @@ class Stepper:
 
     def as_it_was(self) -> AbstractContextManager[None]:
         """Features are of the target without the adapter that is trained with the head, where there is one."""
-        return self.module.adapter.off() if isinstance(self.module, Joint) else nullcontext()
+        return nullcontext() if self.adapter is None else self.adapter.off()
 
     def grad_norm(self) -> float | None:
         """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
@@ -111,15 +121,15 @@ class Stepper:
         full = getattr(self.norm, "full_tensor", None)
         return float(full() if full is not None else self.norm)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """The whole head's weights; on the main process if they are sharded."""
+    def head_weights(self) -> dict[str, Tensor]:
+        """The head's weights as they are measured and saved; on the main process if they are sharded."""
         if self.accelerator.distributed_type not in SHARDED:
-            return (self.module.head if isinstance(self.module, Joint) else self.module).state_dict()
-        weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model)
-        return {name.removeprefix("head."): tensor for name, tensor in (weights or {}).items()}
+            return merged_weights(self.plain_head, self.plain_head.state_dict())
+        weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model) or {}
+        return merged_weights(self.plain_head, {name.removeprefix("head."): tensor for name, tensor in weights.items()})
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
-        """Sums over all processes, with whether any of them is to stop."""
+        """Sums over all processes; True, last, if any of them is to stop."""
         device = self.accelerator.device
         if self.accelerator.num_processes == 1:
             return counts.to(device), tokens, stop

@@ -229,7 +229,7 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
 
 
 def _kinds(section: type[BaseModel]) -> tuple[str, ...]:
-    """The kind by which a section is told from others in its place; none where there are no others."""
+    """The kinds that a section stands for; none where no other section may stand in its place."""
     return get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()
 
 

@@ -47,7 +47,7 @@ def make_target(arguments: Sequence[str]) -> int:
 
 
 def loop_settings(recipe: TargetRecipe) -> Train:
-    """How the processes share a step, in the words of a head's training recipe."""
+    """The settings by which processes share a step, as a head's training recipe has them."""
     settings, world = recipe.train, int(os.environ.get("WORLD_SIZE", "1"))
     passes, rest = divmod(settings.tokens_per_step, settings.tokens_per_pass * world)
     if rest or any(settings.tokens_per_pass % stage.context_length for stage in settings.stages):

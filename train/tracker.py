@@ -1,4 +1,4 @@
-"""What a run shows and records, on its main process: a progress bar or plain lines, metrics.jsonl, perhaps wandb."""
+"""Progress and records of a run, on its main process: a bar or lines, metrics.jsonl, and Accelerate's trackers."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from accelerate import Accelerator
 from tqdm import tqdm
 
 from eval.benchmark.results import Results
@@ -15,7 +16,7 @@ from eval.benchmark.sweep_file import figures_of
 from eval.files import write_text
 from eval.reporting.format import is_disturbed
 from heads.errors import UserError, first_line
-from train.recipe import Recipe, plain_settings
+from train.recipe import Tracking
 from train.run_folder import RunFolder
 
 Metrics = dict[str, Any]
@@ -25,17 +26,21 @@ BAR_FORMAT = "{n_fmt}/{total_fmt} {bar} {desc}"
 
 
 class Tracker:
-    """The run's voice. `metrics.jsonl` is its record, flushed line by line; wandb may lose a crash's last seconds."""
+    """Lines for the reader, `metrics.jsonl`, and the trackers that the recipe asks for.
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, *, main: bool, stream: TextIO | None = None):
-        self.main = main
-        self.recipe = recipe
-        self.folder = folder
-        self.stream = stream or sys.stderr
-        self.max_steps = recipe.train.max_steps
+    `metrics.jsonl` is flushed line by line; a tracker may lose the last seconds before a crash.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int, stream: Any = None
+    ):
+        self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
+        self.main = accelerator.is_main_process
+        self.stream: TextIO = stream or sys.stderr
+        self.record: dict[str, Any] = {}
+        """The recipe's plain settings, for a tracker to show."""
         self._bar: tqdm[Any] | None = None
         self._file: TextIO | None = None
-        self._wandb: Any = None
 
     def say(self, text: str) -> None:
         """One line for the reader."""
@@ -45,10 +50,12 @@ class Tracker:
             else:
                 print(text, file=self.stream, flush=True)
 
-    def progress(self, text: str, *, last: bool = False) -> None:
-        """A line that overwrites itself on a terminal; elsewhere only its last form is printed."""
+    def answering(self, done: int, total: int, tokens: int) -> None:
+        """The progress of the target's answers: a line that overwrites itself on a terminal; elsewhere only its last
+        form is printed."""
         if not self.main:
             return
+        text, last = f"data.regenerate: {done}/{total} prompts answered, {tokens} tokens", done == total
         if self.stream.isatty():
             print(f"\r\033[K{text}", end="\n" if last else "", file=self.stream, flush=True)
         elif last:
@@ -60,8 +67,7 @@ class Tracker:
             return
         keep_metrics(self.folder.metrics, step)
         self._file = self.folder.metrics.open("a", encoding="utf-8")
-        if self.recipe.tracking.wandb != "off":
-            self._wandb = start_wandb(self.recipe, self.folder)
+        self._start_trackers(step)
         if self.stream.isatty():
             self._bar = tqdm(
                 total=self.max_steps, initial=step, file=self.stream, dynamic_ncols=True, bar_format=BAR_FORMAT
@@ -97,14 +103,20 @@ class Tracker:
         self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:
-        """Record the measurement of the finished head in wandb, in a run opened anew if training ended in an earlier
+        """Record the measurement of the finished head with the trackers, started anew if training ended in an earlier
         process."""
-        if self.main and self.recipe.tracking.wandb != "off":
-            self._wandb = self._wandb or start_wandb(self.recipe, self.folder)
-            log_outcome(self._wandb, results, self.folder.path, head=self.folder.head)
+        if not self.main:
+            return
+        if not self.accelerator.trackers:
+            self._start_trackers(self.max_steps)
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                log_outcome(tracker.tracker, results, self.folder.path, head=self.folder.head)
+            else:
+                tracker.log(known_figures(results), step=self.max_steps)
 
     def stop(self) -> None:
-        """End the record of the training; wandb stays open for its outcome. May be called twice."""
+        """End the record of the training; trackers stay open for its outcome. May be called twice."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -115,16 +127,47 @@ class Tracker:
     def finish(self, *, code: int = 0) -> None:
         """Close everything; may be called twice."""
         self.stop()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=code)
-            self._wandb = None
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=code)
+            else:
+                tracker.finish()
+        self.accelerator.trackers = []
+
+    def _start_trackers(self, step: int) -> None:
+        """Start the trackers of a run that has made `step` steps. A resumed run goes on in its wandb run."""
+        if not self.accelerator.log_with:
+            return
+        import wandb
+
+        settings, id_file = self.settings, self.folder.path / "wandb-id"
+        online = settings.wandb == "online"
+        wandb_options = {
+            "name": settings.name or self.folder.path.name,
+            "id": id_file.read_text().strip() if id_file.is_file() else None,
+            "resume": "allow" if online else None,
+            "mode": "online" if online else "offline",
+            "dir": str(self.folder.path),
+            "config": self.record,
+            "settings": quiet_settings(),
+        }
+        # What an interrupted run wrote after its checkpoint is hidden.
+        options = {"wandb": wandb_options, "tensorboard": {"purge_step": step + 1}}
+        try:
+            self.accelerator.init_trackers(settings.project, init_kwargs=options)
+        except wandb.errors.Error as error:
+            remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
+            raise UserError(
+                f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"
+            ) from None
+        if settings.wandb != "off":
+            write_text(id_file, self.accelerator.get_tracker("wandb", unwrap=True).id + os.linesep)
 
     def _record(self, metrics: Metrics) -> None:
         if self._file is not None:
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
-        if self._wandb is not None:
-            self._wandb.log(flat(metrics), step=metrics["step"])
+        self.accelerator.log(flat(metrics), step=metrics["step"])
 
 
 def keep_metrics(path: Path, step: int) -> None:
@@ -152,39 +195,12 @@ def flat(metrics: Metrics) -> dict[str, float]:
     return out
 
 
-def start_wandb(recipe: Recipe, folder: RunFolder) -> Any:
-    """A wandb run with the resolved recipe as its config; its id is kept, so that a resumed run goes on in it."""
-    import wandb
-
-    id_file = folder.path / "wandb-id"
-    known = id_file.read_text().strip() if id_file.is_file() else None
-    online = recipe.tracking.wandb == "online"
-    try:
-        run = wandb.init(
-            project=recipe.tracking.project,
-            name=recipe.tracking.name or Path(recipe.output_dir).name,
-            id=known,
-            resume="allow" if online else None,
-            mode="online" if online else "offline",
-            dir=str(folder.path),
-            config=plain_settings(recipe),
-            settings=quiet_settings(),
-        )
-    except wandb.errors.Error as error:
-        remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
-        raise UserError(
-            f"tracking.wandb {recipe.tracking.wandb}: wandb does not start ({first_line(error)}); {remedy}"
-        ) from None
-    write_text(id_file, run.id + os.linesep)
-    return run
-
-
 def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None = None) -> None:
-    """Give a wandb run what a report in `folder` says: the figures, which a sweep can optimise, a table of every
+    """Give a wandb run the content of a report in `folder`: the figures, which a sweep can optimise, a table of every
     setting, the charts, and the head as an artifact if there is one to keep."""
     import wandb
 
-    figures = {name: value for name, value in figures_of(results).items() if value is not None}
+    figures = known_figures(results)
     names = ["tau", "speedup", "tokens_per_second", "plain_tokens_per_second"]
     rows = [
         [m["tree"], float(m["temperature"]), *(figures_of(m)[name] for name in names), not is_disturbed(m)]
@@ -208,8 +224,13 @@ def log_outcome(run: Any, results: Results, folder: Path, *, head: Path | None =
         run.log_artifact(artifact)
 
 
+def known_figures(results: Results) -> dict[str, float]:
+    """The figures of a report that were measured."""
+    return {name: value for name, value in figures_of(results).items() if value is not None}
+
+
 def quiet_settings() -> Any:
-    """wandb would otherwise upload the code, the git remote and everything printed, where a token may stand."""
+    """Settings without which wandb uploads the code, the git remote and everything printed, where a token may stand."""
     import wandb
 
     return wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True)

@@ -1,10 +1,10 @@
 """Audit of decoded tokens: the same as the target's token by token, or where that cannot be, in distribution.
 
 Under the rule `match`, and under any rule at temperature 0, every token must be plain decoding's. Under the other rules
-a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can tell a
-right one from a wrong one. That the rules keep the distribution is proved by summing up everything that can happen
-(tests/eval/runtime/ test_rejection.py). What is left to check of a run is checked here: that the same engines, over the
-same prompts at temperature 0, give plain decoding's tokens, and that every repeat gives the same tokens again.
+a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can
+distinguish a right one from a wrong one. That the rules keep the distribution is proved by summing up everything that
+can happen (tests/eval/runtime/test_rejection.py). The rest is checked here: the same engines, over the same prompts at
+temperature 0, must give plain decoding's tokens, and every repeat the same tokens again.
 """
 
 from collections.abc import Sequence

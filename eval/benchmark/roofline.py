@@ -225,8 +225,7 @@ def multiply_all(multiply: Callable[[Tensor, Product], Tensor], x: Tensor, produ
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
-    """Acceptance, compaction and state; and what it takes to tell the head. Run on rows that are done, which it leaves
-    as they are."""
+    """Time acceptance, compaction and state, and the head's extension, on rows that are done: they do not change."""
     state, step = decoder.state, decoder.step
     done, root = state.done.clone(), state.root.clone()
     state.done.fill_(True)

@@ -1,6 +1,6 @@
 """A few prompts decoded with a few drafts, phase by phase: how deep drafts are accepted, and what a round's parts cost.
 
-One wide tree tells the acceptance of every smaller one of its width: a tree of fewer nodes or levels keeps the
+One wide tree shows the acceptance of every smaller one of its width: a tree of fewer nodes or levels keeps the
 likeliest of the same candidates, so it would have held a node of the accepted path exactly if that node's rank among
 the candidates of its levels was good enough. The rounds of one run thus give the whole curve.
 

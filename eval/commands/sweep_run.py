@@ -1,4 +1,4 @@
-"""The walk over a sweep file's settings: a process for each, the table, sweep.json and sweep.csv."""
+"""Measurements of a sweep file's settings: a process for each, the table, sweep.json and sweep.csv."""
 
 import argparse
 import csv
@@ -21,7 +21,7 @@ from eval.bench import parse_arguments as parse_bench
 from eval.benchmark.prompts import split_prompts
 from eval.benchmark.results import Results, read_results
 from eval.benchmark.settings import to_settings
-from eval.benchmark.sweep_file import METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
+from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
 from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
@@ -34,13 +34,13 @@ Row = dict[str, Any]
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    """Walk the settings, or let the server: the exit status."""
+    """Measure the settings, or let a server choose them; return the exit status."""
     sweep = read_sweep(options.sweep)
     if not is_file(sweep.program):
         raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
-    if options.wandb != "off" and TRACKED not in sweep.command:
-        raise UserError(f"{sweep.path}: command: expected {TRACKED} before ${{program}}, else wandb hears of nothing")
     if options.wandb == "online":
+        if sweep.command != list(COMMAND):
+            raise UserError(f"{sweep.path}: command: expected {json.dumps(COMMAND)}, else wandb hears of nothing")
         limit = [f"--count={options.count}"] if options.count else []
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
         return subprocess.run(command, env=environment("online")).returncode
@@ -90,7 +90,8 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
     status, error = 0, ""
     results = found(file)
     if results is None:
-        command = [*sweep.words(setting, sys.executable), f"--out={folder.resolve()}"]
+        tracked = [] if wandb == "off" else [TRACKED]
+        command = [sys.executable, *tracked, sweep.program, *sweep.arguments(setting), f"--out={folder.resolve()}"]
         folder.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as stream:
             done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
@@ -131,9 +132,8 @@ def found(file: Path) -> Results | None:
 
 def environment(wandb: str) -> dict[str, str]:
     """Return the environment of a setting's process, or of the agent: this repository's packages, and wandb's mode."""
-    mode = {"WANDB_MODE": "disabled" if wandb == "off" else wandb}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, **mode}
+    return {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled" if wandb == "off" else wandb}
 
 
 def write_record(sweep: Sweep, rows: Sequence[Row], out: Path) -> None:

@@ -1,26 +1,26 @@
 """Choice of when to draft, and how deep, made while decoding from the measured acceptance and cost of drafts.
 
-A list of candidates of drafts, the longest first and none at all last. For each of them
+The candidates are drafts, the longest first and none at all last. For each of them
 
     tokens a second = (1 + sum over k of alpha_1 .. alpha_k) / seconds of a round
 
-with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured whenever the
-host looks. The best one is `current`. A move is a trial first: a few rounds with the draft that promises more, and only
-if it keeps the promise, does it become current. Beside that, other drafts are tried now and then, for a head may turn
-good or bad with the text: at intervals that double while `current` stays. So a useless head costs a few rounds in the
-beginning and ever fewer later, and a good one is left as soon as it is good no more.
+with alpha_k the running acceptance at depth k, which chains of all lengths share, and the seconds measured at every
+poll by the host. The best one is `current`. A change begins with a trial: a few rounds with the draft that promises
+more. It becomes the current one only if it keeps the promise. The other candidates are tried now and then, because a
+head may become good or bad with the text: at intervals that double while the current one stays. So a useless head costs
+a few rounds in the beginning and ever fewer later, and a good one is left as soon as it is no longer good.
 
-What is known of an untested depth is what is known of the depth before it. Of costs, what drifts is common to all
-drafts (the context grows, the machine slows down): where the cost of `current` moves, the others are taken to have
-moved by the same factor until they are measured again. And a round costs no more than one that drafts more: where the
-clock says otherwise, something else held up the cheaper one.
+The estimate at an untested depth is that of the depth before it. Drifts of costs are common to all drafts (the context
+grows, the machine slows down): where the cost of the current one changes, the others are taken to have changed by the
+same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
+otherwise, something else held up the cheaper one.
 
-The choice rests on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change a
-token. Under the rules that compare two distributions it keeps the distribution too, by induction from the last round
-backwards: a round of any shape, continued by the distribution, is a draw of the distribution, and the noise of a round
-is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no two
-requests share a seed, because the choice carries over what one request's noise did to rounds of the next; and the text
-would hang on the clock, so that none could be repeated. Those rules are therefore refused:
+The choice depends on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change
+a token. Under the rules that compare two distributions it keeps the target's distribution too, by induction from the
+last round backwards: a round of any shape, continued by draws from the target, is a draw from the target, and the noise
+of a round is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no
+two requests share a seed, because the choice carries the effect of one request's noise into rounds of the next; and the
+text would depend on the clock, so that none could be repeated. Those rules are therefore refused:
 `eval.runtime.rules.check_adaptive`.
 """
 
@@ -148,9 +148,7 @@ class Controller:
         self.spans: list[Span] = []  # not yet learnt from
         self.current = self.candidate = 0
         self.interval = SHORTEST_INTERVAL
-        self.stay = self.stay_tests = (
-            0  # rounds with this candidate since it was turned to, and tests of its first token
-        )
+        self.stay = self.stay_tests = 0  # rounds with this candidate since it was chosen, and tests of its first token
         self.measured = False  # whether its cost was measured since then
         self.fresh = True  # the first span with a candidate is no measure of its cost: it may warm up or catch up
 
@@ -198,27 +196,27 @@ class Controller:
     def _choose(self) -> None:
         on_trial = self.candidate != self.current
         if self.costs[self.none].seconds is None:  # in the beginning
-            return self._switch_to(self.none)
+            return self._change_to(self.none)
         if self.current != self.none and self.tokens(self.current) < 1 + MARGIN:  # no clock can make it worth its cost
             self.current, self.interval = self.none, SHORTEST_INTERVAL
-            return self._switch_to(self.none)
+            return self._change_to(self.none)
         speeds = [self.speed(candidate) for candidate in range(len(self.shapes))]
         best = max(range(len(speeds)), key=lambda candidate: speeds[candidate])
         better = speeds[best] > (1 + MARGIN) * speeds[self.current]
         if better and best == self.candidate:
             self.current, self.interval = best, SHORTEST_INTERVAL
         elif better:
-            self._switch_to(best)
+            self._change_to(best)
         elif on_trial:
             self.interval = min(2 * self.interval, LONGEST_INTERVAL)
-            self._switch_to(self.current)
+            self._change_to(self.current)
         elif self.stay >= self.interval:
             self._try_another()
         return None
 
     def _try_another(self) -> None:
         current, none = self.current, self.none
-        if current == none:  # the shortest of each kind tells most for least
+        if current == none:  # the shortest of each kind is the cheapest to test
             kinds = {id(self.acceptance[candidate]): candidate for candidate in range(none)}
             candidates = set(kinds.values())
         else:
@@ -227,15 +225,15 @@ class Controller:
         self.acceptance[candidate].fade(
             self.shapes[current].depth if self.acceptance[candidate] is self.acceptance[current] else 0
         )
-        self._switch_to(candidate)
+        self._change_to(candidate)
 
-    def _switch_to(self, candidate: int) -> None:
+    def _change_to(self, candidate: int) -> None:
         self.last_tried[self.candidate] = sum(self.rounds)
         self.candidate, self.fresh = candidate, True
         self.stay = self.stay_tests = 0
         if self.costs[candidate].seconds is not None:
             self.costs[candidate].seconds = self.seconds(candidate)
-        # What was known is old, but the current one's cost was known a moment ago.
+        # The estimate is old, but that of the current one was known a moment ago.
         self.costs[candidate].rounds = WINDOW if candidate == self.current else OLD_ROUNDS
         self.measured = False
         self.switches += 1

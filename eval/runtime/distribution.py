@@ -37,7 +37,7 @@ class RowSampling:
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.random = self.filtered = False
         library = draws.library_for(self.seed)
-        picker = None if library is None else draws.Picker(library, self.temperature, self.seed)
+        picker = None if library is None else draws.CompiledPick(library, self.temperature, self.seed)
         self.pick: Pick = self.pick_by_kernels if picker is None else picker
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 

@@ -4,7 +4,7 @@
     outputs = engine.generate([Request(prompt, max_new_tokens=128, sampling=Sampling(temperature=1.0, seed=3)), ...])
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
-request gives depends on the request alone, not on its row, its neighbours or how often the host looks, and under the
+request gives depends on the request alone, not on its row, its neighbours or how often the host polls, and under the
 rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same
 distribution.
 """

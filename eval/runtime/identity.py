@@ -93,7 +93,7 @@ def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor
     if not sampling.random:
         return own, own
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    distribution = sampling.log_distribution(logits[:, :1])[0, 0]
+    logp = sampling.log_distribution(logits[:, :1])[0, 0]
     noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
-    return torch.where(temperature > 0, (distribution + noise) * temperature, own), own
+    return torch.where(temperature > 0, (logp + noise) * temperature, own), own

@@ -97,8 +97,8 @@ class Draws:
     ) -> tuple[Tensor, Tensor]:
         sampling = self.sampling
         self.token_ids = token_ids
-        distribution = sampling.log_distribution(logits)
-        self.distributions.append(distribution)
+        logq = sampling.log_distribution(logits)
+        self.distributions.append(logq)
         if not sampling.random:
             columns = best(logits, count)
         else:
@@ -107,8 +107,8 @@ class Draws:
                 stream(sampling.seed, DRAFTS), draw_counters(positions, len(self.distributions)), ids
             )  # (B, W, Vx)
             hot = (sampling.temperature > 0)[:, None, None]
-            columns = best(torch.where(hot, noise + distribution, logits.float()), count)
-        return columns if token_ids is None else token_ids[columns], distribution.gather(-1, columns)
+            columns = best(torch.where(hot, noise + logq, logits.float()), count)
+        return columns if token_ids is None else token_ids[columns], logq.gather(-1, columns)
 
     def distribution(self, vocab: int) -> Tensor:
         """Return (B, I, V) q over the target's vocabulary, in the order of the nodes."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.backends.cpu.draft_model import CpuDraftModel
+from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.stack import CpuKVCache
 from heads.backends.huggingface import HFCache
 from heads.backends.slot_mapping import Drafted, Observed
@@ -25,7 +26,7 @@ from heads.base import Observation
 from heads.target.encoder_decoder import cache_layers
 from heads.target.families import OutputHead
 from heads.target.frozen import decode
-from heads.tree import CompiledPick, Proposal, TreeShape
+from heads.tree import Proposal, TreeShape
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,8 +101,8 @@ class FrozenTarget:
     def logit_scale(self) -> float:
         """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
         it in their weights."""
-        distribution = self.shared.lm_head
-        return distribution.scale if isinstance(distribution, OutputHead) else 1.0
+        lm_head = self.shared.lm_head
+        return lm_head.scale if isinstance(lm_head, OutputHead) else 1.0
 
     @torch.no_grad()
     def features(

@@ -29,7 +29,7 @@ def repo_and_revision(name: str) -> tuple[str, str | None]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is OWNER/NAME as the Hub has them, with or without @REVISION, and no folder here."""
+    """Return True for OWNER/NAME as the Hub has them, with or without @REVISION, unless it is a folder here."""
     repo, _ = repo_and_revision(name)
     whole = re.fullmatch(f"{NAME}/{NAME}", repo) is not None
     return whole and "--" not in repo and ".." not in repo and len(repo) <= 96 and not Path(name).exists()

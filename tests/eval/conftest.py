@@ -249,3 +249,10 @@ def failed_results(results: dict[str, Any]) -> dict[str, Any]:
     for place in (results, *results["measurements"], *results["suites"].values()):
         place["speedup"] = None
     return results
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `auto` try few trees."""
+    for name, value in (("LONGEST_CHAIN", 3), ("WIDTHS", (2,)), ("DEEPEST_TREE", 2)):
+        monkeypatch.setattr(f"eval.benchmark.auto.{name}", value)

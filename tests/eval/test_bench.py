@@ -5,7 +5,8 @@ import io
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from eval.runtime.rejection import Verdict
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
+Bench = Callable[..., tuple[Results, str]]
 KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
@@ -68,16 +70,17 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def measured(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Results, str, Path]:
+def bench(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, prompt_file: Path
+) -> Bench:
+    return partial(run, tiny_target, pair_head, tiny_tokenizer, prompt_file)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[Results, str, Path]:
     out = tmp_path_factory.mktemp("measured") / "run"
     trees = ("chain:2", "tree:2x2x4")
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, out, trees=trees, temperatures=(0.0, 1.0))
+    results, text = bench(out, trees=trees, temperatures=(0.0, 1.0))
     return results, text, out
 
 
@@ -105,15 +108,9 @@ def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, 
     assert results["settings"]["num_prompts"] == 4  # the second turn follows the target's own answer
 
 
-def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path, bench: Bench) -> None:
     chosen: dict[str, Any] = dict(trees=("chain:2", "static:2.1"), temperatures=(1.0, 0.0), rule="ratio", repeats=2)
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    results, text = bench(tmp_path, **chosen)
     read = read_results(tmp_path / "results.json")
     sampled, greedy = read["measurements"][:2], read["measurements"][2:]
     assert read["rule"] == "ratio" and {m["rule"] for m in read["measurements"]} == {"ratio"}
@@ -138,12 +135,7 @@ def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(
 
 
 def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
     honest = Rejection.weigh
 
@@ -153,26 +145,15 @@ def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
 
     monkeypatch.setattr(Rejection, "weigh", credulous)
     chosen: dict[str, Any] = dict(temperatures=(1.0,), rule="ratio")
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    results, text = bench(tmp_path, **chosen)
     assert results["speedup"] is None and results["exact"]["divergences"]
     assert all(d["temperature"] == 0 for d in results["exact"]["divergences"])
     assert "no speedup is stated" in text
 
 
-def test_auto_records_its_curve_and_its_choice(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
-    monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
-    monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
-    results, text = run(
-        tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,)
-    )
+@pytest.mark.usefixtures("short_search")
+def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench) -> None:
+    results, text = bench(tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,))
     (search,) = read_results(tmp_path / "results.json")["auto"]
     assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2", "chain:3"]
     assert {p["tree"] for p in search["curve"] if p["width"] == 2} == {"tree:2x2x7"}
@@ -188,20 +169,15 @@ def test_auto_records_its_curve_and_its_choice(
 
 
 def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair_head: Any, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
-    @dataclass(frozen=True)
     class Trained:
         depth: int
 
     lines = {}
     for depth in (1, 3):
         monkeypatch.setattr(pair_head, "config", Trained(depth))
-        results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("chain:2", "chain:3"))
+        results, text = bench(None, trees=("chain:2", "chain:3"))
         lines[depth] = [line for line in text.splitlines() if line.startswith("drafted ")]
     assert lines[3] == [] and len(lines[1]) == 1
     alpha = results["measurements"][1]["alpha"]
@@ -371,14 +347,7 @@ def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
         assert max(piece["round"] for piece in sample["pieces"]) == sample["rounds"]
 
 
-def test_a_failed_audit_withholds_every_speed(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_audit_withholds_every_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     honest = Variant.run
 
     def corrupt(self: Variant, unit: int, indices: Any, requests: Any, repeat: int) -> None:
@@ -388,7 +357,7 @@ def test_a_failed_audit_withholds_every_speed(
             tokens[1] = (tokens[1] + 1) % 128
 
     monkeypatch.setattr(Variant, "run", corrupt)
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path)
+    results, text = bench(tmp_path)
     assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
     assert results["speedup"] is None and all(m["speedup"] is None for m in results["suites"].values())
     assert "3 of 4 prompts" in text and "token 1: plain" in text and "no speedup is stated" in text
@@ -399,16 +368,8 @@ def test_a_failed_audit_withholds_every_speed(
     assert not (tmp_path / "plots" / "round.png").exists()
 
 
-def test_an_adaptive_run_says_what_was_drafted(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-) -> None:
-    results, text = run(
-        tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path / "out", trees=("chain:2",), adaptive=True
-    )
+def test_an_adaptive_run_says_what_was_drafted(tmp_path: Path, bench: Bench) -> None:
+    results, text = bench(tmp_path / "out", trees=("chain:2",), adaptive=True)
     assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
     for figures in (results, *results["measurements"], *results["suites"].values()):
         assert list(figures["adaptive"]["shares"]) == ["chain:2", "chain:1", "none"]
@@ -418,13 +379,7 @@ def test_an_adaptive_run_says_what_was_drafted(
     assert read_results(tmp_path / "out" / "results.json")["settings"]["adaptive"] is True
 
 
-def test_strict_trees_are_held_against_strict_plain_decoding(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_strict_trees_are_held_against_strict_plain_decoding(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     for place in ("eval.benchmark.opening.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
         monkeypatch.setattr(place, lambda target: True)
     made: list[tuple[int, bool]] = []
@@ -436,7 +391,7 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
 
     for place in ("eval.benchmark.measure.Engine", "eval.runtime.identity.Engine"):
         monkeypatch.setattr(place, Noted)
-    results, _ = run(tiny_target, pair_head, tiny_tokenizer, prompt_file, None, trees=("tree:2x2x4",), strict=True)
+    results, _ = bench(None, trees=("tree:2x2x4",), strict=True)
     assert results["exact"]["identical"] == results["exact"]["prompts"] and results["settings"]["strict"] is True
     assert made == [(1, False), (4, True), (4, True)]  # plain decoding, the tree, and what the tree is held against
 
@@ -454,16 +409,10 @@ def test_strict_trees_are_held_against_strict_plain_decoding(
     ],
 )
 def test_bad_settings_are_given_in_one_line_and_nothing_is_written(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    tmp_path: Path,
-    settings: dict[str, Any],
-    message: str,
+    tmp_path: Path, settings: dict[str, Any], message: str, bench: Bench
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        run(tiny_target, pair_head, tiny_tokenizer, prompt_file, tmp_path / "out", **settings)
+        bench(tmp_path / "out", **settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 

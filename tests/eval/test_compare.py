@@ -99,16 +99,10 @@ def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
     assert name in row and speed in row
 
 
+@pytest.mark.usefixtures("short_search")
 def test_auto_finds_each_heads_own_best(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("eval.benchmark.auto.LONGEST_CHAIN", 3)
-    monkeypatch.setattr("eval.benchmark.auto.WIDTHS", (2,))
-    monkeypatch.setattr("eval.benchmark.auto.DEEPEST_TREE", 2)
     heads = {"pairs": pair_head, "lookup:3": build_untrained("lookup:3", tiny_target)}
     results, text = run(tiny_target, heads, tiny_tokenizer, settings(tmp_path, trees=("auto",)))
     assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,14 @@ def run(
     return results, console.file.getvalue()
 
 
+@pytest.fixture
+def scale(tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path) -> Any:
+    return partial(run, tiny_target, pair_head, tiny_tokenizer, suite)
+
+
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_every_pair_is_measured_written_and_drawn(
-    adaptive: bool,
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    suite: Path,
-    tmp_path: Path,
-) -> None:
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path, adaptive=adaptive)
+def test_every_pair_is_measured_written_and_drawn(adaptive: bool, tmp_path: Path, scale: Any) -> None:
+    results, text = scale(tmp_path, adaptive=adaptive)
     points = [(point["context"], point["batch_size"]) for point in results["points"]]
     assert points == [(8, 1), (8, 3), (24, 1), (24, 3)]
     assert results["exact"] == {"prompts": 8, "identical": 8, "divergences": []}
@@ -82,33 +81,20 @@ def test_windows_are_as_long_as_asked_for_and_do_not_overlap(
         windows(str(suite), tiny_tokenizer, 1000, 5)
 
 
-def test_what_does_not_fit_is_left_out(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    suite: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-
+def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: Any) -> None:
     def small_memory(target: Any, specs: Any, prompts: Any, *rest: Any) -> Any:
         if len(prompts) * len(prompts[0].ids) > 24:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measure.compare(target, specs, prompts, *rest)
 
     monkeypatch.setattr("eval.commands.scaling_run.compare", small_memory)
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path)
+    results, text = scale(tmp_path)
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
 
 
 def test_no_speedup_where_an_output_is_not_the_targets_own(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    suite: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: Any
 ) -> None:
     honest = Variant.run
 
@@ -118,18 +104,16 @@ def test_no_speedup_where_an_output_is_not_the_targets_own(
             self.outputs[repeat][indices[-1]].tokens[-1] ^= 1
 
     monkeypatch.setattr(Variant, "run", tampered)
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, suite, tmp_path, contexts=(8,))
+    results, text = scale(tmp_path, contexts=(8,))
     assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
     assert all(point["speedup"] is None for point in results["points"])
     assert "withheld" in text and not (tmp_path / "scaling.png").exists()
     assert "plain '</s>', here '<s>'; top-two margin" in text and "no speedup is stated" in text
 
 
-def test_what_leaves_no_room_is_refused(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
-) -> None:
+def test_what_leaves_no_room_is_refused(scale: Any) -> None:
     with pytest.raises(UserError, match=r"--contexts 505: with 10 new tokens and the draft .* has room for 499"):
-        run(tiny_target, pair_head, tiny_tokenizer, suite, contexts=(8, 505))
+        scale(contexts=(8, 505))
 
 
 def test_the_command_says_in_one_line_what_is_wrong(

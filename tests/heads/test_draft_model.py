@@ -241,13 +241,13 @@ def test_the_loss_by_hand(family: str, loss: str) -> None:
         for t in range(18):
             if t and batch.loss_mask[b, t] and batch.documents[b, t] == batch.documents[b, t - 1]:
                 rows += 1
-                distribution, draft = p[b, t - 1], logq[b, t - 1].exp()
-                mean = 0.2 * distribution + 0.8 * draft
+                target_p, draft = p[b, t - 1], logq[b, t - 1].exp()
+                mean = 0.2 * target_p + 0.8 * draft
                 total = (
                     total
                     + {
-                        "kl": (distribution * (distribution / draft).log()).sum(),
-                        "jsd": 0.2 * (distribution * (distribution / mean).log()).sum()
+                        "kl": (target_p * (target_p / draft).log()).sum(),
+                        "jsd": 0.2 * (target_p * (target_p / mean).log()).sum()
                         + 0.8 * (draft * (draft / mean).log()).sum(),
                         "labels": -logq[b, t - 1, batch.tokens[b, t]],
                     }[loss]

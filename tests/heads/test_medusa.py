@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.cpu import kernels
+from heads.backends.cpu import library
 from heads.base import Batch, Observation, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.formats.medusa import to_field
@@ -168,7 +168,7 @@ def node_scores(proposal: Proposal) -> dict[tuple[int, ...], float]:
     return dict(zip(paths, proposal.scores[0].tolist(), strict=True))
 
 
-@pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
+@pytest.mark.skipif(library.load() is None, reason="no C compiler")
 def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
     head = make_head().float()
     with torch.no_grad():

@@ -190,7 +190,7 @@ def extend(head: Mtp, batch: Batch, shape: str, lengths: list[int]) -> Recurrent
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafting_step_is_a_training_step(form: dict[str, object]) -> None:
     """Let training see the tokens that the draft chose: every state that drafting reads out is the one that training
     trains; also where the prompt is shorter than the modules are many, and past the steps trained."""
     head, batch = make_head(**form), make_batch([[20], [20], [20]])
@@ -203,7 +203,7 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object], monkeypatch
         seen.append(read)
         return logits(read, lm_head_weight)
 
-    monkeypatch.setattr(head, "logits", spy)
+    head.logits = spy  # type: ignore[method-assign]
     proposal = head.propose(state, greedy)
     tokens = batch.tokens.clone()
     for b, n in enumerate(lengths):

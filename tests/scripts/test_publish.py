@@ -142,12 +142,12 @@ def run(measured: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
     hub = StandInHub(tmp_path / "hub")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(upload, "HfApi", lambda token: hub if token == TOKEN else None)
-    monkeypatch.setattr(upload, "get_token", lambda: TOKEN)
     return hub
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+def call(*words: object) -> int:
     return exit_status(lambda: publish.main([str(word) for word in words]))
 
 
@@ -159,9 +159,9 @@ def front_matter(card: bytes) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_what_is_published_loads_and_is_measured_by_its_hub_id(
-    run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: StandInHub, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    assert call(monkeypatch, run, REPO, "--license", "apache-2.0") == 0
+    assert call(run, REPO, "--license", "apache-2.0") == 0
     assert len(hub.commits) == 1
     held = hub.repos[REPO]
     assert held.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md", "plots/acceptance.png"}
@@ -197,10 +197,8 @@ def test_what_is_published_loads_and_is_measured_by_its_hub_id(
     assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
 
 
-def test_the_card_says_which_engines_serve_the_head_and_how(
-    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: StandInHub) -> None:
+    assert call(run, REPO, "--base-model", "org/the-target") == 0
     card = hub.repos[REPO]["README.md"].decode()
     commands = card[card.index("## Served by") :].split("```")[1:4:2]
     settings = json.loads(shlex.split(commands[0])[-1])
@@ -211,13 +209,11 @@ def test_the_card_says_which_engines_serve_the_head_and_how(
     assert '{"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}' in card  # for speculators' converter
 
 
-def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub) -> None:
     card = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     known = hub.model_info
-    monkeypatch.setattr(
-        hub, "model_info", lambda repo: SimpleNamespace(card_data=card) if repo == "org/the-target" else known(repo)
-    )
-    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+    hub.model_info = lambda repo: SimpleNamespace(card_data=card) if repo == "org/the-target" else known(repo)  # type: ignore[method-assign]
+    assert call(run, REPO, "--base-model", "org/the-target") == 0
     matter = front_matter(hub.repos[REPO]["README.md"])
     assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")
 
@@ -246,24 +242,19 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     ],
 )
 def test_what_an_engine_would_misread_is_published_at_request_alone(
-    change: dict[str, Any],
-    said: str,
-    run: Path,
-    hub: StandInHub,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any], said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run / "head/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     error = capsys.readouterr().err
     assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
-    assert call(monkeypatch, run, REPO, "--unserved") == 0
+    assert call(run, REPO, "--unserved") == 0
     assert said in hub.repos[REPO]["README.md"].decode()
 
 
-def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(monkeypatch, run, REPO, "--base-model", "org/the-target") == 0
+def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub) -> None:
+    assert call(run, REPO, "--base-model", "org/the-target") == 0
     held = hub.repos[REPO]
     record = json.loads(held["config.json"])["draftsmith"]
     assert record["target"]["name"] == "org/the-target"
@@ -278,27 +269,23 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub, monkeypatc
         assert not any(secret.encode() in data for data in held.values()), secret
 
 
-def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(
-    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub: StandInHub) -> None:
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["name"] = "org/target"
     file.write_text(json.dumps(config))
-    assert call(monkeypatch, run, REPO) == 0
+    assert call(run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
     (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
-    assert call(monkeypatch, run, REPO) == 0
+    assert call(run, REPO) == 0
     assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
 
 
-def test_a_path_that_nobody_cleans_stops_it(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_nobody_cleans_stops_it(run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> None:
     file = run / "head/config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "made_in": os.path.expanduser("~/work")}))
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: config.json: would name a path") and not hub.repos
 
 
@@ -306,9 +293,8 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "HfApi", lambda token: pytest.fail("the hub was asked"))
-    monkeypatch.setattr(upload, "get_token", lambda: pytest.fail("a token was asked for"))
     (run / "plots/acceptance.png").unlink()
-    assert call(monkeypatch, run, REPO, "--dry-run") == 0
+    assert call(run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
     assert f"{(run / 'head/model.safetensors').stat().st_size:,} bytes  model.safetensors" in shown
     assert "optimizer" not in shown and "notes.txt" not in shown and "acceptance.png" not in shown
@@ -316,12 +302,12 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
 
 
 def test_a_head_without_results_is_published_as_unmeasured_only(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "results.json").unlink()
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     assert "never measured" in capsys.readouterr().err and not hub.repos
-    assert call(monkeypatch, run / "head", REPO, "--unmeasured", "--private") == 0
+    assert call(run / "head", REPO, "--unmeasured", "--private") == 0
     assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
 
 
@@ -334,7 +320,7 @@ def fail_audit(results: dict[str, Any]) -> None:
 
 
 def test_the_newest_measurement_is_published_or_the_one_that_is_named(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = json.loads((run / "results.json").read_text())
     for name, year, tau in (("a", 2900, 2.5), ("b", 2000, 1.125)):
@@ -345,10 +331,10 @@ def test_the_newest_measurement_is_published_or_the_one_that_is_named(
     own = first["measurements"][0]["tau"]["mean"]
     for folder, tau in ((None, 2.5), (run, own), (run / "bench/b", 1.125)):
         named = [] if folder is None else ["--results", str(folder)]
-        assert call(monkeypatch, run, REPO, "--dry-run", *named) == 0
+        assert call(run, REPO, "--dry-run", *named) == 0
         shown = capsys.readouterr().out
         assert f"| chain:2 | greedy | {tau:.2f}" in shown and f"figures: {folder or run / 'bench/a'}\n" in shown
-    assert call(monkeypatch, run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
+    assert call(run, REPO, "--dry-run", "--unmeasured", "--results", str(run / "bench")) == 2
     assert "no results.json in it" in capsys.readouterr().err
 
 
@@ -362,22 +348,17 @@ def test_the_newest_measurement_is_published_or_the_one_that_is_named(
     ],
 )
 def test_results_that_do_not_vouch_for_the_head_stop_it(
-    run: Path,
-    hub: StandInHub,
-    spoil: Any,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, hub: StandInHub, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = json.loads((run / "results.json").read_text())
     spoil(results)
     (run / "results.json").write_text(json.dumps(results))
-    assert call(monkeypatch, run, REPO, "--unmeasured") == 2
+    assert call(run, REPO, "--unmeasured") == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1 and not hub.repos
 
 
-def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
     adapter = run / "head/adapter"
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
@@ -386,7 +367,7 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: 
     config = json.loads(file.read_text())
     config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
     file.write_text(json.dumps(config))
-    assert call(monkeypatch, run, REPO) == 0
+    assert call(run, REPO) == 0
     held = hub.repos[REPO]
     assert held["adapter/adapter_model.safetensors"] == b"weights"
     assert json.loads(held["adapter/adapter_config.json"]) == {"r": 4, "base_model_name_or_path": None}
@@ -396,9 +377,9 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub, monkeypatch: 
     "repo_id", ["a-head", "ann/a/head", "ann/", "../head", "ann/a head", "https://hub/ann", "a--b/c"]
 )
 def test_what_is_no_repository_is_refused(
-    repo_id: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    repo_id: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, run, repo_id) == 2
+    assert call(run, repo_id) == 2
     error = capsys.readouterr().err
     assert "expected OWNER/NAME" in error and len(error.splitlines()) == 1 and not hub.repos
 
@@ -415,15 +396,10 @@ def test_what_is_no_repository_is_refused(
     ],
 )
 def test_what_goes_wrong_between_is_one_line_without_the_token(
-    fault: Exception,
-    said: str,
-    run: Path,
-    hub: StandInHub,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception, said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.fault = fault
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     shown = capsys.readouterr()
     assert said in shown.err and len(shown.err.splitlines()) == 1
     assert TOKEN not in shown.err + shown.out and not hub.repos
@@ -433,31 +409,29 @@ def test_without_a_token_nothing_is_tried(
     run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "get_token", lambda: None)
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
 
 
 def test_anothers_repository_and_another_model_are_left_alone(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, run, "bob/a-head") == 2
+    assert call(run, "bob/a-head") == 2
     assert "bob/a-head: another's" in capsys.readouterr().err
     hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
     hub.private[REPO] = False
-    assert call(monkeypatch, run, REPO) == 2
+    assert call(run, REPO) == 2
     assert "holds another model" in capsys.readouterr().err
     hub.repos[REPO] = {"README.md": b"soon"}
-    assert call(monkeypatch, run, REPO, "--private") == 2
+    assert call(run, REPO, "--private") == 2
     assert "is public" in capsys.readouterr().err and not hub.commits
-    assert call(monkeypatch, run, REPO) == call(monkeypatch, run, REPO, "--revision", "v2") == 0  # a head's own place
-    assert call(monkeypatch, run, "Good-People/a-head") == 0
+    assert call(run, REPO) == call(run, REPO, "--revision", "v2") == 0  # a head's own place
+    assert call(run, "Good-People/a-head") == 0
 
 
 @pytest.mark.slow
-def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(
-    run: Path, hub: StandInHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert call(monkeypatch, run, REPO) == call(monkeypatch, run, REPO, "--revision", "v2", "--license", "mit") == 0
+def test_a_head_is_loaded_at_the_revision_that_its_name_asks_for(run: Path, hub: StandInHub) -> None:
+    assert call(run, REPO) == call(run, REPO, "--revision", "v2", "--license", "mit") == 0
     ask = "import sys; from heads.checkpoint import find_head; print([find_head(name).name for name in sys.argv[1:]])"
     environment = {**os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(

@@ -121,7 +121,7 @@ def save_linear(
 def linear_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers head.kind `linear` for one test."""
     monkeypatch.setattr("train.head_settings.HEADS", {"linear": LinearHead})
-    monkeypatch.setattr("train.setup.build_head", build_linear)
+    monkeypatch.setattr("train.loop.build_head", build_linear)
     monkeypatch.setattr("train.loop.save_head", save_linear)
 
 

@@ -15,10 +15,10 @@ from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
+from train.adapter import add_adapters, merged_weights
 from train.entry import attempt
 from train.interrupts import Interrupted
 from train.loop import Training, fit
-from train.lora import add_adapters, merged_weights
 from train.optim import make_optimizer
 from train.recipe import Train, load_recipe
 

@@ -179,7 +179,7 @@ def test_an_interrupt_is_status_130_with_a_checkpoint(
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["train.setup.read_documents", "train.run.run_bench"])
+@pytest.mark.parametrize("where", ["train.data.loading.read_documents", "train.run.run_bench"])
 def test_an_interrupt_outside_the_steps_is_given_too(
     where: str,
     small: Settings,

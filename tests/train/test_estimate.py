@@ -9,7 +9,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
-from train.estimate import estimate_tau, foreseen, walk
+from train.measuring import estimate_tau, foreseen, walk
 
 SETTINGS: dict[str, dict[str, object]] = {
     "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},

@@ -134,7 +134,7 @@ def test_an_interrupted_measurement_is_made_again(
         raise AssertionError("the signal comes first")
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("train.loop.measure", stop)
+        patch.setattr("train.loop.Evaluation.measure", stop)
         run(settings, write_recipe)
     folder = run(settings, write_recipe)
     assert [line["step"] for line in lines(folder) if line["kind"] == "eval"] == [3, 6]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from heads.errors import UserError
-from train.recipe import dump_recipe, load_recipe
+from train.recipe import dump_recipe, load_recipe, plain_settings
 
 ANSWERS = {
     "prompts": 4,
@@ -151,6 +151,6 @@ def test_no_value_is_a_traceback(count: int, tmp_path: Path) -> None:
             lines = str(error).splitlines()
             assert lines and all(len(line) < 400 for line in lines), (key, odd)
             continue
-        path.write_text(dump_recipe(recipe))
+        path.write_text(dump_recipe(plain_settings(recipe)))
         assert load_recipe(path) == recipe, (key, odd)
     assert 0 < refused < min(count, len(every))

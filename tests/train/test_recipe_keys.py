@@ -93,7 +93,7 @@ def test_types_and_defaults_are_those_of_the_schema() -> None:
     assert cells["train.betas"][:2] == ["list of 2 numbers >= 0, < 1", "`[0.9, 0.95]`"]
     assert cells["eval.report.trees"][:2] == ["list of texts or null", "`null`"]
     assert cells["data.sources"][:2] == ["list of sections", "required"]
-    assert cells["head.aux_layer_ids"][:2] == ["list of integers", "from the target"]
+    assert cells["head.aux_layer_ids"][:2] == ["list of integers or null", "`null`"]
     assert cells["head.lora.rank"][:2] == ["integer", "`16`"]
     assert cells["train.max_steps"][:2] == ["integer >= 1", "required"]
 

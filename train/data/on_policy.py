@@ -1,8 +1,8 @@
 """Text that the draft itself writes, as it stands, to be corrected on: on-policy distillation (DistillSpec, arXiv
 2310.08461, section 4; GKD, arXiv 2306.13649). No gradient flows through the writing.
 
-Every so many steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps up to
-the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
+At a fixed number of steps the runtime lets the draft answer the next prompts, and its answers are the rows of the steps
+up to the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Samples:
         return self.folder / f"step-{begin}.jsonl"
 
     def requests(self, begin: int) -> list[Request]:
-        """What is asked of the draft at step `begin`: the next prompts in turn, with noise of their own."""
+        """The requests to the draft at step `begin`: the next prompts in turn, with noise of their own."""
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
         return [

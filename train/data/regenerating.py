@@ -7,11 +7,11 @@ from pathlib import Path
 from eval.files import write_text
 from heads.errors import UserError
 from train.data.answers import make_answers
+from train.data.loading import check_data
 from train.data.sources import read_prompts
-from train.launch import make_accelerator
+from train.launch import load_recipe_target, make_accelerator
 from train.recipe import load_recipe
 from train.run_folder import RunFolder
-from train.setup import answering, load_recipe_target
 from train.tracker import Tracker
 
 
@@ -22,14 +22,16 @@ def regenerate(arguments: Sequence[str]) -> int:
     if settings is None:
         raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")
     folder = RunFolder(Path(recipe.output_dir))
-    tracker = Tracker(recipe, folder, main=True)
+    accelerator = make_accelerator(recipe.train)
+    tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps)
     folder.lock()
     try:
-        loaded = load_recipe_target(make_accelerator(recipe.train), recipe)
-        prompts = read_prompts(recipe, loaded.tokenizer, settings, "data.regenerate", tracker.say)
-        answers = make_answers(loaded.target, prompts, settings, folder.path, progress=answering(tracker))
+        target, tokenizer = load_recipe_target(recipe.target, accelerator)
+        check_data(recipe.data, target)
+        prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", tracker.say)
+        answers = make_answers(target, prompts, settings, folder.path, progress=tracker.answering)
         records = [
-            {"text": loaded.tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
+            {"text": tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         write_text(folder.path / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))

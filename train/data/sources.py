@@ -16,13 +16,13 @@ from eval.files import read_given
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.data.packing import Document, shares
-from train.recipe import Answers, AnySource, ChatSource, PythonSource, Recipe
+from train.recipe import Answers, AnySource, ChatSource, Data, PythonSource
 
 Say = Callable[[str], None]
 T = TypeVar("T")
 MIN_PROMPT_CHARACTERS = 40
 MOST_REASONS = 5
-"""Told of why records are left out, the commonest first."""
+"""Named of the reasons for leaving records out, the commonest first."""
 
 
 def silent(_: str) -> None:
@@ -35,7 +35,7 @@ def read_documents(source: AnySource, tokenizer: PreTrainedTokenizerBase, say: S
         conversations = Conversations(source, tokenizer)
         documents = [document for found in conversations.read(_answers) for document in found]
         conversations.check()
-        conversations.tell(say)
+        conversations.report(say)
     else:
         documents = list(encode_text(tokenizer, list(read_texts(source))))
     if not any(document.labels.any() for document in documents):
@@ -55,7 +55,7 @@ class Conversations:
         self.first: RecordError | None = None
 
     def read(self, encode: Callable[..., T]) -> Iterator[T]:
-        """What `encode`, called as `encode_chat` is, makes of each record that can be used."""
+        """Each usable record, encoded by `encode`, which is called as `encode_chat` is."""
         for record in read_records(self.source.path, split=self.source.split, limit=self.source.limit):
             self.total += 1
             try:
@@ -67,7 +67,7 @@ class Conversations:
             else:
                 yield found
 
-    def tell(self, say: Say) -> None:
+    def report(self, say: Say) -> None:
         """Say how many of the records read so far cannot be used, if any."""
         if self.first is not None:
             say(self._summary())
@@ -112,10 +112,10 @@ def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str
 
 
 def read_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
+    data: Data, seed: int, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
 ) -> list[list[int]]:
     """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
-    sources = recipe.data.sources
+    sources = data.sources
     if settings.prompts < len(sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(sources)} sources, got {settings.prompts}"
@@ -127,7 +127,7 @@ def read_prompts(
         if isinstance(source, ChatSource):
             found = _chat_prompts(source, tokenizer, settings.prompt_tokens, wanted, say)
         else:
-            found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, recipe.train.seed)
+            found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, seed)
         if len(found) < wanted:
             raise UserError(
                 f"{name}.prompts: {source_name(source)} gives {len(found)} prompts of at most "
@@ -135,10 +135,10 @@ def read_prompts(
             )
         prompts += found
     too_long = max(map(len, prompts)) + settings.new_tokens
-    if too_long > recipe.data.context_length:
+    if too_long > data.context_length:
         raise UserError(
             f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-            f"got {recipe.data.context_length}"
+            f"got {data.context_length}"
         )
     return prompts
 
@@ -151,7 +151,7 @@ def _chat_prompts(
     found = list(islice(short, wanted))
     if len(found) < wanted:  # the whole source is read
         conversations.check()
-    conversations.tell(say)
+    conversations.report(say)
     return found
 
 

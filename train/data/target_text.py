@@ -20,7 +20,7 @@ from heads.errors import UserError
 from train.strict_yaml import Settings
 
 WORDS = r" ?\p{L}+|\d| ?[^\s\p{L}\d]+|\n+ *| +|\s"
-"""How text is cut before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
+"""Pieces of text before merges: words, digits, runs of symbols, newlines with the indentation that follows."""
 END = "<|endoftext|>"
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_TEMPLATE = (
@@ -95,7 +95,7 @@ def read_chats(paths: Sequence[str]) -> dict[str, list[str]]:
 
 
 def chat_text(messages: Sequence[Message]) -> str:
-    """What `CHAT_TEMPLATE` makes of a conversation."""
+    """A conversation as `CHAT_TEMPLATE` renders it."""
     return "".join(f"<|{m['role']}|>{m['content']}{END if m['role'] == 'assistant' else ''}" for m in messages)
 
 

@@ -9,8 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.kernels import ChainStruct
-from heads.tree import CompiledPick, Proposal
+from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.library import ChainStruct
+from heads.tree import Proposal
 
 
 class Chain:
@@ -24,9 +25,9 @@ class Chain:
         B, self.depth = len(root), depth
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
         room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
-        self.held = root, length, kept, room, ids
+        self.held = pick, root, length, kept, room, ids
         self.struct = ChainStruct(
-            *(pick.function, pick.context, None if kept is None else kept.data_ptr()),
+            *(pick.struct, None if kept is None else kept.data_ptr()),
             *(root.data_ptr(), length.data_ptr(), room.data_ptr(), room[B * vocab_size :].data_ptr()),
             *(ids[0].data_ptr(), ids[1].data_ptr(), ids[2].data_ptr()),
             *(self.tokens.data_ptr(), self.scores.data_ptr(), depth, vocab_size),

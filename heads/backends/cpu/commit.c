@@ -3,16 +3,9 @@
  * Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
  */
 
-#include <stdint.h>
 #include <string.h>
 
-typedef struct { /* `RoundState` of state.py, and what is told of a round */
-    int64_t *length, *root, *limit, *output, *output_length, *rounds, *accepted, *reached, *report;
-    uint8_t *done, *heeds_eos;
-    const int64_t *eos;
-    int64_t *tokens, *start, *count; /* (B, M + 1), (B), (B) */
-    int64_t B, M, num_eos, output_width, record_width, report_width;
-} State;
+#include "kernels.h"
 
 static int ends(const State *s, int64_t token)
 {

@@ -1,36 +1,12 @@
 """The end of a round in C: its outcome taken into the state of all rows in one call."""
 
 import ctypes
-from functools import cache
-from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
-from heads.backends.cpu.compiling import compiled
+from heads.backends.cpu.library import StateStruct, load
 from heads.backends.round_state import CommitResult, RoundState
-
-SOURCE = Path(__file__).with_name("commit.c")
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-
-
-class StateStruct(ctypes.Structure):
-    """`State` of state.c."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("length", "root", "limit", "output", "output_length", "rounds", "accepted")),
-        *((name, _POINTER) for name in ("reached", "report", "done", "heeds_eos", "eos", "tokens", "start", "count")),
-        *((name, _INT) for name in ("B", "M", "num_eos", "output_width", "record_width", "report_width")),
-    )
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """The compiled function; None where there is no compiler."""
-    library = compiled(SOURCE)
-    if library is not None:
-        library.commit.argtypes, library.commit.restype = [*[_POINTER] * 4, _INT], None
-    return library
 
 
 class CompiledCommit:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.chain import Chain
-from heads.backends.cpu.kernels import ModelStruct, PassStruct, ProductStruct
+from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.library import ModelStruct, PassStruct, ProductStruct
 from heads.backends.cpu.stack import CpuKVCache, CpuStack
 from heads.backends.torch.decoder import NativeDecoder
 from heads.base import Observation
-from heads.tree import CompiledPick, Proposal
+from heads.tree import Proposal
 
 
 class CpuDraftModel:

@@ -11,9 +11,10 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "kernels.h"
 
 enum { BLOCK = 64 };
 #define GAMMA 0x9E3779B97F4A7C15u
@@ -213,17 +214,11 @@ static void take_best(const float *score, int64_t V, int64_t count, int64_t *col
         logp[i] = (logp[i] - top) - rest;
 }
 
-typedef struct {
-    const float *temperatures; /* (B) */
-    const int64_t *seeds;      /* (B) */
-} Sampling;
-
 /* A draft's best columns, by logits / T + G, or by logits where T is 0: logits (R, V), which stand for the target ids
- * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count). `heads.tree.CompiledPick` says so too. */
-void pick(const void *context, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
+ * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count). */
+void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
           float *logp, int64_t B, int64_t W, int64_t V, int64_t count)
 {
-    const Sampling *sampling = context;
     Noise noise = {.noise = make_room(V)};
     float *warm = noise.noise + padded(V);
     for (int64_t r = 0; r < B * W; r++, picked += count, logp += count) {

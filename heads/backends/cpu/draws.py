@@ -8,31 +8,14 @@ Letters: B rows, W positions a row, V columns of the logits.
 """
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.compiling import compiled
-from heads.tree import CompiledPick
+from heads.backends.cpu.library import SamplingStruct, load
 
-SOURCE = Path(__file__).with_name("draws.c")
 SERIAL_VALUES = 1 << 16
 """Noise for fewer ids is not worth waking a second thread for."""
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """The compiled functions; None where there is no compiler."""
-    library = compiled(SOURCE)
-    if library is not None:
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        library.gumbel.argtypes = [*[pointer] * 4, *[integer] * 3]
-        library.choose.argtypes = [*[pointer] * 5, *[integer] * 4]
-        library.pick.argtypes = [*[pointer] * 6, *[integer] * 4]
-        library.gumbel.restype = library.choose.restype = library.pick.restype = None
-    return library
 
 
 def library_for(like: Tensor) -> ctypes.CDLL | None:
@@ -67,20 +50,14 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     return chosen
 
 
-class SamplingStruct(ctypes.Structure):
-    """`Sampling` of draws.c."""
-
-    _fields_ = (("temperatures", ctypes.c_void_p), ("seeds", ctypes.c_void_p))
-
-
-class Picker(CompiledPick):
-    """`RowSampling.pick` of a batch's temperatures and seeds, (B,) each, which stay where they are."""
+class CompiledPick:
+    """`RowSampling.pick` of a batch's temperatures and seeds, (B,) each, which stay where they are; C that drafts a
+    whole chain picks by `struct`."""
 
     def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
         self.library, self.held = library, (temperature, seeds)
         self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr())
-        self.context = ctypes.addressof(self.struct)
-        self.function = ctypes.cast(library.pick, ctypes.c_void_p).value or 0
+        self.reference = ctypes.byref(self.struct)
 
     def __call__(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -95,5 +72,5 @@ class Picker(CompiledPick):
         picked, logp = positions.new_empty(B, W, count), logits.new_empty(B, W, count)
         ids = None if token_ids is None else token_ids.data_ptr()
         where = logits.data_ptr(), positions.data_ptr(), ids, picked.data_ptr(), logp.data_ptr()
-        self.library.pick(self.context, *where, B, W, V, count)
+        self.library.pick(self.reference, *where, B, W, V, count)
         return (picked, logp) if nodes == W else (picked.expand(-1, nodes, -1), logp.expand(-1, nodes, -1))

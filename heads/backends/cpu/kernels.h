@@ -50,13 +50,16 @@ void decoder_layers(const Layer *layers, int64_t count, const Pass *p, float *ke
 void move_slots(float *keys, float *values, const int64_t *from, const int64_t *to, float *room, int64_t layers,
                 int64_t B, int64_t Hkv, int64_t S, int64_t d, int64_t P);
 
-/* `heads.tree.CompiledPick`. */
-typedef void Pick(const void *context, const float *logits, const int64_t *positions, const int64_t *ids,
-                  int64_t *picked, float *logp, int64_t B, int64_t W, int64_t V, int64_t count);
+typedef struct { /* how children are drawn: by logits / T + Gumbel noise, or by logits where T is 0 */
+    const float *temperatures; /* (B) */
+    const int64_t *seeds;      /* (B) */
+} Sampling;
+
+void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
+          float *logp, int64_t B, int64_t W, int64_t V, int64_t count);
 
 typedef struct { /* a chain drafted behind each root, token by token */
-    Pick *pick;
-    const void *context;
+    Sampling sampling;
     const int64_t *kept;          /* (V) the target's ids of the draft's, or NULL */
     const int64_t *root, *length; /* (B) the roots, and where they stand */
     float *logits, *logp;         /* (B, V), (B): room for the distribution of the next token */
@@ -69,3 +72,28 @@ typedef struct { /* a chain drafted behind each root, token by token */
 
 void begin_chain(const Chain *c, int64_t B);
 void draw(const Chain *c, int64_t B, int64_t level);
+
+typedef struct { /* a step of a head that recycles its state */
+    Layer layer;
+    Product project, output; /* project: K = 0 where the layer reads the two halves themselves beside the state */
+    const float *token_norm, *state_norm;         /* (D) */
+    const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
+    float token_eps, state_eps, leave_eps, read_eps;
+    int64_t state_first, zero_first;              /* which half comes first; is the token at position 0 read as zeros */
+} Module;
+
+typedef struct { /* a draft model */
+    const Layer *layers;
+    const float *table, *norm; /* (.., D) embeddings, (D) of the final norm */
+    Product output;            /* over the tokens that both can draft */
+    int64_t count;
+    float eps;
+} Model;
+
+typedef struct { /* `heads.backends.round_state`: what is decided of a batch, and what a round adds */
+    int64_t *length, *root, *limit, *output, *output_length, *rounds, *accepted, *reached, *report;
+    uint8_t *done, *heeds_eos;
+    const int64_t *eos;
+    int64_t *tokens, *start, *count; /* (B, M + 1), (B), (B) */
+    int64_t B, M, num_eos, output_width, record_width, report_width;
+} State;

@@ -1,5 +1,4 @@
-"""Decoder layers and products of few rows on a CPU, in float32: kernels in C, compiled on first use where there is a
-compiler.
+"""Products of few rows on a CPU, in float32, with weights laid out for the kernels.
 
 A verify step multiplies 2 to 16 rows with every weight of the target. It ought to cost what one row costs, the time to
 read the weights: how near it comes, `eval/bench.py --roofline` tells.
@@ -8,78 +7,16 @@ Letters: R rows, K inputs, O outputs.
 """
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.compiling import compiled, logger
+from heads.backends.cpu.library import ProductStruct, load
 
-SOURCES = ("layers.c", "products.c", "chains.c", "modules.c", "models.c", "slots.c", "kernels.h", "tiles.h")
 SERIAL_WEIGHTS = 1 << 16
 """A matrix of fewer weights is not worth waking a second thread for."""
 MOST_ROWS = 64
 """Products of more rows are arithmetic, where libraries are good."""
-
-_POINTER, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-
-
-class ProductStruct(ctypes.Structure):
-    """`Product` of kernels.h."""
-
-    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("K", _INT), ("O", _INT), ("half", _INT))
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of kernels.h."""
-
-    _fields_ = (
-        *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _POINTER) for name in ("attention_norm", "feedforward_norm", "head_norm")),
-        *((name, _FLOAT) for name in ("attention_eps", "feedforward_eps", "head_eps", "scale")),
-        *((name, _INT) for name in ("H", "Hkv", "d", "window")),
-    )
-
-
-class PassStruct(ctypes.Structure):
-    """`Pass` of kernels.h."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("x", "input", "cosines", "sines", "positions", "slots")),
-        *((name, _POINTER) for name in ("mask", "near_mask", "scratch")),
-        *((name, _INT) for name in ("B", "first_row", "N", "D", "E", "S", "threads")),
-    )
-
-
-class ModuleStruct(ctypes.Structure):
-    """`Module` of modules.c."""
-
-    _fields_ = (
-        *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
-        *((name, _POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
-        *((name, _FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
-        *((name, _INT) for name in ("state_first", "zero_first")),
-    )
-
-
-class ModelStruct(ctypes.Structure):
-    """`Model` of models.c."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("layers", "table", "norm")),
-        *(("output", ProductStruct), ("count", _INT), ("eps", _FLOAT)),
-    )
-
-
-class ChainStruct(ctypes.Structure):
-    """`Chain` of kernels.h."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("pick", "context", "kept", "root", "length", "logits", "logp")),
-        *((name, _POINTER) for name in ("ids", "places", "slots", "tokens", "scores")),
-        *((name, _INT) for name in ("depth", "V")),
-    )
 
 
 class PackedWeight:
@@ -114,42 +51,3 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> P
         return None
     library = load()
     return None if library is None else PackedWeight(library, weight, bias, half=half)
-
-
-@cache
-def load() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be had, or are wrong."""
-    library = compiled(*(Path(__file__).with_name(name) for name in SOURCES))
-    if library is None:
-        return None
-    declare(library)
-    with torch.random.fork_rng(devices=[]):
-        x, weight, bias, residual = torch.randn(7, 300), torch.randn(70, 300), torch.randn(70), torch.randn(7, 70)
-    if not PackedWeight(library, weight, bias)(x, residual).allclose(x @ weight.T + bias + residual, atol=1e-3):
-        logger.warning("the compiled CPU kernels are wrong: torch's operations are used")
-        return None
-    return library
-
-
-def declare(library: ctypes.CDLL) -> None:
-    """The kernels' arguments."""
-    library.multiply.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
-    library.normalise_rows.argtypes = [_POINTER, _INT, _POINTER, _FLOAT, _POINTER, _INT, _INT, _INT]
-    library.scratch_size.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
-    library.decoder_layers.argtypes = [
-        *(_POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER)
-    ]
-    library.move_slots.argtypes, library.move_slots.restype = [*[_POINTER] * 5, *[_INT] * 6], None
-    library.module_room.argtypes = [_POINTER, _INT, _INT, _INT, _INT]
-    library.recycle.argtypes = [_POINTER] * 8
-    library.read_out.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT]
-    library.draft_chain.argtypes = [_POINTER] * 8
-    library.model_chain.argtypes = [*[_POINTER] * 5, _INT, _POINTER, _INT, _POINTER]
-    library.advance.argtypes = [*[_POINTER] * 6, _INT, _INT]
-    library.extend.argtypes = [_POINTER] * 14
-    library.recycle.restype = library.read_out.restype = None
-    library.draft_chain.restype = library.model_chain.restype = None
-    library.extend.restype = library.advance.restype = None
-    library.multiply.restype = library.normalise_rows.restype = library.decoder_layers.restype = None
-    library.scratch_size.restype = library.module_room.restype = _INT
-    library.block_size.restype = library.lanes.restype = ctypes.c_int

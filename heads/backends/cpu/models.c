@@ -4,14 +4,6 @@
 
 #include "kernels.h"
 
-typedef struct {
-    const Layer *layers;
-    const float *table, *norm; /* (.., D) embeddings, (D) of the final norm */
-    Product output;            /* over the tokens that both can draft */
-    int64_t count;
-    float eps;
-} Model;
-
 /* A chain behind each root and `previous` (B), the token before it, which may not have been read; the pass is of two
  * tokens; room of 3 B D floats. */
 void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_t *previous, float *keys,

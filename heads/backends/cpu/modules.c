@@ -4,15 +4,6 @@
 
 #include "kernels.h"
 
-typedef struct {
-    Layer layer;
-    Product project, output; /* project: K = 0 where the layer reads the two halves themselves beside the state */
-    const float *token_norm, *state_norm;         /* (D) */
-    const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
-    float token_eps, state_eps, leave_eps, read_eps;
-    int64_t state_first, zero_first;              /* which half comes first; is the token at position 0 read as zeros */
-} Module;
-
 int64_t module_room(const Module *m, int64_t B, int64_t N, int64_t D, int64_t E)
 {
     return scratch_size(&m->layer, B, N, D, E) + B * N * 2 * D;

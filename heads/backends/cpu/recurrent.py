@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from heads.backends.cpu.chain import Chain
-from heads.backends.cpu.kernels import ModuleStruct, PassStruct, ProductStruct, load
+from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, load
 from heads.backends.cpu.stack import CpuStack
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
@@ -24,7 +25,7 @@ from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.base import Observation
 from heads.target.families import additive
-from heads.tree import CompiledPick, Proposal
+from heads.tree import Proposal
 
 
 @dataclass(frozen=True)

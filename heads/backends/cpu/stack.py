@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.kernels import LayerStruct, PassStruct, load
+from heads.backends.cpu.library import LayerStruct, PassStruct, load
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-from heads.backends.cpu.kernels import MOST_ROWS, load, pack
+from heads.backends.cpu.kernels import MOST_ROWS, pack
+from heads.backends.cpu.library import load
 
 
 class Product:

@@ -126,42 +126,41 @@ def test_a_long_prompt_is_refused_or_left_out(tmp_path: Path, tokenizer: PreTrai
     assert [prompt.id for prompt in load(path, tokenizer, skip_long=True)] == ["1"]
 
 
-def fake_split(*, held_out: bool) -> Any:
-    assert held_out
-    for name in ("one.py", "pkg/two.py", "short.py"):
-        lines = 4 if name == "short.py" else 80
-        yield name, "".join(f"{name[0]}_{i} = call({i}, 'text')\n" for i in range(lines))
+@pytest.fixture
+def held_out(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The held-out modules of this machine, by name."""
+    sizes = {"one.py": 80, "pkg/two.py": 80, "short.py": 4}
+    texts = {name: "".join(f"{name[0]}_{i} = call({i}, 'text')\n" for i in range(n)) for name, n in sizes.items()}
+    monkeypatch.setattr(module, "read_split", lambda held_out: iter(texts.items()))
+    return texts
 
 
 def test_held_out_prompts_are_64_to_128_tokens_from_the_start_of_a_line(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase, held_out: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(module, "read_split", fake_split)
     prompts = load("python-heldout", tokenizer, num_prompts=10)
     assert len(prompts) == 10 and len({prompt.text for prompt in prompts}) == 10
-    texts = dict(fake_split(held_out=True))
     for prompt in prompts:
         name, line = prompt.id.rsplit(":", 1)
         assert 64 <= len(prompt.ids) <= 128
-        assert "".join(texts[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.text)
+        assert "".join(held_out[name].splitlines(keepends=True)[int(line) - 1 :]).startswith(prompt.text)
         assert name != "short.py"
 
 
 def test_held_out_prompts_depend_on_the_seed_and_on_no_other_module(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase, held_out: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(module, "read_split", fake_split)
     first = load("python-heldout", tokenizer, num_prompts=2)
     assert prompts_hash(first) == prompts_hash(load("python-heldout", tokenizer, num_prompts=2))
     assert prompts_hash(first) != prompts_hash(load("python-heldout", tokenizer, num_prompts=2, seed=1))
-    monkeypatch.setattr(module, "read_split", lambda held_out: list(fake_split(held_out=held_out))[1:])
+    del held_out["one.py"]
     assert load("python-heldout", tokenizer, num_prompts=1)[0] == first[1]
 
 
 def test_a_machine_without_held_out_modules_is_given(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase, held_out: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(module, "read_split", lambda held_out: iter(()))
+    held_out.clear()
     with pytest.raises(UserError, match="no held-out module"):
         load("python-heldout", tokenizer)
 

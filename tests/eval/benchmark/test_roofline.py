@@ -7,7 +7,7 @@ import torch
 
 from eval.benchmark.roofline import Part, copy_bandwidth, lines, roofline
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.backends.cpu import kernels
+from heads.backends.cpu import library
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
@@ -31,7 +31,7 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     products = sum(part["bytes"] for name, part in parts.items() if name.startswith("products"))
     linear = [p for name, p in tiny_target.layers.named_parameters() if p.dim() == 2]
     assert products == sum(p.numel() for p in linear) * size
-    width = 4 if kernels.load() is None else 2  # bytes of a weight
+    width = 4 if library.load() is None else 2  # bytes of a weight
     read = {name: p.numel() * width for name, p in head.named_parameters()}
     whole, output, fuse = sum(read.values()), read["lm_head.weight"], read["fc.weight"]
     assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
@@ -71,7 +71,7 @@ def test_what_other_drafts_read(kind: str, tiny_target: FrozenTarget) -> None:
         engine, Engine(tiny_target, None, EngineOptions(max_length=128)), length=40, tau=2.0, bandwidth=1e9
     )
     draft = next(part for part in record["round"] if part["part"] == "draft")
-    assert draft["bytes"] == read * (4 if kernels.load() is None else 2)
+    assert draft["bytes"] == read * (4 if library.load() is None else 2)
 
 
 def test_a_part_beside_its_floor() -> None:

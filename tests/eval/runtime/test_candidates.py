@@ -35,7 +35,7 @@ class Restless(Controller):
         super().note(span)
         if self.chance.random() < 0.5:
             self.spans.clear()
-            self._cos_sin(self.chance.randrange(len(self.shapes)))
+            self._change_to(self.chance.randrange(len(self.shapes)))
 
 
 def make_restless(engine: Engine) -> Engine:
@@ -66,6 +66,17 @@ def texts(outputs: Sequence[Output]) -> list[tuple[list[int], str]]:
     return [(output.tokens, output.finish_reason) for output in outputs]
 
 
+@pytest.fixture
+def few_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have a resting head's states fill their room soon."""
+
+    def limit(most: int, patience: int = pending.PATIENCE) -> None:
+        for name, value in (("PENDING", most), ("PATIENCE", patience)):
+            monkeypatch.setattr(pending, name, value)
+
+    return limit
+
+
 @pytest.mark.parametrize("poll_interval", [1, 3])
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,10 +86,9 @@ def test_no_token_changes_whatever_is_drafted(
     poll_interval: int,
     target_of: TargetOf,
     prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    few_pending: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(pending, "PENDING", 4)
-    monkeypatch.setattr(pending, "PATIENCE", 2)  # full now and then
+    few_pending(4, 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
     plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
@@ -111,10 +121,10 @@ def test_what_the_head_is_given_has_no_gaps(
     target_of: TargetOf,
     scripted_head: HeadType,
     prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    few_pending: Callable[..., None],
 ) -> None:
     """The scripted head compares with the target's own features whatever it observes, and where."""
-    monkeypatch.setattr(pending, "PENDING", 4)
+    few_pending(4)
     target = target_of("llama")
     requests = make_requests(prompts)
     plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
@@ -132,11 +142,10 @@ def test_what_the_head_is_given_has_no_gaps(
 @pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], few_pending: Callable[..., None]
 ) -> None:
     """Wherever both drafted, both drafted the same."""
-    monkeypatch.setattr(pending, "PENDING", 8)
-    monkeypatch.setattr(pending, "PATIENCE", patience)
+    few_pending(8, patience)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -165,18 +174,19 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
 class FakeClock:
     """Seconds that pass with what is asked of target and head, and not otherwise."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.now = 0.0
-        step = engine.decoder.step
-        verify, head = step.verify, engine.head
+        step: Any = engine.decoder.step
+        verify = step.verify
+        head: Any = engine.head
 
         def timed_verify(proposal: Any, *rest: Any) -> Any:
             nodes = proposal.tokens.shape[1]
             self.now += 1.0 + (0.2 + 0.02 * nodes if nodes > 1 else 0.0)
             return verify(proposal, *rest)
 
-        monkeypatch.setattr(step, "verify", timed_verify)
-        monkeypatch.setattr(engine, "clock", lambda: self.now)
+        step.verify = timed_verify
+        engine.clock = lambda: self.now  # type: ignore[method-assign]
         if head is not None:
             propose, extend = head.propose, head.extend
 
@@ -188,34 +198,30 @@ class FakeClock:
                 self.now += 0.05 + 0.002 * observation.hidden.shape[1]
                 extend(state, observation)
 
-            monkeypatch.setattr(head, "propose", timed_propose)
-            monkeypatch.setattr(head, "extend", timed_extend)
+            head.propose = timed_propose
+            head.extend = timed_extend
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
-    batch_size: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     target = target_of("llama")
     requests = [Request(p, 150, SAMPLINGS[i % 2], ignore_eos=True) for i, p in enumerate(prompts[3:6])]
     plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192))
-    FakeClock(plain, monkeypatch)
+    FakeClock(plain)
     expected = plain.generate(requests)
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, expected, strict=True)]
     speedups, shares = [], []
     for right in (0.0, 0.9):
         head = scripted_head(target, known, right=right, aux_layer_ids=())
-        monkeypatch.setattr(head, "check_features", lambda *observed: None)
+        head.check_features = lambda *observed: None
         engine = Engine(
             target,
             head,
             EngineOptions(shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True),
         )
-        FakeClock(engine, monkeypatch)
+        FakeClock(engine)
         assert texts(engine.generate(requests)) == texts(expected)
         speedups.append(plain.timings.decode_seconds / engine.timings.decode_seconds)
         shares.append(engine.timings.candidates)
@@ -234,7 +240,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     )
     candidates = engine.candidates
     assert candidates is not None
-    candidates.rest.pending.may_ask = False  # as on a GPU
+    candidates.paused_state.pending.may_ask = False  # as on a GPU
     with torch.inference_mode(), as_on_a_gpu():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():

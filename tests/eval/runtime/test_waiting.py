@@ -113,7 +113,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
         for owner, name, made in ((decoder, "propose", proposal), (decoder.step, "verify", features)):
             monkeypatch.setitem(owner.__dict__, name, lambda *arguments, made=made: made)
         if decoder.head is not None:
-            monkeypatch.setattr(decoder.head, "extend", lambda *arguments: None)
+            decoder.head.extend = lambda *arguments: None  # type: ignore[method-assign]
         with Launches() as launches:
             decoder.round(64)
     assert {"_settle", "_best_of_tile"} <= launches.names.keys()

@@ -30,15 +30,29 @@ def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_
     assert made == [output.tokens for output in engine.generate([Request(prompt, 6) for prompt in PROMPTS])]
 
 
-def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What engines were asked to decode."""
+    requests: list[Request] = []
+
+    class Noting(Engine):
+        def generate(self, asked: Any, **rest: Any) -> Any:
+            requests.extend(asked)
+            return super().generate(asked, **rest)
+
+    monkeypatch.setattr(answers, "Engine", Noting)
+    return requests
+
+
+def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, asked: list[Request]) -> None:
     made = make_answers(target, PROMPTS, GREEDY, tmp_path)
-    monkeypatch.setattr(answers, "Engine", None)
-    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made
+    assert len(asked) == len(PROMPTS)
+    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made and len(asked) == len(PROMPTS)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_interrupted_file_is_taken_up_at_its_last_whole_line(
-    target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: FrozenTarget, tmp_path: Path, asked: list[Request]
 ) -> None:
     made = make_answers(target, PROMPTS, GREEDY, tmp_path)
     (whole,) = tmp_path.iterdir()
@@ -46,14 +60,7 @@ def test_an_interrupted_file_is_taken_up_at_its_last_whole_line(
     whole.unlink()
     part = tmp_path / f"answers-{answers_key(target, PROMPTS, GREEDY)}.0-of-1.part"
     part.write_text("".join(lines[:7]) + lines[7][:3])
-    asked = []
-
-    class Counting(Engine):
-        def generate(self, requests: Any, **rest: Any) -> Any:
-            asked.extend(requests)
-            return super().generate(requests, **rest)
-
-    monkeypatch.setattr(answers, "Engine", Counting)
+    asked.clear()
     assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made and len(asked) == 2
 
 
@@ -112,7 +119,7 @@ def test_prompts_come_from_every_source_by_weight(
     def read() -> list[list[int]]:
         recipe = load_recipe(write_recipe(settings))
         assert recipe.data.regenerate is not None
-        return read_prompts(recipe, tokenizer, recipe.data.regenerate, "data.regenerate")
+        return read_prompts(recipe.data, recipe.train.seed, tokenizer, recipe.data.regenerate, "data.regenerate")
 
     prompts = read()
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)

@@ -112,8 +112,8 @@ def test_prompts_are_read_past_odd_records(
     recipe, wanted = chat_recipe(settings, write_recipe, path)
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
     said: list[str] = []
-    assert len(read_prompts(recipe, tokenizer, wanted, "data.regenerate", said.append)) == 4
+    assert len(read_prompts(recipe.data, recipe.train.seed, tokenizer, wanted, "data.regenerate", said.append)) == 4
     assert len(said) == 1 and "1 of 5 records are left out" in said[0]
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
     with pytest.raises(UserError, match=r"1 of 2 records are left out"):
-        read_prompts(recipe, tokenizer, wanted, "data.regenerate")
+        read_prompts(recipe.data, recipe.train.seed, tokenizer, wanted, "data.regenerate")

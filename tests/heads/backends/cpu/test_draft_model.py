@@ -10,15 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import kernels
+from heads.backends.cpu import library
+from heads.backends.cpu.draws import CompiledPick
 from heads.base import Observation
 from heads.draft_model import DraftState
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from heads.tree import CompiledPick, Proposal, parse_shape
+from heads.tree import Proposal, parse_shape
 from tests.heads.backends.cpu.test_kernels import BASE, VARIANTS
 
-pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 B, V, COMMON = 3, 61, 50
 
 

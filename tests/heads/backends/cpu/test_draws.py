@@ -8,10 +8,10 @@ from torch import Tensor
 
 from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import draws
+from heads.backends.cpu import draws, library
 from tests.switches import without_c
 
-pytestmark = pytest.mark.skipif(draws.load() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 SETTINGS = (
     Sampling(temperature=1.0, seed=-3),

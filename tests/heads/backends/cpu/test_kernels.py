@@ -1,7 +1,6 @@
 """The CPU kernels against torch's operations: products, whole decoders, and rows that heed no neighbour."""
 
 import logging
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.cpu import compiling, kernels
+from heads.backends.cpu import compiling, kernels, library
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.target.frozen import FrozenTarget
 
-compiled = pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
+compiled = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 BASE = dict(
     vocab_size=61,
     hidden_size=48,
@@ -155,15 +154,15 @@ def test_slots_move_all_at_once() -> None:
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    kernels.load.cache_clear()
+    library.load.cache_clear()
     compiling.find_compiler.cache_clear()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "none")
     with caplog.at_level(logging.INFO, "draftsmith"):
         assert kernels.pack(torch.randn(4, 4)) is None and kernels.pack(torch.randn(4, 4)) is None
     assert [record.message for record in caplog.records] == [
         "no C compiler found: decoding on this CPU takes torch's operations, which are slower"
     ]
-    kernels.load.cache_clear()
+    library.load.cache_clear()
     compiling.find_compiler.cache_clear()
 
 
@@ -171,13 +170,13 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplo
 def test_a_compiler_that_fails_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels.load.cache_clear()
+    library.load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiling, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setenv("CFLAGS", "--no-such-flag")
     with caplog.at_level(logging.INFO, "draftsmith"):
-        assert kernels.load() is None
+        assert library.load() is None
     assert "could not be compiled" in caplog.text and not list(tmp_path.rglob("*.so"))
-    kernels.load.cache_clear()
+    library.load.cache_clear()
 
 
 @compiled
@@ -206,9 +205,9 @@ def test_a_header_that_changed_makes_another_library(tmp_path: Path, monkeypatch
     sources[1].write_text("int three(void) { return 3; }\n")
     for number in (2, 4):
         sources[2].write_text(f"#define NUMBER {number}\n")
-        library = compiling.compiled(*sources)
-        assert library is not None
-        assert (library.two(), library.three()) == (number, 3)
+        made = compiling.compiled(*sources)
+        assert made is not None
+        assert (made.two(), made.three()) == (number, 3)
 
 
 def homeless() -> Path:

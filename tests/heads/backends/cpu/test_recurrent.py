@@ -9,18 +9,19 @@ from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import kernels
+from heads.backends.cpu import library
+from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
 from heads.backends.recurrent_memory import TorchRecurrent
 from heads.base import Observation, Pick, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import Recurrent
-from heads.tree import CompiledPick, Proposal, parse_shape
+from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 from tests.switches import by_torch
 
-pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 D, V = 48, 60
 WIDTHS = dict(
     hidden_size=D,

@@ -1,0 +1,105 @@
+"""Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
+
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from heads.base import DraftHead
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget
+from train.data.answers import Progress, answer_documents, make_answers
+from train.data.on_policy import Samples
+from train.data.packing import Document, Mixture, Pool
+from train.data.sources import Say, read_documents, read_prompts, silent
+from train.recipe import ChatSource, Data
+
+
+def check_data(data: Data, target: FrozenTarget) -> None:
+    """Refuse data that the target cannot read."""
+    if data.context_length > target.context_length:
+        raise UserError(
+            f"data.context_length: expected at most {target.context_length}, the context of {target.name}, "
+            f"got {data.context_length}"
+        )
+    if target.start_token is None:
+        return
+    # A decoder behind an encoder writes answers and nothing else.
+    for number, source in enumerate(data.sources):
+        if not isinstance(source, ChatSource):
+            raise UserError(
+                f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
+                f"{source.kind}; use kind chat"
+            )
+    for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
+        if answers is not None and answers.train_on_prompts:
+            raise UserError(
+                f"data.{name}.train_on_prompts: an encoder-decoder target never writes prompts; leave it out"
+            )
+
+
+def load_data(
+    data: Data,
+    seed: int,
+    head: DraftHead,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    accelerator: Accelerator,
+    say: Say,
+    progress: Progress,
+) -> tuple[Mixture, Samples | None]:
+    """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
+    draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
+    check_data(data, target)
+    regenerate = data.regenerate
+    pools: list[Pool] = []
+    weights: list[float] = []
+    kept = 1.0 if regenerate is None else 1 - regenerate.share
+
+    def add(documents: list[Document], weight: float | None, name: str) -> None:
+        pool = Pool(documents, data.context_length)
+        say(
+            f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, "
+            f"{len(pool)} rows"
+        )
+        pools.append(pool)
+        weights.append(len(pool) if weight is None else weight)
+
+    if kept > 0:
+        for number, source in enumerate(data.sources):
+            add(read_documents(source, tokenizer, say), source.weight, f"data.sources.{number}")
+        weights = [kept * weight / sum(weights) for weight in weights]
+    if regenerate is not None:
+        unsaid = say if kept == 0 else silent  # the records left out of sources that are rows too are said already
+        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", unsaid)
+        answers = make_answers(
+            target,
+            prompts,
+            regenerate,
+            folder,
+            process=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            wait=accelerator.wait_for_everyone,
+            progress=progress,
+        )
+        documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
+        add(documents, regenerate.share, "data.regenerate")
+    mixture = Mixture(pools, weights, seed)
+    check_supervision(head, mixture)
+    if data.on_policy is None:
+        return mixture, None
+    prompts = read_prompts(data, seed, tokenizer, data.on_policy, "data.on_policy")
+    return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
+
+
+def check_supervision(head: DraftHead, mixture: Mixture) -> None:
+    """Refuse data without a label at the head's first depth, as where every document is too short for it."""
+    for pool in mixture.pools:
+        for index in range(len(pool)):
+            rows = pool.row(index)
+            if head.counts(rows.loss_mask, rows.documents)[0] > 0:
+                return
+    raise UserError(
+        "data.sources: no token to train on: every document is too short for the head's first depth; give longer ones"
+    )
