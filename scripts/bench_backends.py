@@ -11,9 +11,12 @@ twentieth of a round, need not be C.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from eval.benchmark.shapes import SHAPES
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from eval.command import Parser, count, exit_status
+from scripts.model_shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,7 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.benchmark.backends_run import compare
+    from scripts.backend_pieces import compare
 
     return compare(options)
 
