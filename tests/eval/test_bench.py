@@ -6,8 +6,8 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
