@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     @by_autograd
     def plain_kl(logq: Tensor, p: Distribution) -> Tensor:
-        return p.negative_entropy - vecdot(p.probs, logq)
+        value: Tensor = p.negative_entropy - vecdot(p.probs, logq)
+        return value
 
     forms: dict[str, tuple[Divergence, Divergence]] = {
         "kl": (LOSSES["kl"], plain_kl),
