@@ -230,7 +230,8 @@ def check_private(files: Contents) -> None:
     """Refuse a text that contains the user's home directory. UserError names the file."""
     home = os.path.expanduser("~").rstrip("/")
     for name, data in files.items():
-        if home and isinstance(data, bytes) and f"{home}/".encode() in data:
+        text = data if isinstance(data, bytes) else data.read_bytes() if name.endswith(".json") else b""
+        if home and f"{home}/".encode() in text:
             raise UserError(f"{name}: would name a path in {home}; take it out of the run's own file of that name")
 
 
