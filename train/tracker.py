@@ -156,6 +156,7 @@ class Tracker:
         try:
             self.accelerator.init_trackers(settings.project, init_kwargs=options)
         except wandb.errors.Error as error:
+            self.accelerator.trackers = []  # it holds the ones that did not start
             remedy = "log in, or set tracking.wandb=offline" if online else "set tracking.wandb=off"
             raise UserError(
                 f"tracking.wandb {settings.wandb}: wandb does not start ({first_line(error)}); {remedy}"

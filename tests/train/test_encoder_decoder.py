@@ -84,8 +84,8 @@ def test_a_head_learns_and_its_output_is_the_targets_own(
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
     measured = records[-1]
     assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=0.05)
-    target, kept = outcome.loaded.target, load_head(outcome.folder.path)
-    prompts = load_prompts(settings["eval"]["prompts"], outcome.loaded.tokenizer, max_prompt_tokens=64)
+    target, kept = outcome.target, load_head(outcome.folder.path)
+    prompts = load_prompts(settings["eval"]["prompts"], outcome.tokenizer, max_prompt_tokens=64)
     requests = [
         Request(prompt.ids, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
     ]

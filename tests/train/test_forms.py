@@ -184,7 +184,7 @@ def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
     records = [json.loads(line) for line in (outcome.folder.path / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if record["kind"] == "train"]
     assert losses[-1] < losses[0], losses
-    target = outcome.loaded.target
+    target = outcome.target
     check_fits(outcome.folder.path, target)
     drafted = audit(target, load_head(outcome.folder.path), encode(settings["target"]["path"]))
     assert drafted > 0, "an audit in which nothing drafted came out proves little"

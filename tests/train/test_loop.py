@@ -264,3 +264,19 @@ def test_wandb_offline_records_the_run(settings: Settings, write_recipe: WriteRe
         time.sleep(0.1)
     for text in (b"train/loss", b"eval/tau", b"context_length"):
         assert text in record.read_bytes()
+
+
+def test_tensorboard_has_the_figures(settings: Settings, write_recipe: WriteRecipe) -> None:
+    pytest.importorskip("tensorboard")
+    settings["tracking"] = {"tensorboard": True}
+    assert list((run(settings, write_recipe) / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_tensorboard_is_refused_where_it_is_not_installed(
+    settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate would leave it out without a word."""
+    monkeypatch.setattr("train.launch.is_tensorboard_available", lambda: False)
+    settings["tracking"] = {"tensorboard": True}
+    with pytest.raises(UserError, match=r"tracking\.tensorboard: .* not installed"):
+        run(settings, write_recipe)
