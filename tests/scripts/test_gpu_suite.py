@@ -19,7 +19,7 @@ from scripts import gpu_suite
 from scripts.gpu import parts, suite
 from scripts.gpu.idle import idle_of
 from scripts.gpu.models import Models
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 from tests.small_targets import make_head, make_target
 from tests.switches import kernels_on_cpu
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime import pending as module
 from eval.runtime.engine import Engine, Request
 from eval.runtime.pending import PATIENCE, PENDING, PendingStates
 from heads.backends.round_state import RoundState
@@ -96,9 +95,8 @@ def test_rows_that_ended_or_began_anew_are_not_given_of(with_c: bool) -> None:
     assert accepted_tokens.start.tolist()[1:] == [20, 0]
 
 
-def test_a_full_row_that_is_done_harms_no_other(with_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PENDING", 4)
-    monkeypatch.setattr(module, "PATIENCE", 1)
+def test_a_full_row_that_is_done_harms_no_other(with_c: bool, few_pending: Callable[..., None]) -> None:
+    few_pending(4, 1)
     pending, rounds = new_pending()
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     made = []

@@ -17,7 +17,7 @@ from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts, large_head, likeliest, some_news
-from scripts.model_shapes import SHAPES, ModelShape
+from scripts.grown.shapes import SHAPES, ModelShape
 from tests.drafting import SMALL, drafts_are_those_of_torch, head_rounds, some_head
 from tests.launches import Launches
 from tests.small_targets import make_target
