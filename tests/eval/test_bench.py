@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,7 @@ def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench) -> 
 def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
     pair_head: Any, monkeypatch: pytest.MonkeyPatch, bench: Bench
 ) -> None:
+    @dataclass(frozen=True)
     class Trained:
         depth: int
 

@@ -167,7 +167,7 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
     """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
     an untrained head is right now and then."""
     monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", False)
-    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
+    sizes: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
     target = make_target("llama", torch.float32, **sizes)
     requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
     plain = Engine(target, batch_size=2, max_length=64).generate(requests)
