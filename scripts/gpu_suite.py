@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve()
 sys.path.insert(0, str(SCRIPT.parents[1]))
 
 from eval.command import Parser, exit_status  # noqa: E402
-from scripts.model_shapes import SHAPES  # noqa: E402
+from scripts.grown.shapes import SHAPES  # noqa: E402
 
 COMMANDS = {
     "checks": ("checks", "identity"),

@@ -3,7 +3,7 @@
     python scripts/grow_target.py recipes/quickstart/target runs/grown --shape 0.4b --heads runs/quickstart
     python eval/bench.py runs/grown/quickstart
 
-New width, attention heads and layers are zeros (`scripts/grown_target.py`). The grown model's logits are checked
+New width, attention heads and layers are zeros (`scripts/grown/target.py`). The grown model's logits are checked
 against the small one's before anything is kept; every report calls such a target grown.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.command import Parser, count, exit_status
-from scripts.model_shapes import SHAPES, ModelShape
+from scripts.grown.shapes import SHAPES, ModelShape
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,7 +37,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from scripts.growing import grow
+    from scripts.grown.command import grow
 
     return grow(options)
 

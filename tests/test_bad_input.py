@@ -1,6 +1,5 @@
 """Whatever a user gets wrong: exit status 2, one clear line, nothing written and nothing lost."""
 
-import errno
 import fcntl
 import json
 import os
@@ -21,7 +20,7 @@ from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
-from train import checkpointing
+from tests.faults import full_disk
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -213,10 +212,7 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
-        config = BertConfig(
-            vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-        )
-        BertModel(config).save_pretrained(path)
+        BertModel(BertConfig(128, 32, 2, 2, 32)).save_pretrained(path)
     elif kind == "truncated":
         shutil.copytree(tiny_target_dir, path)
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
@@ -359,19 +355,9 @@ def test_a_run_with_other_settings(refused: Any) -> None:
     assert "train.lr was 0.01, is 0.02" in refused(lambda: train("output_dir=run", "train.lr=0.02"))
 
 
-def test_no_space_for_a_checkpoint(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_space_for_a_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one before it stands, nothing half written lies about, and the same command goes on from there."""
-    real = checkpointing._write
-
-    def write(path: Path, data: bytes) -> None:
-        if path.parent.name == ".step-2.tmp" and path.name.startswith("optimizer"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointing, "_write", write)
+    with full_disk(2):
         assert train() == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "for the checkpoint of step 2; step-1 is intact" in errors[0]

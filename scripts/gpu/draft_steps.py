@@ -17,7 +17,7 @@ from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import Recurrent, RecurrentState
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 
 
 def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from heads.backends.triton import accept, attention, choose, compaction, layers
 from heads.backends.triton.products import COLD, MAKERS
 from heads.tree import Proposal
 from scripts.gpu.trees import works
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 
 ROWS = (1, 8, 16, 32, 64)
 ACCEPTED = 7

@@ -15,9 +15,9 @@ from heads.checkpoint import load_head
 from heads.eagle3 import Eagle3
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
-from scripts.grown_heads import HeadSize, grow_head
-from scripts.grown_target import Growth, grow_llama, shape_of
-from scripts.model_shapes import ModelShape
+from scripts.grown.heads import HeadSize, grow_head
+from scripts.grown.shapes import ModelShape
+from scripts.grown.target import Growth, grow_llama, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "recipes/quickstart/target", ROOT / "runs/quickstart/head"

@@ -26,7 +26,7 @@ from scripts.gpu.draft_steps import draft_parts
 from scripts.gpu.idle import measure_idle
 from scripts.gpu.kernels import ROWS, kernel_parts
 from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft_for_assisted, grow_models, small_models
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]

@@ -16,7 +16,7 @@ from eval.benchmark.environment import device_facts, versions
 from eval.files import write_json
 from heads.errors import UserError
 from scripts.gpu.parts import GROUPS, Bench, Part
-from scripts.model_shapes import SHAPES
+from scripts.grown.shapes import SHAPES
 
 SECONDS = {"checks": 300, "identity": 180, "compiled": 120, "rounds": 360, "kernels": 150, "library": 240}
 """For each group, after which it begins no long part."""

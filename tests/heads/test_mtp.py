@@ -203,7 +203,7 @@ def test_a_drafting_step_is_a_training_step(form: dict[str, object]) -> None:
         seen.append(read)
         return logits(read, lm_head_weight)
 
-    head.logits = spy  # type: ignore[method-assign]
+    head.logits = spy  # type: ignore[method-assign, assignment]
     proposal = head.propose(state, greedy)
     tokens = batch.tokens.clone()
     for b, n in enumerate(lengths):

@@ -15,11 +15,12 @@ import torch
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.backends.triton.timing import device_seconds
+from heads.errors import UserError
 from scripts import gpu_suite
 from scripts.gpu import parts, suite
 from scripts.gpu.idle import idle_of
 from scripts.gpu.models import Models
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 from tests.small_targets import make_head, make_target
 from tests.switches import kernels_on_cpu
 
@@ -65,7 +66,7 @@ def interpreted_bench() -> Iterator[parts.Bench]:
         seconds = partial(device_seconds, repeats=1)
         shape = ModelShape(64, 2, 4, 2, 16, 64, 300)
         bench = SmallBench(CPU, shape, None, time.monotonic() + 3600, sizes, seconds=seconds, cold=1 << 10)
-        widths = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
+        widths: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
         target = make_target("llama", torch.bfloat16, **widths)
         head: Any = make_head(target)
         bench.small = bench.grown = Models(target, head, "random")
@@ -184,5 +185,5 @@ def test_a_group_that_dies_is_written_down_beside_the_others(tmp_path: Path) -> 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     options = ["checks", "--out", str(tmp_path / "record.json")]
-    with pytest.raises(suite.UserError, match="no GPU"):
+    with pytest.raises(UserError, match="no GPU"):
         gpu_suite.main(options)

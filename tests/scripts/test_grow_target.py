@@ -11,7 +11,7 @@ from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import load_target
 from scripts import grow_target
-from scripts.grown_target import shape_of
+from scripts.grown.target import shape_of
 
 
 def call(*words: object) -> int:

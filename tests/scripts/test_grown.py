@@ -16,9 +16,9 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
-from scripts.grown_heads import HeadSize, grow_head
-from scripts.grown_target import Growth, grow_llama, shape_of
-from scripts.model_shapes import ModelShape
+from scripts.grown.heads import HeadSize, grow_head
+from scripts.grown.shapes import ModelShape
+from scripts.grown.target import Growth, grow_llama, shape_of
 
 BIG = ModelShape(
     hidden_size=48,

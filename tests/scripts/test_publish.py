@@ -212,7 +212,11 @@ def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: Stan
 def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub) -> None:
     card = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     known = hub.model_info
-    hub.model_info = lambda repo: SimpleNamespace(card_data=card) if repo == "org/the-target" else known(repo)  # type: ignore[method-assign]
+
+    def model_info(repo_id: str) -> SimpleNamespace:
+        return SimpleNamespace(card_data=card) if repo_id == "org/the-target" else known(repo_id)
+
+    hub.model_info = model_info  # type: ignore[method-assign]
     assert call(run, REPO, "--base-model", "org/the-target") == 0
     matter = front_matter(hub.repos[REPO]["README.md"])
     assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from heads.checkpoint import adapt_target, load_head
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
+from tests.faults import signal_at
 from train.adapter import Joint, make_adapter
 from train.data.features import make_batch
 from train.data.packing import Rows
@@ -155,9 +154,7 @@ def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
     return folder.path
 
 
-def test_two_stages_go_on_bit_for_bit(
-    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_stages_go_on_bit_for_bit(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     """Broken in the second stage, dropout and all."""
     small["train"]["keep_checkpoints"] = 9
     unbroken = train(small, write_recipe)
@@ -166,15 +163,7 @@ def test_two_stages_go_on_bit_for_bit(
     assert lora and all(stages[0][name].abs().sum() == 0 for name in lora)  # not begun
     assert all(stages[1][name].abs().sum() > 0 for name in lora)
     small["output_dir"] = str(tmp_path / "broken")
-    calls = iter(range(1, 1_000))
-
-    def make(*arguments: Any) -> Any:
-        if next(calls) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return make_batch(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("train.step.make_batch", make)
+    with signal_at(5), pytest.raises(Interrupted):
         train(small, write_recipe)
     assert (tmp_path / "broken/checkpoints/step-5").is_dir()
     broken = train(small, write_recipe)

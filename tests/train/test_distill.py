@@ -1,7 +1,8 @@
 """A draft model in the loop: distilled, by adapters, on its own text, to the last bit where a run is broken off."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ def small(settings: Settings) -> Settings:
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))
+
+
+@contextmanager
+def before_step(step: int, work: Callable[[Training], None]) -> Iterator[None]:
+    """Do some work when a run has come to `step`."""
+    act = Training._step
+
+    def step_after(self: Training) -> None:
+        if self.state.step == step:
+            work(self)
+        act(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "_step", step_after)
+        yield
+
+
+def stop(training: Training) -> None:
+    raise Interrupted
 
 
 def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
@@ -167,22 +187,14 @@ def test_frozen_weights_stay_and_the_adapters_learn(small: Settings, write_recip
     "step", [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))]
 )
 def test_a_run_on_its_own_text_goes_on_bit_for_bit(
-    step: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Broken off before it writes, in the midst of what it wrote, and just before it writes anew."""
     small["data"]["on_policy"] = ON_POLICY
     small["eval"]["report"] |= {"repeats": 1}
     unbroken = run(small, write_recipe)
     small["output_dir"] = str(tmp_path / "broken")
-    act = Training._step
-
-    def stop(self: Training) -> None:
-        if self.state.step == step:
-            raise Interrupted
-        act(self)
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Training, "_step", stop)
+    with before_step(step, stop), pytest.raises(Interrupted):
         run(small, write_recipe)
     broken = run(small, write_recipe)
     assert same(weights(unbroken, 6), weights(broken, 6))
@@ -191,25 +203,21 @@ def test_a_run_on_its_own_text_goes_on_bit_for_bit(
 
 
 def test_samples_are_the_drafts_own_and_are_learnt_from(
-    small: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
     small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
     rows: list[Tensor] = []
     prompts: list[list[int]] = []
-    act = Training._step
 
-    def look(self: Training) -> None:
-        if self.state.step == 4:
-            assert self.samples is not None
-            prompts.extend(list(request.prompt) for request in self.samples.requests(4))
-            rows.extend(
-                self.stepper.mixture.pools[0].row(n).tokens[0] for n in range(len(self.stepper.mixture.pools[0]))
-            )
-        act(self)
+    def look(training: Training) -> None:
+        assert training.samples is not None
+        prompts.extend(list(request.prompt) for request in training.samples.requests(4))
+        pool = training.stepper.mixture.pools[0]
+        rows.extend(pool.row(n).tokens[0] for n in range(len(pool)))
 
-    monkeypatch.setattr(Training, "_step", look)
-    folder = run(small, write_recipe)
+    with before_step(4, look):
+        folder = run(small, write_recipe)
     samples = [json.loads(line) for line in (folder / "on_policy/step-4.jsonl").read_text().splitlines()]
     head: Any = build_head("draft", {"layers": [0, 7]}, load_target(small["target"]["path"]), torch.ones(128))
     head.load_state_dict(weights(folder, 4))
@@ -223,19 +231,9 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(
         assert " ".join(map(str, naive)) in packed
 
 
-def test_a_run_whose_samples_are_lost_says_so(
-    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_samples_are_lost_says_so(small: Settings, write_recipe: WriteRecipe) -> None:
     small["data"]["on_policy"] = ON_POLICY
-    act = Training._step
-
-    def stop(self: Training) -> None:
-        if self.state.step == 3:
-            raise Interrupted
-        act(self)
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(Training, "_step", stop)
+    with before_step(3, stop), pytest.raises(Interrupted):
         run(small, write_recipe)
     (Path(small["output_dir"]) / "on_policy/step-2.jsonl").unlink()
     with pytest.raises(UserError, match=r"step-2.jsonl: missing: what the draft wrote at step 2"):

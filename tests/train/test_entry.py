@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from eval.benchmark.results import read_results
 from heads.eagle3 import Eagle3Settings
 from heads.registry import HEADS
+from tests.faults import signal_at
 from tests.wandb_file import outcome
-from train.data.features import make_batch
 from train.entry import KINDS, attempt
 from train.recipe import load_recipe
 
@@ -167,14 +167,10 @@ def test_our_own_fault_is_status_1_with_a_trace(
 
 
 def test_an_interrupt_is_status_130_with_a_checkpoint(
-    small: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def make(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return make_batch(*arguments)
-
-    monkeypatch.setattr("train.step.make_batch", make)
-    assert attempt("eagle", [str(write_recipe(small))]) == 130
+    with signal_at(1):
+        assert attempt("eagle", [str(write_recipe(small))]) == 130
     assert (Path(small["output_dir"]) / "checkpoints/step-1/manifest.json").is_file()
     assert "interrupted at step 1; the same command goes on from there" in capsys.readouterr().err
 

@@ -1,6 +1,5 @@
 """One loop: it learns, it is the same however a step is cut up, and it goes on bit for bit."""
 
-import errno
 import json
 import os
 import shutil
@@ -16,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.errors import UserError
-from train import checkpointing
-from train.data.features import make_batch
+from tests.faults import full_disk, signal_at
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.recipe import load_recipe
@@ -86,31 +84,14 @@ def test_bf16_keeps_float32_weights(settings: Settings, write_recipe: WriteRecip
     assert {tensor.dtype for tensor in weights_at(folder, 2).values()} == {torch.float32}
 
 
-def signal_at(monkeypatch: pytest.MonkeyPatch, call: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """Send this process a signal in the midst of its `call`-th forward pass."""
-    calls = iter(range(1, 1_000))
-
-    def make(*arguments: Any) -> Any:
-        if next(calls) == call:
-            os.kill(os.getpid(), number)
-        return make_batch(*arguments)
-
-    monkeypatch.setattr("train.step.make_batch", make)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_goes_on_bit_for_bit(
-    number: signal.Signals,
-    settings: Settings,
-    write_recipe: WriteRecipe,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     settings["train"] |= {"eval_every": 2, "warmup_steps": 2, "schedule": "wsd"}
     unbroken = run(settings, write_recipe)
     settings["output_dir"] = str(tmp_path / "broken")
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        signal_at(patch, 3, number)
+    with signal_at(3, number), pytest.raises(Interrupted):
         run(settings, write_recipe)
     assert (tmp_path / "broken/checkpoints/step-3").is_dir()
     broken = run(settings, write_recipe)
@@ -185,9 +166,8 @@ def test_the_recipe_as_resolved_has_the_heads_defaults(settings: Settings, write
         run(settings, write_recipe)
 
 
-def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        signal_at(patch, 1)
+def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe) -> None:
+    with signal_at(1), pytest.raises(Interrupted):
         run(settings, write_recipe)
     data = Path(settings["data"]["sources"][0]["path"])
     data.write_text(data.read_text().replace("sea", "tea", 1))
@@ -204,21 +184,10 @@ def test_a_folder_in_use_is_refused(settings: Settings, write_recipe: WriteRecip
     run(settings, write_recipe)
 
 
-def test_a_full_disk_loses_nothing(
-    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     unbroken = run(settings, write_recipe)
     settings["output_dir"] = str(tmp_path / "full")
-    written = checkpointing._write
-
-    def write(path: Path, data: bytes) -> None:
-        if path.parent.name == ".step-4.tmp" and path.name.startswith("optimizer"):
-            written(path, data[:100])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written(path, data)
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"no space left .* step 4; step-2 is intact"):
-        patch.setattr(checkpointing, "_write", write)
+    with full_disk(4), pytest.raises(UserError, match=r"no space left .* step 4; step-2 is intact"):
         run(settings, write_recipe)
     assert [path.name for path in (tmp_path / "full/checkpoints").iterdir()] == ["step-2"]
     assert same(weights_at(run(settings, write_recipe), 6), weights_at(unbroken, 6))

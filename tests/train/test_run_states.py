@@ -1,10 +1,8 @@
 """Run folders whose files say something odd: a run goes on, or is refused in one line; never a traceback."""
 
 import json
-import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 
 from eval.command import exit_status
 from heads.checkpoint import file_hash
-from train.data.features import make_batch
+from tests.faults import signal_at
 from train.interrupts import Interrupted
 from train.loop import fit
 from train.recipe import load_recipe
@@ -37,19 +35,11 @@ def train(recipe: Path) -> int:
 
 
 @pytest.fixture
-def stopped(settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The recipe of a run that was told to stop in the midst of an interval, measured once."""
     settings["train"] |= {"max_steps": 4, "eval_every": 2, "log_every": 4, "checkpoint_every": 100}
-    calls = iter(range(1, 100))
-
-    def make(*arguments: Any) -> Any:
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return make_batch(*arguments)
-
     recipe = write_recipe(settings)
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("train.step.make_batch", make)
+    with signal_at(3), pytest.raises(Interrupted):
         train(recipe)
     assert (recipe.parent / "run/checkpoints/step-3").is_dir()
     return recipe

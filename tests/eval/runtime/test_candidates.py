@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime import pending
 from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.prefill import read_prompts
@@ -64,17 +63,6 @@ def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
 
 def texts(outputs: Sequence[Output]) -> list[tuple[list[int], str]]:
     return [(output.tokens, output.finish_reason) for output in outputs]
-
-
-@pytest.fixture
-def few_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have a resting head's states fill their room soon."""
-
-    def limit(most: int, patience: int = pending.PATIENCE) -> None:
-        for name, value in (("PENDING", most), ("PATIENCE", patience)):
-            monkeypatch.setattr(pending, name, value)
-
-    return limit
 
 
 @pytest.mark.parametrize("poll_interval", [1, 3])

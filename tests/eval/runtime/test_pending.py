@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime import pending as module
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.pending import PATIENCE, PENDING, PendingStates
 from heads.backends.round_state import RoundState
@@ -101,9 +100,8 @@ def test_rows_that_ended_or_began_anew_are_not_given_of(asks: bool) -> None:
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_full_row_that_is_done_harms_no_other(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PENDING", 4)
-    monkeypatch.setattr(module, "PATIENCE", 1)
+def test_a_full_row_that_is_done_harms_no_other(asks: bool, few_pending: Callable[..., None]) -> None:
+    few_pending(4, 1)
     pending, rounds = new_pending(asks)
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     made = []
@@ -138,11 +136,11 @@ def test_a_cpu_counts_before_it_calls_a_row_full() -> None:
 
 @pytest.mark.parametrize("patience", [16, 1])
 def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
-    patience: int, target_of: Callable[[str], FrozenTarget], monkeypatch: pytest.MonkeyPatch
+    patience: int, target_of: Callable[[str], FrozenTarget], few_pending: Callable[..., None]
 ) -> None:
     """On a CPU; where to read many tokens takes no longer than one, they are read whenever there are many."""
     target = target_of("llama")
-    monkeypatch.setattr(module, "PATIENCE", patience)
+    few_pending(PENDING, patience)
     head = build_head("eagle3", {"aux_layer_ids": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(
         target.dtype
     )

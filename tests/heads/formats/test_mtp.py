@@ -252,7 +252,7 @@ def test_a_drafting_step_is_a_training_step(
         seen.append(recycled)
         return normed(recycled)  # type: ignore[no-any-return]
 
-    head.normed = spy  # type: ignore[method-assign]
+    head.normed = spy
     proposal = head.propose(state, greedy)
     drafted = list(seen)
     tokens = batch.tokens.clone()

@@ -33,15 +33,15 @@ def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What engines were asked to decode."""
-    requests: list[Request] = []
+    noted: list[Request] = []
 
     class Noting(Engine):
-        def generate(self, asked: Any, **rest: Any) -> Any:
-            requests.extend(asked)
-            return super().generate(asked, **rest)
+        def generate(self, requests: Any, **rest: Any) -> Any:
+            noted.extend(requests)
+            return super().generate(requests, **rest)
 
     monkeypatch.setattr(answers, "Engine", Noting)
-    return requests
+    return noted
 
 
 def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, asked: list[Request]) -> None:

@@ -17,7 +17,7 @@ from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts, large_head, likeliest, some_news
-from scripts.model_shapes import SHAPES, ModelShape
+from scripts.grown.shapes import SHAPES, ModelShape
 from tests.drafting import SMALL, drafts_are_those_of_torch, head_rounds, some_head
 from tests.launches import Launches
 from tests.small_targets import make_target
@@ -167,7 +167,7 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
     """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
     an untrained head is right now and then."""
     monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", False)
-    sizes = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
+    sizes: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
     target = make_target("llama", torch.float32, **sizes)
     requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
     plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)

@@ -24,8 +24,8 @@ from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
 from heads.target.aux_layers import check_aux_layer_ids
 from heads.vocab import kept_ids, vocab_of
-from scripts.grown_target import Growth, grow_block, grow_llama, grow_norm, grow_output, place
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
+from scripts.grown.target import Growth, grow_block, grow_llama, grow_norm, grow_output, place
 
 Head = TypeVar("Head", bound=nn.Module)
 

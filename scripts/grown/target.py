@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UserError
 from heads.target.families import rope_theta
-from scripts.model_shapes import ModelShape
+from scripts.grown.shapes import ModelShape
 
 NEVER = -1e7
 """The weight on the constant channel of an id that must never be chosen."""

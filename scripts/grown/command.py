@@ -12,9 +12,9 @@ from eval.files import check_folder
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from scripts.grown_heads import HeadSize, grow_head
-from scripts.grown_target import Growth, grow_llama, shape_of
-from scripts.model_shapes import SHAPES, ModelShape
+from scripts.grown.heads import HeadSize, grow_head
+from scripts.grown.shapes import SHAPES, ModelShape
+from scripts.grown.target import Growth, grow_llama, shape_of
 from train.run_folder import whole_folder
 
 CHECKED_TOKENS = 64
