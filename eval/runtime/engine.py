@@ -126,6 +126,8 @@ class Engine:
         self.poll_interval = poll_interval or (1 if on_cpu or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
+        if target.device.type == "cuda":  # where kernels are launched, whatever their tensors' device
+            torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build(adaptive)
             self.candidates = Ladder(self.decoder) if adaptive else None

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from eval.runtime.target_step import CHUNK
 from heads.backends.slot_mapping import round_up
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.triton.attention import SPLIT
+from heads.backends.triton.runtime import runs_kernels
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
@@ -20,6 +22,8 @@ RESERVE = 0.05
 """Of what is free: kept for the allocator and the library's own."""
 LOGITS = 4
 """Copies of a round's logits that are alive at once, at most, in float32."""
+STREAMS = 16
+"""Hidden widths of what a layer holds of one token at once: the stream, its norm, gate and up and their product."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,15 @@ class Need:
     """Of one node and one slot that it looks at, in the widest layer."""
     per_row: int = 0
     """Of one row, however long it is."""
+    per_token: int = 0
+    """Of one token of a prompt, while it is read, beside what it looks at."""
 
     @property
     def bytes(self) -> int:
         slots = round_up(self.capacity)
         of_a_node = self.per_node + slots * self.per_look
-        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node + self.per_row)
+        prompt = min(CHUNK, slots) * (self.per_token + slots * self.per_look)  # of one row at a time
+        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node + self.per_row) + prompt
 
 
 def need_of(
@@ -66,15 +73,16 @@ def need_of(
     if decoder is not None:
         attention = decoder.layers[0].attention
         width = attention.slot_width
-        if target.device.type == "cuda":  # each split's sums, in float32
+        if runs_kernels(target.head.weight):  # each split's sums, their maxima and masses, in float32
             value_width = attention.d if isinstance(attention, GroupedAttention) else attention.C
-            look = 4 * attention.num_heads * value_width // SPLIT
+            look = -(-4 * attention.num_heads * (value_width + 2) // SPLIT)
     else:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    per_node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
+    per_token = size * STREAMS * config.hidden_size
+    per_node = 4 * LOGITS * target.vocab_size + per_token
     per_row = pending * (num_aux_layers + 1) * config.hidden_size * size
-    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look, per_row)
+    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look, per_row, per_token)
 
 
 def check_memory(need: Need, device: torch.device, name: str) -> None:

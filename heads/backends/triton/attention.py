@@ -2,10 +2,11 @@
 
 A query sees every slot before its sequence's length, and of the tree's own slots (length + j for node j) its ancestors
 and itself, which are bits in words of 64. Slots that no query of a tile sees are not read: what stands there may be
-anything. The queries are all nodes of a tree under test, or those of one level of a tree that is growing. Query heads that share a key head, and all nodes, are rows of one tile, so that keys and values
-are read once. Each sequence is cut into splits of a fixed size, not a fixed number, and the parts are merged in order:
-a row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
-bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
+anything. The queries are all nodes of a tree under test, or those of one level of a tree that is growing. Query heads
+that share a key head, and all nodes, are rows of one tile, so that keys and values are read once. Each sequence is cut
+into splits of a fixed size, not a fixed number, and the parts are merged in order: a row's sums are made in the same
+order whatever else is in the batch or the tree, which is what makes chains bit-identical to plain decoding. Flash
+decoding (Dao et al., 2023) is the form.
 
 Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
 2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
