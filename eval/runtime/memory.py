@@ -43,13 +43,16 @@ class Need:
     """Of one row, however long it is."""
     per_token: int = 0
     """Of one token of a prompt, while it is read, beside what it looks at."""
+    per_position: int = 0
+    """Of one position in the rotary tables."""
 
     @property
     def bytes(self) -> int:
         slots = round_up(self.capacity)
         of_a_node = self.per_node + slots * self.per_look
-        prompt = min(CHUNK, slots) * (self.per_token + slots * self.per_look)  # of one row at a time
-        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node + self.per_row) + prompt
+        shared = min(CHUNK, slots) * (self.per_token + slots * self.per_look)  # prompts are read one row at a time
+        shared += slots * self.per_position
+        return self.batch_size * (slots * self.per_slot + self.nodes * of_a_node + self.per_row) + shared
 
 
 def need_of(
@@ -69,6 +72,7 @@ def need_of(
     config: Any = target.config
     size = target.dtype.itemsize
     layers = target.num_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     look = size + 1  # a mask, as truth values and as numbers
     if decoder is not None:
         attention = decoder.layers[0].attention
@@ -78,11 +82,21 @@ def need_of(
             look = -(-4 * attention.num_heads * (value_width + 2) // SPLIT)
     else:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        width = 2 * heads * head_dim
     per_token = size * STREAMS * config.hidden_size
     per_node = 4 * LOGITS * target.vocab_size + per_token
     per_row = pending * (num_aux_layers + 1) * config.hidden_size * size
-    return Need(batch_size, capacity, nodes, (layers + 2 * drafts) * width * size, per_node, look, per_row, per_token)
+    return Need(
+        batch_size,
+        capacity,
+        nodes,
+        per_slot=(layers + 2 * drafts) * width * size,
+        per_node=per_node,
+        per_look=look,
+        per_row=per_row,
+        per_token=per_token,
+        per_position=4 * size * head_dim,
+    )
 
 
 def check_memory(need: Need, device: torch.device, name: str) -> None:
