@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm
+from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm, skinny_parts
 from heads.backends.triton.runtime import runs_kernels, triton
 from heads.backends.triton.timing import device_seconds
 from heads.errors import first_line, warn_once
@@ -49,6 +49,9 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+BY_NAME = {str(tile): tile for tile in TILES}
+
+
 class Products:
     """The products of steps of some numbers of rows; other steps (prompts) take the library's."""
 
@@ -63,6 +66,13 @@ class Products:
             return linear(x, weight, bias)
         y = MAKERS[maker](x, weight)
         return y if bias is None else y.add_(bias)
+
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same for a kernel that adds parts itself: (M, N), or `heads.backends.triton.gemm.skinny_parts`."""
+        tile = BY_NAME.get(self.makers.get(len(x), {}).get(shape_of(weight), "library"))
+        if tile is None or bias is not None or len(x) > MOST_ROWS or not runs_kernels(x):
+            return self(x, weight, bias)
+        return skinny_parts(x, weight, tile)
 
 
 def shape_of(weight: Tensor) -> Shape:
