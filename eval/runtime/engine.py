@@ -139,6 +139,8 @@ class Engine:
         self.poll_interval = options.poll_interval or (1 if on_cpu or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
+        if target.device.type == "cuda":  # where kernels are launched, whatever their tensors' device
+            torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build()
             self.candidates = Candidates(self.decoder) if adaptive else None

@@ -10,6 +10,7 @@ called plainly.
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +81,7 @@ class Rounds:
         """Capture one form of sampling in all extents, so that no text waits for it later."""
         assert self.capture is not None
         state = self.decoder.state
-        done, root = state.done.clone(), state.root.clone()
+        before = {field.name: getattr(state, field.name).clone() for field in fields(state)}
         state.done.fill_(True)  # a row that is done stays as it is, whatever rounds are run to warm up
         trouble = None
         try:
@@ -90,10 +91,11 @@ class Rounds:
                 self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
         except RuntimeError as error:
             trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
+        finally:
+            for name, value in before.items():
+                getattr(state, name).copy_(value)
         if trouble is not None:  # and the error forgotten, which held on to all that the round had made
             self.give_up(trouble)
-        state.done.copy_(done)
-        state.root.copy_(root)
 
     def give_up(self, reason: str) -> None:
         """Free the graphs, and go on without them."""
@@ -119,7 +121,8 @@ class CudaCapture:
             work()  # workspaces and modules belong to a stream: what is first used in a capture fails it
         current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # What other threads do meanwhile (data loaders pin memory, say) is no concern of the capture's.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             work()
         return graph
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eval.runtime.distribution import RowSampling
 from heads.backends.torch.decoder import NativeDecoder
@@ -47,15 +48,17 @@ class TritonTargetStep(DecoderPass):
         nodes: int,
         strict: bool,
     ) -> None:
-        """`nodes`: tokens a row of a verify step; `strict`: trees bit-identical to plain decoding."""
+        """`nodes`: tokens a row of a verify step, to which shorter ones are padded; `strict`: trees bit-identical to
+        plain decoding."""
         super().__init__(
             decoder, batch_size=batch_size, capacity=capacity, positions=capacity, rows=[batch_size * nodes]
         )
-        self.target, self.aux_layer_ids, self.strict = target, aux_layer_ids, strict
+        self.target, self.aux_layer_ids, self.nodes, self.strict = target, aux_layer_ids, nodes, strict
         lm_head = target.shared.lm_head
         plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
         self.reads_out = plain and getattr(target.head, "bias", None) is None and type(target.head) is torch.nn.Linear
         """Whether the output head is a product, so that the choice comes from its tiles."""
+        self.rows = batch_size * nodes
 
     def prefill(self, row: int, tokens: Tensor, positions: Tensor) -> Features:
         """One row's prompt tokens (1, C) at positions (C,), ascending by one; padding past the capacity stays in the
@@ -68,19 +71,28 @@ class TritonTargetStep(DecoderPass):
         return self.features(tokens, tree, self.aux_layer_ids, row)
 
     def verify(self, tokens: Tensor, parents: Tensor, depths: Tensor, length: Tensor, depth: int) -> Features:
-        """Trees of at most `depth` levels, (B, N) each, behind `length` (B,) tokens."""
+        """Trees of at most `depth` levels, (B, N) each, behind `length` (B,) tokens.
+
+        Products and tiles of other numbers of rows round differently. The passes over smaller trees therefore have as
+        many rows as those over the largest: what an adaptive draft decodes cannot depend on which candidate the clock
+        prefers.
+        """
+        given = tokens.shape[1]
+        if given < self.nodes:  # with more nodes at the root's position, which no other sees
+            tokens, parents, depths = (pad(x, (0, self.nodes - given)) for x in (tokens, parents, depths))
         N = tokens.shape[1]
         words, paths = ancestor_words(parents, depths, depth)
         slots = (length[:, None] + self.slot[:N] + self.cache.row_starts).flatten()
         cos_sin = self.cos_sin((length[:, None] + depths).flatten())
         tree = Tree(length, N, words, depths, paths=paths if self.strict else None, slots=slots, cos_sin=cos_sin)
-        return self.features(tokens, tree, self.aux_layer_ids)
+        made = self.features(tokens, tree, self.aux_layer_ids)
+        return made if given == N else Features(made.aux_hidden_states[:, :given], made.hidden[:, :given])
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(..., D) -> (..., V) float32: what `choose` compares; None where the output head is more than a product."""
         if not self.reads_out:
             return None
-        made: Tensor = choose.logits(hidden.flatten(0, -2), self.target.lm_head_weight)
+        made: Tensor = choose.logits(hidden.flatten(0, -2), self.target.lm_head_weight, self.rows)
         return made.view(*hidden.shape[:-1], -1)
 
     def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor | None:
@@ -95,7 +107,7 @@ class TritonTargetStep(DecoderPass):
         if not sampling.filtered or B > 1:
             by_tiles = choose.choose(
                 hidden.flatten(0, 1), self.target.lm_head_weight, sampling.temperature, sampling.seed,
-                positions.flatten(), noisy=sampling.random,
+                positions.flatten(), noisy=sampling.random, tile=self.rows,
             ).view(B, N)  # fmt: skip
             if not sampling.filtered:
                 return by_tiles

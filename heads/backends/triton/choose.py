@@ -27,15 +27,23 @@ ROWS = 64
 
 
 def choose(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    noisy: bool,
+    tile: int = 0,
 ) -> Tensor:
     """hidden (M, D), weight (V, D), temperature (B,) float32, seeds (B,) and positions (M,) int64 -> (M,) int64 ids.
 
-    The batch's rows stand one after another in M. `noisy`: whether any row has a temperature above 0. Scaled or
+    The batch's rows stand one after another in M. `noisy`: whether any row has a temperature above 0. `tile`: rows that
+    a program makes room for, if more than M: steps whose numbers are compared should have the same. Scaled or
     soft-capped logits are not for this.
     """
     if runs_kernels(hidden):
-        return _kernel(hidden, weight, temperature, seeds, positions, noisy)
+        return _kernel(hidden, weight, temperature, seeds, positions, noisy, tile)
     return choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy)
 
 
@@ -54,11 +62,11 @@ def choose_twin(
 
 
 def _kernel(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, noisy: bool
+    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, tile: int
 ) -> Tensor:
     (M, D), V = hidden.shape, len(weight)
     tiles = triton.cdiv(V, TILE)
-    rows = min(ROWS, max(16, next_power_of_2(M)))
+    rows = rows_of(M, tile)
     best = hidden.new_empty(tiles, M, dtype=torch.float32)
     ids = hidden.new_empty(tiles, M, dtype=torch.int64)
     out = hidden.new_empty(M, dtype=torch.int64)
@@ -71,13 +79,18 @@ def _kernel(
     return out
 
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def rows_of(M: int, tile: int) -> int:
+    """Rows of a program."""
+    return min(ROWS, max(16, next_power_of_2(max(M, tile))))
+
+
+def logits(hidden: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
     """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole distribution."""
     if not runs_kernels(hidden):
         return hidden.float() @ weight.float().T
     (M, D), V = hidden.shape, len(weight)
     out = hidden.new_empty(M, V, dtype=torch.float32)
-    rows = min(ROWS, max(16, next_power_of_2(M)))
+    rows = rows_of(M, tile)
     _best_of_tile[(triton.cdiv(M, rows), triton.cdiv(V, TILE))](
         hidden, weight, out, out, out, out, out, M, V, 1, hidden.stride(0), weight.stride(0),
         D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=False, WRITE=True,

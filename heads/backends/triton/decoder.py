@@ -26,6 +26,7 @@ from heads.backends.torch.linear import Product
 from heads.backends.triton.attention import SPLIT, tree_attention
 from heads.backends.triton.compaction import compact
 from heads.backends.triton.experts import MOST_ROWS, expert_mm, weigh_visits
+from heads.backends.triton.gemm import add_parts
 from heads.backends.triton.layers import add_norm, rope_write, silu_mul
 from heads.backends.triton.per_head import per_head_mm
 from heads.backends.triton.products import Products, choose_products
@@ -70,18 +71,18 @@ def grouped(
     window: int = 0,
 ) -> Tensor:
     """Grouped-query attention over store (B', S, 2, Hkv, d), whose `rows` are the tokens': (R, D) normed states ->
-    (R, D) to be added to the stream."""
+    (R, D) to be added to the stream, or parts of it (P, R, D)."""
     H, Hkv, d = attention.num_heads, attention.num_key_heads, attention.d
     B, N = tree.words.shape[:2]
     norms: dict[str, Any] = {}
     if attention.head_norm is not None:
         norms = {"q_norm": attention.head_norm[0], "k_norm": attention.head_norm[H], "eps": attention.head_eps}
     keys, values = store.view(-1, 2, Hkv, d).unbind(1)
-    qkv = products(x, attention.qkv.weight, attention.qkv.bias)
+    qkv = products.parts(x, attention.qkv.weight, attention.qkv.bias)
     q = rope_write(qkv, *tree.cos_sin, tree.slots, keys, values, num_heads=H, positions=tree.positions, **norms)
     keys, values = store[rows].unbind(2)  # (B, S, Hkv, d)
     mixed = attend(q.view(B, N, H, d), keys, values, tree, attention.scale, window)
-    return products(mixed.view(B * N, H * d), attention.out.weight, attention.out.bias)
+    return products.parts(mixed.view(B * N, H * d), attention.out.weight, attention.out.bias)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, window: int, rope: int = 0) -> Tensor:
@@ -97,9 +98,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, wi
 
 
 def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
-    """(R, D) normed states -> (R, D) to be added to the stream."""
+    """(R, D) normed states -> (R, D) to be added to the stream, or parts of it (P, R, D)."""
     fused = products(x, block.gate_up.weight, block.gate_up.bias)
-    return products(activated(fused, block), block.down.weight, block.down.bias)
+    return products.parts(activated(fused, block), block.down.weight, block.down.bias)
 
 
 def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
@@ -234,7 +235,8 @@ class DecoderPass:
         parts = zip(x.split(MOST_ROWS), ids.split(MOST_ROWS), strict=True)
         tile = min(len(x), MOST_ROWS)
         visits = torch.cat([self.visit(block, *part, tile) for part in parts])
-        return weigh_visits(visits, weights, None if block.shared is None else gated(block.shared, x, self.products))
+        added = None if block.shared is None else add_parts(gated(block.shared, x, self.products), x.dtype)
+        return weigh_visits(visits, weights, added)
 
     def visit(self, block: Experts, x: Tensor, ids: Tensor, tile: int) -> Tensor:
         """(R, A, D): what each of at most `MOST_ROWS` tokens gets of its experts (R, A)."""

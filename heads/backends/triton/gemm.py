@@ -49,17 +49,40 @@ def skinny_mm(x: Tensor, weight: Tensor, tile: Tile = TILES[0]) -> Tensor:
     """x (M, K), weight (N, K), M at most 64 -> x @ weight.T (M, N) in x's dtype, summed in float32."""
     if not runs_kernels(x) or len(x) > MOST_ROWS:
         return skinny_mm_twin(x, weight)
+    return add_parts(skinny_parts(x, weight, tile), x.dtype)
+
+
+def skinny_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """The same by the kernel, but its parts (P, M, N) in float32 where there are several, for a kernel that adds them
+    first to last while it reads them (`add_parts`)."""
     (M, K), N = x.shape, len(weight)
     parts, depth = parts_of(N, K, tile), tile.depth if x.element_size() < 4 else 32  # registers hold no more of float32
-    out = x.new_empty(M, N)
-    sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else out
+    sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else x.new_empty(M, N)
     _skinny[(triton.cdiv(N, tile.outs), parts)](
         x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * depth) * depth,
         TOKENS=max(16, next_power_of_2(M)), OUTS=tile.outs, DEPTH=depth, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
-    if parts > 1:
-        _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=parts, BLOCK=1024)
+    return sums
+
+
+def add_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """(P, M, N) float32 -> (M, N); what is no parts stays as it is."""
+    if sums.dim() == 2:
+        return sums
+    if not runs_kernels(sums):
+        return add_parts_twin(sums, dtype)
+    P, M, N = sums.shape
+    out = sums.new_empty(M, N, dtype=dtype)
+    _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=P, BLOCK=1024)
     return out
+
+
+def add_parts_twin(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in torch operations, in the same order."""
+    total = torch.zeros_like(sums[0])
+    for part in sums:
+        total += part
+    return total.to(dtype)
 
 
 def skinny_mm_twin(x: Tensor, weight: Tensor) -> Tensor:

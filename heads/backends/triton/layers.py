@@ -12,11 +12,13 @@ Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d h
 import torch
 from torch import Tensor
 
+from heads.backends.triton.gemm import add_parts_twin
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum."""
+    """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum; x may be parts
+    (P, M, D) of a product (`heads.backends.triton.gemm.skinny_parts`)."""
     if not runs_kernels(residual):
         return add_norm_twin(residual, x, weight, eps)
     M, D = residual.shape
@@ -29,7 +31,7 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
         eps,
         D=D,
         PAD=next_power_of_2(D),
-        ADD=x is not None,
+        PARTS=0 if x is None else parts_in(x),
         num_warps=8 if D > 2048 else 4,
     )
     return out
@@ -38,18 +40,35 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
 def add_norm_twin(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """The same in torch operations."""
     if x is not None:
-        residual.add_(x)
+        residual.add_(add_parts_twin(x, residual.dtype) if x.dim() == 3 else x)
     wide = residual.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
 
 
+def parts_in(x: Tensor) -> int:
+    """P"""
+    return len(x) if x.dim() == 3 else 1
+
+
 @jit
-def _add_norm(RESIDUAL, X, WEIGHT, OUT, eps, D: constexpr, PAD: constexpr, ADD: constexpr):  # type: ignore[no-untyped-def]
+def _load_sum(AT, inside, by_part, PARTS: constexpr, kind: constexpr):  # type: ignore[no-untyped-def]
+    """Numbers in float32; where there are parts, their sum from first to last, rounded as the whole product is."""
+    total = tl.load(AT, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for part in range(1, PARTS):
+            total += tl.load(AT + part * by_part, mask=inside, other=0.0)
+        total = total.to(kind).to(tl.float32)
+    return total
+
+
+@jit
+def _add_norm(RESIDUAL, X, WEIGHT, OUT, eps, D: constexpr, PAD: constexpr, PARTS: constexpr):  # type: ignore[no-untyped-def]
     row, d = tl.program_id(0), tl.arange(0, PAD)
     inside = d < D
     x = tl.load(RESIDUAL + row * D + d, mask=inside, other=0.0)
-    if ADD:
-        x = (x.to(tl.float32) + tl.load(X + row * D + d, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    if PARTS > 0:
+        added = _load_sum(X + row * D + d, inside, tl.num_programs(0) * D, PARTS, RESIDUAL.dtype.element_ty)
+        x = (x.to(tl.float32) + added).to(x.dtype)
         tl.store(RESIDUAL + row * D + d, x, mask=inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
@@ -73,23 +92,23 @@ def rope_write(
 ) -> Tensor:
     """The queries (M, H, d), turned; keys and values go to their slots.
 
-    qkv (M, (H + 2 Hkv) * d), a fused projection's output; cos, sin (M, d / 2): of each row's position, or with
-    `positions` (M,) int64 of all there are; slots (M,) int64 into keys and values (slots in all, Hkv, d); q_norm,
-    k_norm (d,): RMS norms of each head before the turn (Qwen3).
+    qkv (M, (H + 2 Hkv) * d), a fused projection's output, or its parts (P, M, ..); cos, sin (M, d / 2): of each row's
+    position, or with `positions` (M,) int64 of all there are; slots (M,) int64 into keys and values (slots in all, Hkv,
+    d); q_norm, k_norm (d,): RMS norms of each head before the turn (Qwen3).
     """
-    M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
+    M, Hkv, d = qkv.shape[-2], keys.shape[1], keys.shape[2]
     if not runs_kernels(qkv):
         return rope_write_twin(
             qkv, cos, sin, slots, keys, values,
             num_heads=num_heads, positions=positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-    queries = qkv.new_empty(M, num_heads, d)
+    queries = keys.new_empty(M, num_heads, d)
     some = cos if q_norm is None else q_norm
     _rope_write[(M, num_heads + 2 * Hkv)](
         qkv, cos, sin, slots, slots if positions is None else positions, queries, keys, values, some,
-        some if k_norm is None else k_norm, eps, qkv.stride(0), keys.stride(0), values.stride(0),
+        some if k_norm is None else k_norm, eps, qkv.stride(-2), keys.stride(0), values.stride(0),
         H=num_heads, HKV=Hkv, HALF=d // 2, PAD=next_power_of_2(d // 2), NORM=q_norm is not None,
-        LOOK_UP=positions is not None,
+        LOOK_UP=positions is not None, PARTS=parts_in(qkv),
     )  # fmt: skip
     return queries
 
@@ -109,6 +128,7 @@ def rope_write_twin(
     eps: float = 1e-6,
 ) -> Tensor:
     """The same in torch operations."""
+    qkv = add_parts_twin(qkv, keys.dtype) if qkv.dim() == 3 else qkv
     M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
     q, k, v = qkv.view(M, -1, d).split([num_heads, Hkv, Hkv], dim=1)
     if positions is not None:
@@ -131,13 +151,15 @@ def rope_write_twin(
 def _rope_write(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, SLOTS, POSITIONS, QUERIES, KEYS, VALUES, Q_NORM, K_NORM, eps, row_stride, key_stride, value_stride,
     H: constexpr, HKV: constexpr, HALF: constexpr, PAD: constexpr, NORM: constexpr, LOOK_UP: constexpr,
+    PARTS: constexpr,
 ):  # fmt: skip
     """One head of one row: a query, a key or a value."""
     row, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
     inside = i < HALF
     source = QKV + row * row_stride + head * 2 * HALF
-    first = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF + i, mask=inside, other=0.0).to(tl.float32)
+    kind, by_part = QUERIES.dtype.element_ty, tl.num_programs(0) * row_stride
+    first = _load_sum(source + i, inside, by_part, PARTS, kind)
+    second = _load_sum(source + HALF + i, inside, by_part, PARTS, kind)
     slot = tl.load(SLOTS + row)
     if head >= H + HKV:
         goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
@@ -147,7 +169,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
         if NORM:
             scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
             norm = Q_NORM if head < H else K_NORM
-            kind = QKV.dtype.element_ty  # rounded as a norm of its own would be
+            # Rounded as a norm of its own would be.
             first = (first * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             second = (second * scale * tl.load(norm + HALF + i, mask=inside, other=0.0).to(tl.float32)).to(kind)
             first, second = first.to(tl.float32), second.to(tl.float32)

@@ -2,23 +2,28 @@
 
 The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
 whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
-of as many rows gives (`EngineOptions.pinned`). What is chosen for a shape is chosen once in a process, so that all
-engines agree.
+of as many rows gives (`EngineOptions.pinned`). What is chosen for a shape is chosen once, and kept in the user's cache
+by device, shape, rows and versions, so that all engines, ranks and later runs agree.
 
 Letters: M rows, K inputs, N outputs of a product.
 """
 
 import logging
+import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm
-from heads.backends.triton.runtime import runs_kernels
+from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm, skinny_parts
+from heads.backends.triton.runtime import runs_kernels, triton
 from heads.backends.triton.timing import device_seconds
+from heads.errors import first_line, warn_once
 
 logger = logging.getLogger("draftsmith")
 
@@ -44,6 +49,9 @@ MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+BY_NAME = {str(tile): tile for tile in TILES}
+
+
 class Products:
     """The products of steps of some numbers of rows; other steps (prompts) take the library's."""
 
@@ -58,6 +66,13 @@ class Products:
             return linear(x, weight, bias)
         y = MAKERS[maker](x, weight)
         return y if bias is None else y.add_(bias)
+
+    def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same for a kernel that adds parts itself: (M, N), or `heads.backends.triton.gemm.skinny_parts`."""
+        tile = BY_NAME.get(self.makers.get(len(x), {}).get(shape_of(weight), "library"))
+        if tile is None or bias is not None or len(x) > MOST_ROWS or not runs_kernels(x):
+            return self(x, weight, bias)
+        return skinny_parts(x, weight, tile)
 
 
 def shape_of(weight: Tensor) -> Shape:
@@ -78,17 +93,51 @@ def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Product
         for shape, own in by_shape.items():
             known = M, shape, own[0].device
             if known not in _chosen:
-                _chosen[known] = choose_maker(own, M)
+                _chosen[known] = kept_choice(choice_file(own[0], M), partial(choose_maker, own, M))
             if _chosen[known] != "library":
                 makers[M][shape] = _chosen[known]
     return Products(makers)
 
 
-def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
-    """One of MAKERS for weights (N, K) of one shape."""
-    weight = weights[0]
+def choice_file(weight: Tensor, rows: int) -> Path | None:
+    """Where the choice for a weight's shape is kept, on its device, by these versions; None where there is none to be
+    made."""
     if not (weight.is_cuda and runs_kernels(weight)):
+        return None
+    device = torch.cuda.get_device_properties(weight.device)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / "products"
+    versions = f"{device.name} {device.multi_processor_count}", f"{torch.__version__} {triton.__version__}"
+    folders = [re.sub(r"[^\w.+]+", "-", name) for name in (*versions, " ".join(MAKERS))]
+    N, K, dtype = shape_of(weight)
+    return cache.joinpath(*folders, f"{rows}-{N}-{K}-{str(dtype).removeprefix('torch.')}")
+
+
+def kept_choice(path: Path | None, choose: Callable[[], str]) -> str:
+    """What the file says, else what is chosen now, which is written to it. Of several processes that choose at once the
+    first to write decides for all."""
+    if path is None:
         return "library"
+    if not path.is_file():
+        made = choose()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=path.parent) as scratch:
+                whole = Path(scratch) / path.name
+                whole.write_text(made, encoding="ascii")
+                os.link(whole, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            warn_once(f"{path.parent}: choices of kernels cannot be kept there, other processes may choose others: "
+                      f"{first_line(error)}")  # fmt: skip
+            return made
+    found = path.read_text(encoding="ascii")
+    return found if found in MAKERS else choose()
+
+
+def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
+    """One of MAKERS for weights (N, K) of one shape, on a GPU."""
+    weight = weights[0]
     sound = [name for name, multiply in MAKERS.items() if rows_are_independent(multiply, weight, rows)]
     if not sound:
         N, K = weight.shape

@@ -47,7 +47,8 @@ def why_not(device: torch.device) -> str | None:
 
 def launch_once(device: torch.device) -> None:
     """Triton needs a C compiler, too, and asks for it at the first launch."""
-    _nothing[(1,)](torch.empty(1, device=device))
+    with torch.cuda.device(device):  # a kernel is launched on the current device, wherever its tensors are
+        _nothing[(1,)](torch.empty(1, device=device))
 
 
 def jit(function: Any, plain: Sequence[str] = ()) -> Any:

@@ -41,7 +41,7 @@ def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int =
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> torch.cuda.CUDAGraph:
     """`work`, so many times over, as a graph."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # others may allocate
         for _ in range(times):
             work()
     return graph

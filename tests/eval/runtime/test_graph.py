@@ -187,6 +187,24 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
         assert not engine.rounds["none"].graphs
 
 
+def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf) -> None:
+    engine = Engine(target_of("llama"), None, EngineOptions(max_length=64))
+    state = engine.decoder.state
+    with torch.inference_mode():
+        state.done.fill_(False)
+        state.root.fill_(7)
+    before = [getattr(state, field.name).clone() for field in fields(state)]
+
+    def refuse(work: Callable[[], None]) -> Any:
+        work()
+        raise KeyboardInterrupt
+
+    engine.capture = refuse
+    with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+        engine.rounds_of(engine.decoder).prepare()
+    assert all(torch.equal(getattr(state, field.name), x) for field, x in zip(fields(state), before, strict=True))
+
+
 def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
     target_of: TargetOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,9 @@
 """With every kernel on, in Triton's interpreter, a target decodes as by torch's operations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from eval.runtime.adaptive import Controller
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from eval.runtime.target_step import TargetStep
@@ -18,7 +21,14 @@ from heads.backends.torch.architectures import native_decoder
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
 from heads.backends.triton.gemm import TILES
-from heads.backends.triton.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
+from heads.backends.triton.products import (
+    MAKERS,
+    Products,
+    kept_choice,
+    product_seconds,
+    rows_are_independent,
+    shape_of,
+)
 from heads.backends.triton.runtime import why_not
 from heads.errors import warn_once
 from heads.target.frozen import FrozenTarget
@@ -321,3 +331,51 @@ def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
         assert not kernels_fit(target) and not kernels_fit(target)
         assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
     why_not.cache_clear()
+
+
+class RoundedByRows(Products):
+    """Products whose numbers depend on how many rows there are, as a library's do."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().__call__(x, weight, bias) * (1 + len(x) / 8)
+
+
+def take_turns(controller: Controller, order: Sequence[int]) -> None:
+    """The candidates of `order`, one after another, whatever the clock says."""
+    turns = cycle(order)
+    controller.note = lambda span: setattr(controller, "candidate", next(turns))  # type: ignore[method-assign]
+
+
+def test_what_an_adaptive_draft_decodes_does_not_hang_on_the_clock(
+    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget], scripted_head: Any
+) -> None:
+    """Whichever candidate takes a round, its products have as many rows."""
+    kernels(True)
+    target, requests = target_of_float32("llama"), [Request([5, 6, 7], 8, ignore_eos=True)]
+    texts = []
+    for order in ((0,), (2, 0, 1), None):
+        head = None if order is None else scripted_head(target, [], right=0.0, aux_layer_ids=(1,))
+        options: dict[str, Any] = {"pinned": 3} if head is None else {"shape": parse_shape("chain:2"), "adaptive": True}
+        engine = Engine(target, head, EngineOptions(max_length=64, **options))
+        step = engine.decoder.step.kernels
+        assert step is not None
+        step.products = RoundedByRows({})
+        if head is not None and order is not None:
+            head.check_features = lambda *arguments: None
+            assert engine.candidates is not None
+            take_turns(engine.candidates.controller, order)
+        texts.append(engine.generate(requests)[0].tokens)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_first_process_to_write_chooses_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "device" / "8-4096-4096-bfloat16"
+    names = list(MAKERS)
+
+    def late() -> str:
+        assert kept_choice(path, lambda: names[1]) == names[1]  # another process, while this one measures
+        return names[2]
+
+    assert kept_choice(path, late) == names[1]
+    assert kept_choice(path, lambda: names[2]) == names[1] and kept_choice(None, late) == "library"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

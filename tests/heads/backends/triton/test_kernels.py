@@ -363,3 +363,21 @@ def test_per_head_mm(M: int, H: int, K: int, N: int) -> None:
         per_head_mm(x, weight, wide[..., 2:-1])
         torch.testing.assert_close(wide[..., 2:-1].double(), expected, atol=2e-5, rtol=1e-5)
         assert not wide[..., :2].any() and not wide[..., -1].any()
+
+
+def test_parts_of_a_product_are_added_where_they_are_read() -> None:
+    """Bit for bit what the whole product gives."""
+    from heads.backends.triton.gemm import TILES, add_parts, add_parts_twin, skinny_parts
+    from heads.backends.triton.layers import add_norm, rope_write
+
+    x, weight, residual, norm = torch.randn(3, 2100), torch.randn(64, 2100), torch.randn(3, 64), torch.rand(64)
+    parts = skinny_parts(x, weight, TILES[0])
+    whole = add_parts(parts, x.dtype)
+    assert parts.dim() == 3 and torch.equal(whole, add_parts_twin(parts, x.dtype))
+    streams = [residual.clone(), residual.clone()]
+    normed = [add_norm(stream, y, norm, 1e-6) for stream, y in zip(streams, (parts, whole), strict=True)]
+    assert torch.equal(*normed) and torch.equal(*streams)
+    (cos, sin), slots = torch.randn(2, 3, 8), torch.tensor([3, 1, 9])
+    caches = torch.zeros(2, 2, 10, 1, 16)
+    queries = [rope_write(y, cos, sin, slots, *c, num_heads=2) for c, y in zip(caches, (parts, whole), strict=True)]
+    assert torch.equal(*queries) and torch.equal(*caches) and caches.any()

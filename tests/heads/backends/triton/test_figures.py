@@ -1,0 +1,59 @@
+"""Figures of the GPU's form that need no card: launches of a step, and bytes of a prompt, at the shape of
+Llama-3.1-8B, of tensors that have no memory."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.benchmark.shapes import SHAPES
+from eval.gpu.launches import Launches
+from eval.runtime.triton_step import TritonTargetStep
+from heads.backends.torch.architectures import native_decoder
+from heads.backends.triton.gemm import TILES
+from heads.backends.triton.products import Products, shape_of
+from heads.target.frozen import FrozenTarget
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+
+LAYERS = 3
+A_LAYER = 10
+"""Launches of a layer whose products are all the kernel's, at most."""
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+    monkeypatch.setattr("heads.target.frozen.fingerprint", lambda model: "of no numbers")
+
+
+def large_target() -> FrozenTarget:
+    """Of few layers; a random one without memory."""
+    shape = SHAPES["llama-3.1-8b"]
+    config = LlamaConfig(**vars(shape) | {"num_hidden_layers": LAYERS}, max_position_embeddings=1 << 17)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return FrozenTarget(model, "large")
+
+
+def large_step(target: FrozenTarget, nodes: int, capacity: int = 4096) -> TritonTargetStep:
+    """Every product by the kernel."""
+    decoder = native_decoder(target)
+    assert decoder is not None
+    step = TritonTargetStep(
+        target, decoder, batch_size=1, capacity=capacity, aux_layer_ids=(), nodes=nodes, strict=False
+    )
+    step.products = Products({nodes: {shape_of(w): str(TILES[0]) for w in step.weights()}})
+    return step
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 32])
+@torch.no_grad()
+def test_a_step_is_few_launches(nodes: int) -> None:
+    """A plain step, `chain:5` and `tree:6x8x32`."""
+    step = large_step(large_target(), nodes)
+    ids = torch.zeros(1, nodes, dtype=torch.int64, device="meta")
+    with Launches(runs=False) as launches:
+        step.verify(ids, ids, ids, ids[:, 0], 6)
+    assert launches.names["_split_attention"] == LAYERS
+    assert launches.names.total() <= A_LAYER * LAYERS + 10, launches.names
