@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.backends.torch.linear import Product
+from heads.backends.base import Backend
+from heads.backends.torch.select import Select
 from heads.base import Batch, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.formats.medusa import field_name, medusa_engine_config
@@ -107,6 +108,7 @@ class MedusaState:
     """What one batch of sequences drafts with."""
 
     shape: TreeShape
+    select: Select
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
@@ -129,12 +131,11 @@ class ResidualBlocks(nn.Module):
 
 
 class Level:
-    """One head as it drafts: on a CPU by the kernels, from its weights as they are now, held in bfloat16; the target
-    judges what that gives."""
+    """One head as it drafts, from its weights as they are now."""
 
-    def __init__(self, blocks: ResidualBlocks, out: nn.Linear) -> None:
+    def __init__(self, blocks: ResidualBlocks, out: nn.Linear, backend: Backend) -> None:
         layers = [layer for layer in blocks.layers if isinstance(layer, nn.Linear)]
-        self.layers, self.out = [Product.of(layer, draft=True) for layer in layers], Product.of(out, draft=True)
+        self.layers, self.out = [backend.product(layer) for layer in layers], backend.product(out)
 
     def __call__(self, z: Tensor) -> Tensor:
         """(B, D) -> logits (B, 1, Vd)."""
@@ -254,7 +255,9 @@ class Medusa(nn.Module):
         metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
         return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> MedusaState:
         config, weight = self.config, self.lm_heads[0].weight
         if shape.depth > config.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
@@ -262,8 +265,8 @@ class Medusa(nn.Module):
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
         parts = zip(self.blocks, self.lm_heads, strict=True)
-        levels = [Level(blocks, out) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
-        return MedusaState(shape, ids[0], ids[1], hidden, levels)
+        levels = [Level(blocks, out, backend) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
+        return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
 
     def reset_rows(self, state: MedusaState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -284,7 +287,9 @@ class Medusa(nn.Module):
             return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
 
         ids = None if self.token_map is None else self.kept
-        return grow(state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids)
+        return grow(
+            state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids, state.select
+        )
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

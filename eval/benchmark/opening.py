@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from eval.benchmark.environment import setup_line
 from eval.benchmark.prompts import Prompt, load_prompts, prompts_hash
-from eval.command import tell
+from eval.command import AUTO, tell
 from eval.reporting.results import Results
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
@@ -79,6 +79,7 @@ def open_target(
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
+    target.backend = None if options.backend == AUTO else options.backend
     tell(setup_line(target))
     return target, tokenizer
 

@@ -128,7 +128,7 @@ def fill_batch(engine: Engine, length: int) -> None:
 
 def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
     """The same for an engine of which no plain one is at hand."""
-    plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length)
+    plain = Engine(engine.target, batch_size=engine.batch_size, max_length=engine.max_length, backend=engine.backend)
     return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 
 
@@ -166,7 +166,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     if decoder.head is not None:
         parts.append(Part("draft", draft_bytes(decoder)[0], device_seconds(decoder.propose, device)))
     proposal = decoder.propose()
-    needs = not is_chain(decoder.shape) and step.kernels is None
+    needs = not is_chain(decoder.shape) and step.decoder.reads_masks
     above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
 
     def verify() -> Any:
@@ -189,17 +189,14 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
 def layer_parts(step: TargetStep, rows: int) -> list[Part]:
     """The large products of the target, by kind, all layers together; none for a Hugging Face model, where they count
     to the rest."""
-    if step.decoder is None:
+    native, device = step.decoder.native, step.target.device
+    if native is None:
         return []
-    device = step.target.device
-    multiply: Callable[[Tensor, Product], Tensor] = (
-        step.kernels.multiply if step.kernels is not None else lambda x, product: product(x)
-    )
     parts = []
-    for kind, products in step.decoder.products().items():
+    for kind, products in native.products().items():
         x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
         size = sum(product.weight.numel() * product.weight.element_size() for product in products)
-        work = partial(multiply_all, multiply, x, products)
+        work = partial(multiply_all, step.decoder.multiply, x, products)
         parts.append(Part(f"products: {kind}", size, device_seconds(work, device)))
     return parts
 
@@ -249,7 +246,7 @@ def select_seconds(decoder: Decoder) -> float:
     def select() -> Any:
         return grow(
             decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
-            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], head.kept,
+            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], head.kept, held.backend.select,
         )  # fmt: skip
 
     return device_seconds(select, device)

@@ -6,6 +6,7 @@ import torch
 
 from eval.runtime.round import Decoder
 from eval.runtime.target_step import TargetStep
+from heads.backends.cpu.decoder import CompiledProduct
 from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
@@ -15,10 +16,9 @@ from heads.target.encoder_decoder import decoder_of
 
 def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
     """The cache, read once."""
-    cache: Any = step.cache
-    if step.decoder is not None:
-        width = step.decoder.layers[0].attention.slot_width
-        per_slot = len(step.decoder.layers) * width * step.target.dtype.itemsize
+    cache, native = step.decoder.cache, step.decoder.native
+    if native is not None:
+        per_slot = len(native.layers) * native.layers[0].attention.slot_width * step.target.dtype.itemsize
     else:
         stores = [*cache.stores["keys"], *cache.stores["values"]]
         per_slot = sum(store.numel() * store.element_size() for store in stores) // (step.batch_size * step.capacity)
@@ -58,9 +58,9 @@ def bytes_a_weight(decoder: Decoder) -> int:
     """Of what drafts: the CPU kernels hold a draft's weights in bfloat16, whatever they are loaded in."""
     state, module = decoder.head_state, getattr(decoder.head, "draft", decoder.head)
     products = [level.out for level in getattr(state, "levels", ())]
-    if isinstance(module, Draft) and state.reader.decoder is not None:
-        products = [product for own in state.reader.decoder.products().values() for product in own]
-    on_kernels = isinstance(getattr(state, "memory", None), CpuRecurrent)
-    on_kernels = on_kernels or any(product.packed is not None for product in products)
+    if isinstance(module, Draft) and state.decoder.native is not None:
+        products = [product for own in state.decoder.native.products().values() for product in own]
+    on_kernels = isinstance(getattr(state, "steps", None), CpuRecurrent)
+    on_kernels = on_kernels or any(isinstance(product, CompiledProduct) for product in products)
     untyped: Any = module
     return 2 if on_kernels else next(untyped.parameters()).element_size()

@@ -22,6 +22,7 @@ from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.backends.slot_mapping import ancestors
 from heads.backends.triton import accept, attention, choose, experts, gemm, layers, per_head
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.base import Drafter
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
@@ -151,11 +152,11 @@ def targets_decode_alike_with_and_without_kernels(device: torch.device = CUDA) -
     for family in FAMILIES:
         target = make_target(family, torch.float32, device)
         requests = some_requests(target.vocab_size, 3, 24)
-        expected = Engine(target, batch_size=2, max_length=256, native=False, graphs=False).generate(requests)
+        expected = Engine(target, batch_size=2, max_length=256, backend="huggingface", graphs=False).generate(requests)
         for shape in ("none", "chain:3", "tree:3x3x8"):
             head = make_head(target) if shape != "none" else None
             engine = Engine(target, head, shape=parse_shape(shape), batch_size=2, max_length=256)
-            assert engine.decoder.step.kernels is not None, f"{family} has no kernels"
+            assert isinstance(engine.decoder.step.decoder, TritonDecoder), f"{family} has no kernels"
             assert texts(engine.generate(requests)) == texts(expected), (family, shape)
 
 

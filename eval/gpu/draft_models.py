@@ -3,12 +3,13 @@
 Letters: B rows, M tokens of an observation.
 """
 
-from unittest.mock import patch
-
 import torch
 from torch import Tensor
 
 from eval.gpu.drafts import agree, likeliest
+from heads.backends.base import Backend
+from heads.backends.selection import TORCH, TRITON
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.base import Observation
 from heads.draft_model import Draft, DraftState
 from heads.registry import build_head
@@ -28,15 +29,14 @@ def draft_of(target: FrozenTarget) -> Draft:
 def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt: int = 5) -> None:
     """By kernels and without, of a target in float32."""
     head = draft_of(target)
-    ours = rounds(head, target, shape, prompt, kernels=True)
-    with patch("heads.backends.draft_reader.DTYPES", ()):
-        agree(ours, rounds(head, target, shape, prompt, kernels=False))
+    ours, theirs = (rounds(head, target, shape, prompt, backend) for backend in (TRITON, TORCH))
+    agree(ours, theirs)
 
 
-def rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, *, kernels: bool) -> list[Proposal]:
+def rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, backend: Backend) -> list[Proposal]:
     """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
-    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
-    assert (state.reader.passes is not None) == kernels
+    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape), backend=backend)
+    assert isinstance(state.decoder, TritonDecoder) == (backend is TRITON)
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
     accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)

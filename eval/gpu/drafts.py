@@ -6,14 +6,14 @@ Letters: D hidden, V vocabulary.
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
 from eval.benchmark.shapes import ModelShape
-from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.base import Backend
+from heads.backends.selection import TORCH, TRITON
 from heads.backends.slot_mapping import Drafted
 from heads.backends.triton.pick import best_columns, best_columns_twin, serves
 from heads.backends.triton.recurrent import TritonRecurrent
@@ -75,9 +75,9 @@ def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor |
 
 
 def rounds(
-    head: Recurrent, shape: str, memory: type, device: torch.device, *, prompt: int = 5, table: bool = True
+    head: Recurrent, shape: str, backend: Backend, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> list[Proposal]:
-    """What a head drafts, by that kind of memory, for two rows: after the prompt of each, one after the other, and
+    """What a head drafts, by that backend, for two rows: after the prompt of each, one after the other, and
     after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
     as such."""
     D, V = head.config.hidden_size, head.config.vocab_size
@@ -85,8 +85,8 @@ def rounds(
     rows, out = torch.randn(2, V, D, generator=draw).to(device)
     embed = torch.nn.Embedding.from_pretrained(rows) if table else lambda ids: rows[ids]
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
-    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape))
-    assert type(state.memory) is memory, f"drafts by {type(state.memory).__name__}"
+    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape), backend=backend)
+    assert isinstance(state.steps, TritonRecurrent) == (backend is TRITON)
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
@@ -107,9 +107,8 @@ def drafts_are_those_of_torch(
 ) -> None:
     """In float32: tokens, parents, and scores within rounding."""
     head = some_head(name, device)
-    ours = rounds(head, shape, TritonRecurrent, device, prompt=prompt, table=table)
-    with patch.object(type(head), "parts", lambda self: None):
-        agree(ours, rounds(head, shape, TorchRecurrent, device, prompt=prompt))
+    ours = rounds(head, shape, TRITON, device, prompt=prompt, table=table)
+    agree(ours, rounds(head, shape, TORCH, device, prompt=prompt))
 
 
 def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
@@ -138,9 +137,9 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device) -> list[Pa
         lm_head_weight = head.lm_head_weight(shared)
         fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
         own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
-        for form in ("kernels", "torch"):
-            with patch.object(type(head), "parts", type(head).parts if form == "kernels" else lambda self: None):
-                state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=parse_shape("tree:6x8x32"))
+        for form, backend in (("kernels", TRITON), ("torch", TORCH)):
+            tree = parse_shape("tree:6x8x32")
+            state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
             for width in (1, 8):
                 size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
@@ -169,8 +168,8 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
 
     def work() -> tuple[Tensor, Tensor]:
         places = Drafted(state.length, ids, state.slot, width == 1)
-        _, read = state.memory.step(0, tokens, states, rows, places, len(state.slot))
-        return likeliest(state.memory.logits(read), tokens, width, head.kept)
+        _, read = state.steps.step(0, tokens, states, rows, places, len(state.slot))
+        return likeliest(state.steps.logits(read), tokens, width, head.kept)
 
     return work
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import TORCH, TRITON
+from heads.backends.torch.select import Select
 from heads.backends.triton.pick import Noise, best_columns
 from heads.growth import grow
 from heads.tree import Proposal, TreeShape, parse_shape
@@ -30,7 +32,10 @@ def trees_grow_as_on_a_cpu(device: torch.device = CUDA) -> None:
                 distributions.zero_()
             if kind == "broken":
                 distributions[:, 0, 1] = torch.nan
-            ours, theirs = (vars(grown(shape, x)) for x in (distributions.to(device), distributions))
+            ours, theirs = (
+                vars(grown(shape, x, backend.select))
+                for x, backend in ((distributions.to(device), TRITON), (distributions, TORCH))
+            )
             for name, found in ours.items():
                 same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())
                 assert same, f"{name} of {text} of {kind} distributions"
@@ -71,7 +76,7 @@ def works(text: str, device: torch.device) -> list[tuple[str, int, Callable[[], 
     ]
 
 
-def grown(shape: TreeShape, distributions: Tensor) -> Proposal:
+def grown(shape: TreeShape, distributions: Tensor, select: Select) -> Proposal:
     """A tree whose draws are columns 0, 1, ... with the log-probabilities distributions (K, B, N, R) of its levels."""
     columns, level = torch.arange(distributions.shape[3], device=distributions.device), 0
 
@@ -85,4 +90,4 @@ def grown(shape: TreeShape, distributions: Tensor) -> Proposal:
         return distributions[0, :, :1].expand(-1, tokens.shape[1], -1)
 
     root = torch.arange(distributions.shape[1], device=distributions.device)
-    return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None)
+    return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None, select)

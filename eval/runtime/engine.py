@@ -35,9 +35,10 @@ from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.state import Commit
 from eval.runtime.stops import StopWatch
 from eval.runtime.target_step import open_step
+from heads.backends.base import Backend
 from heads.backends.round_state import RoundState
-from heads.backends.slot_mapping import round_up
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.selection import select_backend
+from heads.backends.slot_mapping import CacheSpec, round_up
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -83,7 +84,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         poll_interval: int | None = None,
         rule: str = "match",
-        native: bool = True,
+        backend: str | Backend | None = None,
         adaptive: bool = False,
         pinned: int = 1,
         strict: bool = False,
@@ -92,9 +93,9 @@ class Engine:
         """`max_length`: the most slots one sequence takes, prompt, output and the tree under test together.
         `tokenizer`: needed for stop strings only. `poll_interval`: rounds between the host's looks; by default 1, and 4
         on a GPU where drafts are adaptive. On a GPU it looks when the next rounds are already launched. `rule`: one of
-        `eval.runtime.rules.RULES`, by which drafts are accepted. `native`: whether the target's native decoder is used
-        where it has one. `adaptive`: whether drafts are shortened, or left out, while that is faster
-        (`eval.runtime.adaptive`); what was found holds for later calls too.
+        `eval.runtime.rules.RULES`, by which drafts are accepted. `backend`: one of
+        `heads.backends.selection.BACKENDS`; by default the fastest there is. `adaptive`: whether drafts are shortened,
+        or left out, while that is faster (`eval.runtime.adaptive`); what was found holds for later calls too.
 
         `pinned`: plain decoding in steps of so many nodes, all but one padding: the same products, of the same shapes,
         as in rounds of so many nodes. In narrow numbers that is what drafts must repeat bit for bit. `strict`: on a GPU
@@ -121,9 +122,10 @@ class Engine:
         self.nodes, self.strict = max(shape.nodes, pinned), strict
         self.target, self.head, self.shape, self.rule = target, head, shape, rule
         self.batch_size, self.max_length = batch_size, max_length
-        self.tokenizer, self.native = tokenizer, native
-        on_cpu = target.device.type == "cpu"
-        self.poll_interval = poll_interval or (1 if on_cpu or not adaptive else 4)
+        self.tokenizer = tokenizer
+        self.backend = backend if isinstance(backend, Backend) else select_backend(target, backend)
+        on_host = self.backend.on_host
+        self.poll_interval = poll_interval or (1 if on_host or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
         with torch.inference_mode():
@@ -132,7 +134,7 @@ class Engine:
         self.capture = open_capture(target.device) if graphs else None
         self.rounds: dict[str, Rounds] = {}
         """By the name of the draft."""
-        self.ahead = 0 if on_cpu or adaptive else 1
+        self.ahead = 0 if on_host or adaptive else 1
         """Looks that are put off while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
@@ -142,10 +144,9 @@ class Engine:
     def _build(self, adaptive: bool) -> Decoder:
         target, head, device = self.target, self.head, self.target.device
         aux_layer_ids = head.aux_layer_ids if head is not None else ()
-        decoder = native_decoder(target) if self.native else None
         need = need_of(
             target,
-            decoder,
+            self.backend,
             batch_size=self.batch_size,
             capacity=self.max_length,
             nodes=self.nodes,
@@ -154,19 +155,22 @@ class Engine:
             num_aux_layers=len(aux_layer_ids),
         )
         check_memory(need, device, target.name)
-        step = open_step(
-            target,
+        spec = CacheSpec(
             batch_size=self.batch_size,
-            capacity=self.max_length,
+            capacity=round_up(self.max_length),
             aux_layer_ids=aux_layer_ids,
-            native=self.native,
-            nodes=self.nodes,
+            widths=(self.nodes,),
             strict=self.strict,
         )
+        step = open_step(target, self.backend, spec)
         head_state = None
         if head is not None:
             head_state = head.new_state(
-                target.shared, batch_size=self.batch_size, capacity=step.capacity, shape=self.shape
+                target.shared,
+                batch_size=self.batch_size,
+                capacity=step.capacity,
+                shape=self.shape,
+                backend=self.backend,
             )
         sampling = RowSampling(self.batch_size, device)
         state = RoundState.new(

@@ -53,7 +53,7 @@ def pinned_engine(engine: Engine) -> Engine:
     """The reference of an engine's texts."""
     return Engine(
         engine.target, batch_size=engine.batch_size, max_length=engine.max_length, pinned=engine.nodes,
-        native=engine.native, strict=engine.strict,
+        backend=engine.backend, strict=engine.strict,
     )  # fmt: skip
 
 

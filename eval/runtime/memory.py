@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from heads.backends.base import Backend
 from heads.backends.slot_mapping import round_up
 from heads.backends.torch.attention import GroupedAttention
-from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.triton.attention import SPLIT
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -47,7 +47,7 @@ class Need:
 
 def need_of(
     target: FrozenTarget,
-    decoder: NativeDecoder | None,
+    backend: Backend,
     *,
     batch_size: int,
     capacity: int,
@@ -63,10 +63,11 @@ def need_of(
     size = target.dtype.itemsize
     layers = target.num_layers
     look = size + 1  # a mask, as truth values and as numbers
-    if decoder is not None:
-        attention = decoder.layers[0].attention
+    native = backend.native(target)
+    if native is not None:
+        attention = native.layers[0].attention
         width = attention.slot_width
-        if target.device.type == "cuda":  # each split's sums, in float32
+        if not backend.on_host:  # each split's sums, in float32
             value_width = attention.d if isinstance(attention, GroupedAttention) else attention.C
             look = 4 * attention.num_heads * value_width // SPLIT
     else:

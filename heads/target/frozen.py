@@ -8,7 +8,7 @@ their own.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,8 @@ class FrozenTarget:
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.backend: str | None = None
+        """What is to decode it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
         self.adapter: dict[str, Any] | None = None
         """What is said of the adapter in its weights, if there is one; the fingerprint is of the weights without."""
         if quantize:
@@ -95,6 +97,11 @@ class FrozenTarget:
         """(V, D) the output embeddings, tied or not."""
         weight: Tensor = self.head.weight
         return weight
+
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """As `SharedLayers.lm_head`."""
+        return self.shared.lm_head
 
     @property
     def logit_scale(self) -> float:

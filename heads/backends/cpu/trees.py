@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.compiling import compiled
+from heads.backends.torch import select
+from heads.backends.torch.select import MOST_CHILDREN, MOST_NODES, Beam, Nodes, first_node
 
 SOURCE = Path(__file__).with_name("trees.c")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -46,49 +48,40 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def takes(scores: Tensor) -> bool:
-    """Whether C can choose by these scores."""
-    return scores.device.type == "cpu" and scores.dtype == torch.float32 and load() is not None
-
-
 def widen(
-    root: Tensor,
-    above: tuple[Tensor, Tensor, Tensor],
-    draws: tuple[Tensor, Tensor],
-    nodes: tuple[Tensor, Tensor, Tensor, Tensor],
-    after: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    first: int,
-    level: int,
-    *,
-    last: bool,
-) -> None:
-    """As `heads.backends.triton.select.widen`: root (B,); nodes, paths and scores of the beam above; tokens and
-    log-probabilities drawn (B, W, K); tokens, parents, places and scores (B, T) of the tree; tokens, nodes, rows, paths
-    and scores of the next beam; `first` of the T is the first drawn."""
-    library, (picked, logp), (B, W, K) = load(), draws, draws[0].shape
-    assert library is not None
-    held = [tensor.contiguous() for tensor in (root, *above)]
+    nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
+) -> Beam | None:
+    """As `heads.backends.torch.select.widen`."""
+    library, (B, W, K), draws = load(), picked.shape, (picked, logp)
+    if library is None or logp.dtype != torch.float32 or W * K > MOST_CHILDREN:
+        return select.widen(nodes, root, beam, picked, logp, level, last=last)
+    ids, paths = root.new_empty(3, B, K), root.new_empty(B, K, level)
+    after = Beam(ids[0], logp.new_empty(B, K), ids[1], ids[2], paths)
+    above = after if beam is None else beam
+    held = [tensor.contiguous() for tensor in (root, above.nodes, above.paths, above.scores)]
     root_at, nodes_at, paths_at, scores_at = (tensor.data_ptr() for tensor in held)
     struct = LevelStruct(
         *(root_at, nodes_at, paths_at, picked.data_ptr(), scores_at, logp.data_ptr()),
-        *(tensor.data_ptr() for tensor in (*nodes, *after)),
-        *(B, W, K, nodes[0].shape[1], first, level, last),
+        *(tensor.data_ptr() for tensor in (nodes.tokens, nodes.parents, nodes.places, nodes.scores)),
+        *(tensor.data_ptr() for tensor in (after.tokens, after.nodes, after.rows, after.paths, after.scores)),
+        *(B, W, K, nodes.tokens.shape[1], first_node(K, level), level, last),
         *((_INT * 3)(*tensor.stride()) for tensor in draws),
     )
     library.widen(ctypes.addressof(struct))
+    return None if last else after
 
 
-def prune(
-    nodes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-    penalties: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """As `heads.backends.triton.select.prune`: tokens, parents, places (B, T), depths (T,) and scores (B, T), penalties
-    (T,); of the kept ones tokens, parents, places, depths and scores (B, N)."""
-    library, (B, N), T = load(), kept[0].shape, len(penalties)
-    assert library is not None
-    held = [tensor.contiguous() for tensor in (*nodes, penalties)]
+def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
+    """As `heads.backends.torch.select.prune`."""
+    library, (B, T) = load(), nodes.tokens.shape
+    if library is None or nodes.scores.dtype != torch.float32 or T > MOST_NODES:
+        return select.prune(nodes, penalties, count)
+    tokens, parents, places, depths = nodes.tokens.new_empty(4, B, count)
+    kept = Nodes(tokens, parents, nodes.scores.new_empty(B, count), places, depths)
+    given = nodes.tokens, nodes.parents, nodes.places, nodes.depths, nodes.scores, penalties
+    held = [tensor.contiguous() for tensor in given]
     order, keys = torch.empty(T, dtype=torch.int64), torch.empty(T, dtype=torch.int32)
-    where = (tensor.data_ptr() for tensor in (*held, *kept, order, keys))
-    struct = TreeStruct(*where, B, T, N)
+    made = tokens, parents, places, depths, kept.scores, order, keys
+    struct = TreeStruct(*(tensor.data_ptr() for tensor in (*held, *made)), B, T, count)
     library.prune(ctypes.addressof(struct))
+    return kept

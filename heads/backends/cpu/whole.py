@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.cpu.decoder import compiled_decoder
 from heads.backends.torch.attention import GroupedAttention, rotate_
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.feedforward import Activation, GatedMLP
@@ -34,7 +34,7 @@ _made: "WeakKeyDictionary[FrozenTarget, tuple[NativeDecoder, WholePass]]" = Weak
 def whole_pass(target: FrozenTarget, dtype: torch.dtype) -> "WholePass | None":
     """The pass of a target with products in `dtype`, made once; None off a CPU, and where its layers are not attention
     in groups and a gated MLP."""
-    decoder = native_decoder(target) if target.device.type == "cpu" else None
+    decoder = compiled_decoder(target) if target.device.type == "cpu" else None
     if decoder is None:
         return None
     known = _made.get(target)

@@ -58,7 +58,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
     for module in ("accept", "pending", "draws", "commit"):
         monkeypatch.setattr(f"heads.backends.cpu.{module}.load", lambda: None)
-    monkeypatch.setattr("heads.backends.cpu.trees.load", lambda: None)
+    monkeypatch.setattr("heads.backends.selection.load", lambda: None)
 
 
 def make_drafter(name: str, target: FrozenTarget) -> Any:

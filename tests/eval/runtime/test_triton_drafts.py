@@ -1,5 +1,7 @@
 """With their nodes picked and chosen by kernels, in Triton's interpreter, rounds draft what they draft without."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from eval.gpu.launches import Launches
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import TORCH, TRITON
 from heads.growth import grow
 from heads.tree import parse_shape
 
@@ -29,11 +32,12 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
     ]
     plain = Engine(target, batch_size=3, max_length=64).generate(requests)
     found = []
-    for kernels in (False, True):
-        if kernels:
-            for module in ("heads.backends.triton.select", "heads.backends.triton.pick"):
-                monkeypatch.setattr(f"{module}.runs_kernels", lambda x: True)
-        engine = Engine(target, make_head(target), shape=parse_shape(shape), batch_size=3, max_length=64)
+    for backend in (TORCH, replace(TORCH, select=TRITON.select)):
+        if backend is not TORCH:
+            monkeypatch.setattr("heads.backends.triton.pick.runs_kernels", lambda x: True)
+        engine = Engine(
+            target, make_head(target), shape=parse_shape(shape), batch_size=3, max_length=64, backend=backend
+        )
         outputs = engine.generate(requests)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         found.append([o.accepted for o in outputs])
@@ -53,7 +57,16 @@ def test_a_level_takes_two_launches_to_pick_and_one_to_choose(
     levels, ids = torch.randn(2, 8, 50), torch.arange(50)
 
     def work() -> None:
-        grow(shape, root, root, levels[:, :1], rows.pick, lambda t, r, p, level: levels[:, : t.shape[1]], ids)
+        grow(
+            shape,
+            root,
+            root,
+            levels[:, :1],
+            rows.pick,
+            lambda t, r, p, level: levels[:, : t.shape[1]],
+            ids,
+            TRITON.select,
+        )
 
     with Launches(runs=False):
         work()  # what is made once

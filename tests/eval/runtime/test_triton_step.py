@@ -1,6 +1,7 @@
 """With every kernel on, in Triton's interpreter, a target decodes as by torch's operations."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.runtime.engine import Engine, Request
 from eval.runtime.sampling import Sampling
 from eval.runtime.target_step import TargetStep
-from eval.runtime.triton_step import kernels_fit, why_no_kernels
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton
+from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import MAKERS, Products, product_seconds, rows_are_independent, shape_of
 from heads.backends.triton.runtime import why_not
@@ -107,13 +108,13 @@ def test_a_tree_gets_the_same_features_and_choices(
     found = []
     for on in (True, False):
         kernels(on)
-        decoder = native_decoder(target)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (0, 1, 2), "nodes": 6}
-        step = TargetStep(target, decoder=decoder, **options)
-        assert (step.kernels is not None) == on
-        if step.kernels is not None:  # every product by the kernel
-            weights = step.kernels.weights()
-            step.kernels.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
+        spec = CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(0, 1, 2), widths=(6,))
+        step = TargetStep(target, (TRITON if on else TORCH).decoder(target, spec))
+        assert isinstance(step.decoder, TritonDecoder) == on
+        if isinstance(step.decoder, TritonDecoder):  # every product by the kernel
+            passes = step.decoder.passes
+            weights = passes.weights()
+            passes.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
             assert len(weights) >= 4 + ("experts" in str(target.model))
         for row, n in enumerate(length.tolist()):
             step.prefill(row, torch.arange(3, 3 + n)[None], 0)
@@ -183,12 +184,12 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
     depths = torch.arange(4)[None]
     hidden: dict[str, Tensor] = {}
     for name, strict in (("chain", False), ("tree", True), ("pinned", False), ("strict pinned", True)):
-        step = TargetStep(
-            target, decoder=native_decoder(target), batch_size=1, capacity=64, aux_layer_ids=(), nodes=4, strict=strict
-        )
-        assert step.kernels is not None
-        weights = step.kernels.weights()
-        step.kernels.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
+        spec = CacheSpec(batch_size=1, capacity=64, widths=(4,), strict=strict)
+        step = TargetStep(target, TRITON.decoder(target, spec))
+        assert isinstance(step.decoder, TritonDecoder)
+        passes = step.decoder.passes
+        weights = passes.weights()
+        passes.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
         step.prefill(0, torch.arange(3, 20)[None], 0)
         chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
         if name == "chain":
@@ -238,8 +239,9 @@ def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     monkeypatch.setattr(decoder, "tree_attention", recorded)
     for most, strict in ((1 << 29, False), (64, False), (64, True)):
         monkeypatch.setattr(decoder, "MOST_BYTES", most)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (), "nodes": 6, "strict": strict}
-        step = TargetStep(target, decoder=native_decoder(target), **options)
+        step = TargetStep(
+            target, TRITON.decoder(target, CacheSpec(batch_size=2, capacity=64, widths=(6,), strict=strict))
+        )
         rows.clear()
         hidden.append(step.verify(proposal, None, torch.tensor([19, 4]), 64, 4).hidden)
         assert set(rows) == ({2} if most > 64 else {1})
@@ -283,12 +285,16 @@ def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("heads.backends.triton.runtime.launch_once", lambda device: None)
     why_not.cache_clear()
-    gpu = torch.device("cuda", 7)
-    assert why_no_kernels(torch.bfloat16, gpu) is None
-    assert why_no_kernels(torch.float64, gpu) == "kernels take no float64"
+
+    def reason(dtype: torch.dtype) -> str | None:
+        target: Any = SimpleNamespace(device=torch.device("cuda", 7), dtype=dtype)
+        return why_not_triton(target)
+
+    assert reason(torch.bfloat16) is None
+    assert reason(torch.float64) == "kernels take no float64"
     monkeypatch.setattr("heads.backends.triton.runtime.triton", None)
     why_not.cache_clear()
-    assert why_no_kernels(torch.bfloat16, gpu) == "Triton is not installed"
+    assert reason(torch.bfloat16) == "Triton is not installed"
     why_not.cache_clear()
 
 
@@ -313,6 +319,6 @@ def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         caplog.clear()
         why_not.cache_clear()
-        assert not kernels_fit(target) and not kernels_fit(target)
+        assert fastest(target) is fastest(target) is TORCH
         assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
     why_not.cache_clear()

@@ -35,8 +35,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-    for module in ("cpu.kernels", "torch.linear", "cpu.stack"):
-        monkeypatch.setattr(f"heads.backends.{module}.load", lambda: None)
 
 
 def make_target(family: str) -> FrozenTarget:
