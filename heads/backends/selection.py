@@ -56,6 +56,7 @@ CPU = replace(
 TRITON = replace(
     TORCH,
     name="triton",
+    on_host=False,
     decoder=first(TritonDecoder.of, TorchDecoder.of, HFDecoder),
     recurrent=first(TritonRecurrent.of, TorchRecurrent),
     select=Select(select.widen, select.prune, select.place),

@@ -7,6 +7,7 @@ import torch
 
 from eval.runtime.engine import Engine, Request
 from eval.runtime.memory import Need, check_memory, free_bytes, is_out_of_memory, largest, need_of
+from heads.backends.selection import HUGGINGFACE
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
@@ -50,8 +51,8 @@ def test_too_much_of_anything_is_refused_with_what_fits(
     monkeypatch.setattr("eval.runtime.memory.free_bytes", lambda device: 10**9)
     target = target_of("llama")
     modest = dict(batch_size=1, capacity=4096, nodes=8)
-    check_memory(need_of(target, None, **modest, drafts=True), target.device, "it")
-    need = need_of(target, None, **(modest | asked), drafts=True)
+    check_memory(need_of(target, HUGGINGFACE, **modest, drafts=True), target.device, "it")
+    need = need_of(target, HUGGINGFACE, **(modest | asked), drafts=True)
     with pytest.raises(UserError, match=advice):
         check_memory(need, target.device, "it")
 
