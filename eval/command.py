@@ -21,7 +21,8 @@ from heads.errors import UserError, first_line
 from heads.tree import TreeShape
 
 AUTO = "auto"
-"""Placeholder for a tree: search for the best one."""
+"""Placeholder for a tree, or for a backend: search for the best one."""
+BACKENDS = ("huggingface", "torch", "cpu", "triton")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -127,6 +128,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="to compute in"
     )
     parser.add_argument("--device", help="cuda where there is one, else cpu")
+    parser.add_argument("--backend", default=AUTO, choices=[AUTO, *BACKENDS], help="the code that decodes")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     parser.add_argument(
         "--quantize", choices=["none", "int8"], help="the target's layers; by default as the head was trained"

@@ -122,8 +122,9 @@ class Drafter(Protocol):
     aux_layer_ids: tuple[int, ...]
     """The residual streams it reads, by the number of the layer they enter; empty if none."""
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
-        """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape`."""
+    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
+        """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape` by a
+        `heads.backends.base.Backend`."""
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""

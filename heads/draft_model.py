@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.backends.cpu.draws import CompiledPick
-from heads.backends.draft_reader import Parts, Reader, positions_of
-from heads.backends.slot_mapping import Drafted, Observed, round_up
+from heads.backends.base import Backend, CachedDecoder
+from heads.backends.huggingface import DraftParts, positions_of
+from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places, round_up
 from heads.base import (
     Batch,
     DraftHead,
@@ -48,7 +48,7 @@ from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
 from heads.target.hub import name_of
-from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
+from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths, scratch_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +131,17 @@ class DraftState:
     """
 
     shape: TreeShape
-    reader: Reader
+    backend: Backend
+    decoder: CachedDecoder
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     previous: Tensor  # (B,) int64, the token before the root
     length: Tensor  # (B,) int64, the root's position
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
+
+    def read(self, tokens: Tensor, places: Places, *, prompt: bool = False) -> Tensor:
+        """One step: tokens (B, W) at their places -> states after the final norm (B, W, D)."""
+        return self.decoder.forward(tokens, places, extent=len(self.slot), prompt=prompt).hidden
 
 
 class Draft(nn.Module, DraftHead):
@@ -301,9 +306,9 @@ class Draft(nn.Module, DraftHead):
 
     def bytes_per_round(self, state: DraftState) -> RoundReads:
         """A step reads some rows of its embeddings, unless they are its output head too, and nothing of an encoder."""
-        output, reader = self.output.head.weight, state.reader
-        products = [] if reader.decoder is None else [p for kind in reader.decoder.products().values() for p in kind]
-        width = 2 if any(product.packed is not None for product in products) else output.element_size()
+        output, native = self.output.head.weight, state.decoder.native
+        products = [] if native is None else [product for kind in native.products().values() for product in kind]
+        width = min((product.weight_bytes for product in products), default=output.element_size())
         stack: Any = decoder_of(self.base)
         table = stack.get_input_embeddings().weight
         weights = {p.data_ptr(): p.numel() for p in stack.parameters() if p.data_ptr() != table.data_ptr()}
@@ -317,7 +322,9 @@ class Draft(nn.Module, DraftHead):
         right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
         return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> DraftState:
         device = self.output.head.weight.device
         check_width(shape, self.config.common_size)
         if capacity > round_up(self.context_length):
@@ -325,17 +332,21 @@ class Draft(nn.Module, DraftHead):
                 f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
                 "shorter ones"
             )
-        output = self.output
-        reader = Reader(
-            Parts(self.base, output.head, output, self.text_config),
+        behind = max(shape.depth, scratch_slots(shape))
+        spec = CacheSpec(
             batch_size=batch_size,
-            capacity=round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1),
-            shape=shape,
-            common_size=self.config.common_size,
+            capacity=round_up(capacity + behind + 1),  # the last slot is padding's
+            widths=(1, 2, *level_widths(shape)),  # a round begins with two tokens
+            depth=shape.depth,
+            scratch=behind,
+            vocab_size=self.config.common_size,
+            draft=True,
         )
+        output = self.output
+        decoder = backend.decoder(DraftParts(self.base, output.head, output, self.text_config), spec)
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
-        return DraftState(shape, reader, reader.slot, ids[0], ids[1], ids[2], expanded)
+        return DraftState(shape, backend, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
 
     def reset_rows(self, state: DraftState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -347,29 +358,35 @@ class Draft(nn.Module, DraftHead):
         if observation.missed:  # the token before them may have been drafted last, and so was never read
             read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
             places = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
-            state.reader.read(read, places)
+            state.read(read, places)
         elif nodes is None:
-            state.reader.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
+            state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
             # Only the last accepted node may not have been expanded; the next round reads it with its root.
-            state.reader.keep(state.expanded.gather(1, nodes), start, count)
-        state.reader.advance(observation, state.previous, state.root, state.length)
+            path, offset = state.expanded.gather(1, nodes) + 1, state.slot[:M]
+            path = torch.where((path > 0) & (offset < count[:, None]), path, offset)  # the others stay where they are
+            state.decoder.compact(start, path, count - 1)
+        state.backend.take_newest(tokens, start, count, state.root, state.length, previous=state.previous)
 
     @torch.no_grad()
     def propose(self, state: DraftState, pick: Pick) -> Proposal:
-        reader, length, depth = state.reader, state.length, state.shape.depth
-        if is_chain(state.shape) and isinstance(pick, CompiledPick) and reader.kernels is not None:
-            return reader.draft_chain(pick, state.previous, state.root, length, depth)
+        decoder, length = state.decoder, state.length
+        if is_chain(state.shape):
+            drafted = decoder.draft_chain(pick, state.previous, state.root, length, state.shape.depth)
+            if drafted is not None:
+                return drafted
         observed = length + 1  # with the root, which is read first
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             places = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
-            return reader.logits(reader.read(tokens, places))
+            return decoder.logits(state.read(tokens, places))
 
         tokens = torch.stack([state.previous, state.root], dim=1)
         pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt stands at 0
-        hidden = reader.read(tokens, pair)
-        proposal = grow(state.shape, state.root, length, reader.logits(hidden[:, 1:]), pick, expand, None)
+        hidden = state.read(tokens, pair)
+        proposal = grow(
+            state.shape, state.root, length, decoder.logits(hidden[:, 1:]), pick, expand, None, state.backend.select
+        )
         if proposal.expanded is not None:
             state.expanded.copy_(proposal.expanded)
         return proposal

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
 from heads.draft_model import Draft, DraftConfig, DraftState
 from heads.errors import UserError
@@ -73,8 +74,10 @@ class EarlyExit(Drafter):
         model: Any = FirstLayers(target, number)
         return cls(EarlyExitConfig(number), Draft(config, model))
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> DraftState:
-        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> DraftState:
+        return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
 
     def reset_rows(self, state: DraftState, rows: Tensor) -> None:
         self.draft.reset_rows(state, rows)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.triton import select
+from heads.backends.torch.select import TORCH, Level, Select, new_nodes
 from heads.tree import Pick, Proposal, TreeShape, is_chain
 
 DEPTH_PENALTY = 1e-4
@@ -39,9 +39,11 @@ def grow(
     pick: Pick,
     expand: Expand,
     token_ids: Tensor | None,
+    select: Select = TORCH,
 ) -> Proposal:
     """Grow a tree below `root` (B,), which stands at `position` (B,), from `logits` (B, 1, Vd), the draft's
-    distribution of the root's child. `pick` draws from logits whose columns are `token_ids` (Vd,).
+    distribution of the root's child. `pick` draws from logits whose columns are `token_ids` (Vd,); `select` is a
+    backend's.
 
     Levels count from 1, the root's children. `expand` is called depth - 1 times, with static shapes.
     """
@@ -52,10 +54,10 @@ def grow(
         return pick(logits, ahead[:, level, None].expand(-1, logits.shape[1]), count, token_ids)
 
     grow_shape = _grow_static if shape.paths is not None else _grow_chain if is_chain(shape) else _grow_dynamic
-    return grow_shape(shape, root, logits, draw, expand)
+    return grow_shape(shape, root, logits, draw, expand, select)
 
 
-def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
+def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select) -> Proposal:
     """Grow a dynamic tree of one node a level, without the operations that choose among several."""
     B, K, device = len(root), shape.depth, root.device
     node = constant(tuple(range(K + 1)), device).expand(B, -1)
@@ -70,11 +72,13 @@ def _grow_chain(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expa
     return Proposal(torch.cat(tokens, 1), parents, node, torch.cat(steps, 1).cumsum(1))
 
 
-def _grow_dynamic(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
+def _grow_dynamic(
+    shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select
+) -> Proposal:
     B, K, device = len(root), shape.top_k, root.device
     depths, penalties = _levels(shape.depth, K, device)
     picked, logp = draw(logits, 1, K)  # (B, 1, K)
-    nodes = select.new_nodes(root, depths, logp.dtype)
+    nodes = new_nodes(root, depths, logp.dtype)
     beam = select.widen(nodes, root, None, picked, logp, 1, last=shape.depth == 1)
     for level in range(2, shape.depth + 1):
         assert beam is not None
@@ -97,7 +101,9 @@ def _levels(depth: int, K: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return constant(levels, device), constant(tuple(penalties.tolist()), device, torch.float32)
 
 
-def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand) -> Proposal:
+def _grow_static(
+    shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, expand: Expand, select: Select
+) -> Proposal:
     assert shape.paths is not None
     B = len(root)
     levels, parents, depths, indices = _plan(shape.paths, root.device)
@@ -112,9 +118,7 @@ def _grow_static(shape: TreeShape, root: Tensor, logits: Tensor, draw: Draw, exp
 
 
 @cache
-def _plan(
-    paths: tuple[tuple[int, ...], ...], device: torch.device
-) -> tuple[list[select.Level], Tensor, Tensor, Tensor]:
+def _plan(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[Level], Tensor, Tensor, Tensor]:
     """Return a static tree's levels, and its nodes' parents, depths and indices among the expanded nodes, (1, N)
     each."""
     node_of = {(): 0, **{path: 1 + i for i, path in enumerate(paths)}}
@@ -127,7 +131,7 @@ def _plan(
         parents = [path for path in nodes if path in has_children]
         order += parents
         levels.append(
-            select.Level(
+            Level(
                 first=node_of[nodes[0]],
                 count=1 + max(path[-1] for path in nodes),
                 row=constant(tuple(expanded.index(path[:-1]) for path in nodes), device),

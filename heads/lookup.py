@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -58,7 +59,9 @@ class Lookup(Drafter):
         """Make a drafter whose longest match has `number` tokens. Any target will do."""
         return cls(LookupConfig(number), target.device)
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> LookupState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> LookupState:
         if not is_chain(shape):
             raise UserError(
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from heads.backends.torch.linear import Product
+from heads.backends.base import Backend
+from heads.backends.torch.select import Select
 from heads.base import (
     Batch,
     DraftHead,
@@ -128,6 +129,7 @@ class MedusaState:
     """Static tensors of one batch of sequences."""
 
     shape: TreeShape
+    select: Select
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position
     hidden: Tensor  # (B, D), the target's state before the root
@@ -150,12 +152,11 @@ class ResidualBlocks(nn.Module):
 
 
 class Level:
-    """One head as it drafts: on a CPU by the kernels, from its weights as they are now, held in bfloat16; the target
-    judges what that gives."""
+    """One head as it drafts, from its weights as they are now."""
 
-    def __init__(self, blocks: ResidualBlocks, out: nn.Linear) -> None:
+    def __init__(self, blocks: ResidualBlocks, out: nn.Linear, backend: Backend) -> None:
         layers = [layer for layer in blocks.layers if isinstance(layer, nn.Linear)]
-        self.layers, self.out = [Product.of(layer, draft=True) for layer in layers], Product.of(out, draft=True)
+        self.layers, self.out = [backend.product(layer) for layer in layers], backend.product(out)
 
     def __call__(self, z: Tensor) -> Tensor:
         """(B, D) -> logits (B, 1, Vd)."""
@@ -271,7 +272,9 @@ class Medusa(nn.Module, DraftHead):
         metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
         return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> MedusaState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> MedusaState:
         config, weight = self.config, self.lm_heads[0].weight
         if shape.depth > config.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
@@ -279,8 +282,8 @@ class Medusa(nn.Module, DraftHead):
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
         parts = zip(self.blocks, self.lm_heads, strict=True)
-        levels = [Level(blocks, out) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
-        return MedusaState(shape, ids[0], ids[1], hidden, levels)
+        levels = [Level(blocks, out, backend) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
+        return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
 
     def reset_rows(self, state: MedusaState, rows: Tensor) -> None:
         state.length.masked_fill_(rows, 0)
@@ -301,11 +304,12 @@ class Medusa(nn.Module, DraftHead):
             return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
 
         ids = None if self.token_map is None else self.kept
-        return grow(state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids)
+        return grow(
+            state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids, state.select
+        )
 
     def bytes_per_round(self, state: MedusaState) -> RoundReads:
-        packed = any(level.out.packed is not None for level in state.levels)
-        width = 2 if packed else self.lm_heads[0].weight.element_size()  # type: ignore[operator]
+        width = state.levels[0].out.weight_bytes
         return RoundReads(width * sum(p.numel() for p in self.parameters()), 0, len(self.kept))
 
     @torch.no_grad()

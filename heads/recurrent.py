@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backends.cpu.draws import CompiledPick
-from heads.backends.cpu.recurrent import CpuRecurrent
-from heads.backends.recurrent_memory import Memory, TorchRecurrent, open_memory
+from heads.backends.base import Backend, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
-from heads.backends.slot_mapping import Drafted, Observed, round_up
+from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
@@ -52,7 +50,8 @@ class RecurrentState:
     """
 
     shape: TreeShape
-    memory: Memory
+    backend: Backend
+    steps: RecurrentSteps
     slot: Tensor  # (S,) int64, 0 .. S - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
@@ -61,7 +60,7 @@ class RecurrentState:
     def extent(self, tokens: int) -> int:
         """Slots that attention need look at when `tokens` more stand behind the observed ones; a device that the host
         would have to wait for looks at all."""
-        if self.length.device.type != "cpu":
+        if not self.backend.on_host:
             return len(self.slot)
         return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
@@ -144,7 +143,7 @@ class Recurrent(nn.Module, DraftHead):
     def bytes_per_round(self, state: RecurrentState) -> RoundReads:
         """The output head is read at every level, the modules after the first of them; what fuses, to extend alone."""
         K, J, parts = state.shape.depth, self.num_modules, self.parts()
-        width = 2 if isinstance(state.memory, CpuRecurrent) else next(self.parameters()).element_size()
+        width = state.steps.weight_bytes or next(self.parameters()).element_size()
         own = width * sum(p.numel() for name, p in self.named_parameters() if name != "lm_head.weight")
         fuse = width * parts.fuse.weight.numel() if parts is not None and parts.fuse is not None else 0
         output = width * len(self.kept) * self.config.hidden_size
@@ -156,14 +155,17 @@ class Recurrent(nn.Module, DraftHead):
         return None
 
     @torch.no_grad()
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> RecurrentState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
         check_width(shape, config.draft_vocab_size)
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(
             shape=shape,
-            memory=open_memory(self, shared, batch_size=batch_size, slots=slots, shape=shape),
+            backend=backend,
+            steps=backend.open_recurrent(self, shared, batch_size=batch_size, slots=slots, shape=shape),
             slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],
@@ -175,37 +177,18 @@ class Recurrent(nn.Module, DraftHead):
 
     @torch.no_grad()
     def extend(self, state: RecurrentState, observation: Observation) -> None:
-        tokens, start, count, memory = observation.tokens, observation.start, observation.count, state.memory
-        M = observation.hidden.shape[1]
-        extent = state.extent(M)
-        if not isinstance(memory, TorchRecurrent) and memory.single:
-            memory.extend(observation, extent, state.recycled[0], state.root, state.length)
-            return
-        places = Observed(start, count, state.slot, M)
-        live, last = count > 0, (count - 1).clamp_min(0)
-        above = memory.start(observation.aux_hidden_states, observation.hidden)
-        for module in range(self.num_modules):
-            made, _ = memory.step(module, tokens[:, 1:], above, None, places, extent)
-            newest = state.recycled[module]
-            if module + 1 < self.num_modules:
-                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
-            final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-            newest.copy_(torch.where(live[:, None], final, newest))
-        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
-        state.length.copy_(torch.where(live, start + count, state.length))
+        extent = state.extent(observation.hidden.shape[1])
+        state.steps.extend(observation, state.slot, extent, state.recycled, state.root, state.length)
 
     @torch.no_grad()
     def propose(self, state: RecurrentState, pick: Pick) -> Proposal:
-        memory, J, chain = state.memory, self.num_modules, state.shape.top_k <= 1
+        steps, J, chain = state.steps, self.num_modules, state.shape.top_k <= 1
         extent = state.extent(max(state.shape.depth, scratch_slots(state.shape)))
-        if (
-            is_chain(state.shape)
-            and isinstance(pick, CompiledPick)
-            and isinstance(memory, CpuRecurrent)
-            and memory.single
-        ):
-            newest, depth = state.recycled[0], state.shape.depth
-            return memory.draft_chain(pick, self.kept, newest, state.root, state.length, depth, extent)
+        if is_chain(state.shape):
+            known = self.kept, state.recycled[0], state.root, state.length
+            drafted = steps.draft_chain(pick, *known, state.shape.depth, extent)
+            if drafted is not None:
+                return drafted
         recycled = [made[:, None] for made in state.recycled]  # by module, (B, W, D) at the level above
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
@@ -214,13 +197,13 @@ class Recurrent(nn.Module, DraftHead):
             made, normed, first = list(recycled), [], min(level, J - 1)
             for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]
-                made[module], read = memory.step(module, tokens, above, None if chain else rows, places, extent)
+                made[module], read = steps.step(module, tokens, above, None if chain else rows, places, extent)
                 normed.append(read)
             recycled = made
-            return memory.logits(normed[0])
+            return steps.logits(normed[0])
 
-        first = memory.logits(memory.normed(recycled[0]))
-        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept)
+        first = steps.logits(steps.normed(recycled[0]))
+        return grow(state.shape, state.root, state.length, first, pick, expand, self.kept, state.backend.select)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

@@ -4,12 +4,13 @@ Letters: B rows, D hidden, V vocabulary, M tokens of an observation.
 """
 
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.base import Backend
+from heads.backends.selection import TORCH, TRITON
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.base import Observation, SharedLayers
 from heads.draft_model import Draft, DraftState
@@ -21,7 +22,6 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 from scripts.gpu.draft_steps import likeliest
-from tests.switches import by_torch
 
 SMALL: dict[str, Any] = dict(
     hidden_size=24,
@@ -63,9 +63,9 @@ def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float3
 
 
 def head_rounds(
-    head: Recurrent, shape: str, memory: type, device: torch.device, *, prompt: int = 5, table: bool = True
+    head: Recurrent, shape: str, backend: Backend, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> list[Proposal]:
-    """What a head drafts, by that kind of memory, for two rows: after the prompt of each, one after the other, and
+    """What a head drafts, by that backend, for two rows: after the prompt of each, one after the other, and
     after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
     as such."""
     D, V = head.config.hidden_size, head.config.vocab_size
@@ -73,8 +73,8 @@ def head_rounds(
     rows, out = torch.randn(2, V, D, generator=draw).to(device)
     embed = torch.nn.Embedding.from_pretrained(rows) if table else lambda ids: rows[ids]
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
-    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape))
-    assert type(state.memory) is memory, f"drafts by {type(state.memory).__name__}"
+    state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape), backend=backend)
+    assert isinstance(state.steps, TritonRecurrent) == (backend is TRITON)
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
@@ -95,9 +95,8 @@ def drafts_are_those_of_torch(
 ) -> None:
     """In float32: tokens, parents, and scores within rounding."""
     head = some_head(name, device)
-    ours = head_rounds(head, shape, TritonRecurrent, device, prompt=prompt, table=table)
-    with by_torch(head):
-        agree(ours, head_rounds(head, shape, TorchRecurrent, device, prompt=prompt))
+    ours = head_rounds(head, shape, TRITON, device, prompt=prompt, table=table)
+    agree(ours, head_rounds(head, shape, TORCH, device, prompt=prompt))
 
 
 def agree(ours: list[Proposal], theirs: list[Proposal]) -> None:
@@ -117,15 +116,14 @@ def draft_of(target: FrozenTarget) -> Draft:
 def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt: int = 5) -> None:
     """By kernels and without, of a target in float32."""
     head = draft_of(target)
-    ours = model_rounds(head, target, shape, prompt, kernels=True)
-    with patch("heads.backends.draft_reader.DTYPES", ()):
-        agree(ours, model_rounds(head, target, shape, prompt, kernels=False))
+    ours, theirs = (model_rounds(head, target, shape, prompt, backend) for backend in (TRITON, TORCH))
+    agree(ours, theirs)
 
 
-def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, *, kernels: bool) -> list[Proposal]:
+def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, backend: Backend) -> list[Proposal]:
     """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
-    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape))
-    assert (state.reader.passes is not None) == kernels
+    state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape), backend=backend)
+    assert isinstance(state.decoder, TritonDecoder) == (backend is TRITON)
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
     accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)

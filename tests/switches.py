@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -42,14 +41,6 @@ def as_on_a_gpu() -> Iterator[None]:
     """Take the same steps as on a GPU: no C, and no head asks how long its texts are."""
     with without_c(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
-        yield
-
-
-@contextmanager
-def by_torch(head: Any) -> Iterator[None]:
-    """A head that recycles its state drafts by torch's operations."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(head), "parts", lambda self: None)
         yield
 
 

@@ -52,6 +52,61 @@ def test_what_runs_a_head_needs_few_packages(folder: str) -> None:
             assert not outside, f"{path.relative_to(ROOT)} imports {outside}"
 
 
+def imported_files(path: Path) -> Iterator[str]:
+    """The files of ours that a file imports, but for what only its types ask for."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    hidden = {id(node) for block in typing for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file():
+                    yield name
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The sets of nodes that reach each other."""
+    reach = {node: set(near) for node, near in graph.items()}
+    for middle in graph:
+        for node in graph:
+            if middle in reach[node]:
+                reach[node] |= reach[middle]
+    return [{b for b in reach[a] if a in reach.get(b, ())} for a in graph if a in reach[a]]
+
+
+def folder_of(name: str) -> str:
+    """A folder is one node; files that stand beside folders are nodes themselves."""
+    parts = name.split(".")
+    beside = any(path.is_dir() and path.name != "__pycache__" for path in (ROOT / "/".join(parts[:-1])).iterdir())
+    return name if beside else ".".join(parts[:-1])
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Nor do any folders of heads/, those of C and Triton among them."""
+    paths = [path for folder in ORDER[:-1] for path in modules(folder)]
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    files = {names[path]: set(imported_files(path)) for path in paths}
+    assert not cycles(files)
+    folders: dict[str, set[str]] = {folder_of(name): set() for name in files if name.startswith("heads")}
+    for name, imported in files.items():
+        if name.startswith("heads"):
+            folders[folder_of(name)] |= {folder_of(other) for other in imported} - {folder_of(name)}
+    assert not cycles(folders)
+
+
+@pytest.mark.parametrize("module", ["heads.base", "heads.eagle3", "heads.medusa", "heads.mtp", "heads.draft_model"])
+def test_a_head_is_imported_without_triton_and_without_a_loader_of_c(module: str) -> None:
+    """Its states are made by the backend that they are given."""
+    seen, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name not in seen:
+            seen.add(name)
+            left += imported_files((ROOT / name.replace(".", "/")).with_suffix(".py"))
+    wrong = {name for name in seen if name.startswith(("heads.backends.cpu", "heads.backends.triton"))}
+    assert not wrong
+
+
 def test_no_file_shadows_another_module() -> None:
     """Python puts a script's own folder first on sys.path: train/queue.py would hide queue from everything."""
     everything = [name for folder in ORDER for path in modules(folder) for name in imported_names(path)]

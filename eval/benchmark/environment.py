@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from eval.runtime.triton_step import kernels_fit
 from heads.backends.cpu.compiling import find_compiler
-from heads.backends.torch.architectures import native_decoder, why_not_native
+from heads.backends.cpu.decoder import CompiledDecoder
+from heads.backends.selection import select_backend
+from heads.backends.torch.architectures import why_not_native
+from heads.backends.triton.decoder import DTYPES
 from heads.target.frozen import FrozenTarget
 
 PACKAGES = (
@@ -35,16 +37,15 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def decoder_facts(target: FrozenTarget) -> str:
     """The code that decodes the target here, and why it is not faster code."""
-    decoder = native_decoder(target)
-    if decoder is None:
+    backend = select_backend(target)
+    native = backend.native(target)
+    if native is None:
         return f"its Hugging Face model ({why_not_native(target)})"
-    if kernels_fit(target):
+    if backend.name == "triton" and target.dtype in DTYPES:
         return "Triton kernels"
-    if decoder.stack is not None:
+    if isinstance(native, CompiledDecoder) and native.stack is not None:
         return "C kernels"
-    if target.device.type == "cpu" and find_compiler() is None:
-        return "torch (no C compiler)"
-    return "torch"
+    return "torch (no C compiler)" if backend.on_host and find_compiler() is None else "torch"
 
 
 def setup_line(target: FrozenTarget, training: str | None = None) -> str:

@@ -12,7 +12,7 @@ from eval.benchmark.environment import setup_line
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
-from eval.command import tell
+from eval.command import AUTO, tell
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import is_narrow
 from heads.base import Drafter
@@ -82,6 +82,7 @@ def open_target(
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
+    target.backend = None if options.backend == AUTO else options.backend
     tell(setup_line(target))
     return target, tokenizer
 

@@ -28,6 +28,7 @@ from eval.runtime.sampling import Sampling
 from eval.runtime.target_step import TargetStep
 from heads.backends.slot_mapping import ancestors, round_up
 from heads.backends.torch.linear import Product
+from heads.backends.torch.select import Select
 from heads.backends.triton.timing import device_seconds
 from heads.errors import UserError
 from heads.growth import grow
@@ -80,7 +81,7 @@ def roofline(engine: Engine, plain: Engine, *, length: int, tau: float, bandwidt
     fill_batch(plain, length)
     round_parts, step_parts = parts_of(engine, length), parts_of(plain, length)
     seconds, step = round_seconds(engine, length), round_seconds(plain, length)
-    glue = select_seconds(engine.decoder) + sum(p.seconds for p in round_parts if p.name == GLUE)
+    glue = select_seconds(engine.decoder, engine.backend.select) + sum(p.seconds for p in round_parts if p.name == GLUE)
     busy, step_busy = (sum(part.seconds for part in parts) for parts in (round_parts, step_parts))
     floor, step_floor = (sum(part.bytes for part in parts) / bandwidth for parts in (round_parts, step_parts))
     return {
@@ -128,9 +129,10 @@ def fill_batch(engine: Engine, length: int) -> None:
 
 def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
     """The same for an engine of which no plain one is at hand."""
-    plain = Engine(
-        engine.target, None, EngineOptions(batch_size=engine.options.batch_size, max_length=engine.options.max_length)
+    options = EngineOptions(
+        batch_size=engine.options.batch_size, max_length=engine.options.max_length, backend=engine.options.backend
     )
+    plain = Engine(engine.target, None, options)
     return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 
 
@@ -169,7 +171,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
         reads = decoder.head.bytes_per_round(decoder.head_state)
         parts.append(Part("draft", reads.propose, device_seconds(decoder.propose, device)))
     proposal = decoder.propose()
-    needs = not is_chain(decoder.shape) and step.kernels is None
+    needs = not is_chain(decoder.shape) and step.decoder.reads_masks
     above = ancestors(proposal.parents, decoder.shape.depth) if needs else None
 
     def verify() -> Any:
@@ -191,10 +193,9 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
 
 def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
     """The bytes of the cache, read once."""
-    cache: Any = step.cache
-    if step.decoder is not None:
-        width = step.decoder.layers[0].attention.slot_width
-        per_slot = len(step.decoder.layers) * width * step.target.dtype.itemsize
+    cache, native = step.decoder.cache, step.decoder.native
+    if native is not None:
+        per_slot = len(native.layers) * native.layers[0].attention.slot_width * step.target.dtype.itemsize
     else:
         stores = [*cache.stores["keys"], *cache.stores["values"]]
         per_slot = sum(store.numel() * store.element_size() for store in stores) // (step.batch_size * step.capacity)
@@ -204,17 +205,14 @@ def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
 def layer_parts(step: TargetStep, rows: int) -> list[Part]:
     """The large products of the target, by kind, all layers together; none for a Hugging Face model, where they count
     to the rest."""
-    if step.decoder is None:
+    native, device = step.decoder.native, step.target.device
+    if native is None:
         return []
-    device = step.target.device
-    multiply: Callable[[Tensor, Product], Tensor] = (
-        step.kernels.multiply if step.kernels is not None else lambda x, product: product(x)
-    )
     parts = []
-    for kind, products in step.decoder.products().items():
+    for kind, products in native.products().items():
         x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
         size = sum(product.weight.numel() * product.weight.element_size() for product in products)
-        work = partial(multiply_all, multiply, x, products)
+        work = partial(multiply_all, step.decoder.multiply, x, products)
         parts.append(Part(f"products: {kind}", size, device_seconds(work, device)))
     return parts
 
@@ -251,7 +249,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     return parts
 
 
-def select_seconds(decoder: Decoder) -> float:
+def select_seconds(decoder: Decoder, chosen_by: Select) -> float:
     """To choose which nodes to draft and verify, the head's own passes left out; 0 where none is chosen by
     logits."""
     held = decoder.head_state
@@ -266,7 +264,7 @@ def select_seconds(decoder: Decoder) -> float:
     def select() -> Any:
         return grow(
             decoder.shape, held.root, held.length, levels[:, :1], decoder.rule.begin(),
-            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], token_ids,
+            lambda tokens, rows, paths, level: levels[:, : tokens.shape[1]], token_ids, chosen_by,
         )  # fmt: skip
 
     return device_seconds(select, device)

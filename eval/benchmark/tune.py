@@ -19,6 +19,8 @@ from eval.benchmark.metrics import Trace, acceptance_by_depth
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.runtime.rules import check_rule
+from heads.backends.base import Backend
+from heads.backends.selection import select_backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
@@ -104,8 +106,10 @@ class Recorded(Drafter):
         self.proposal: Proposal | None = None
         self.outcomes: list[Outcome] = []
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> Any:
-        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape)
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> Any:
+        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         self.head.reset_rows(state, rows)
@@ -141,7 +145,7 @@ def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) 
     """Return True if a head fills trees of this shape and the rule judges them."""
     try:
         check_rule(rule, shape)
-        head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape)
+        head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape, backend=select_backend(target))
     except UserError:
         return False
     return True

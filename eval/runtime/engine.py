@@ -34,8 +34,8 @@ from eval.runtime.sampling import Sampling as Sampling
 from eval.runtime.state import Commit
 from eval.runtime.target_step import open_step
 from heads.backends.round_state import RoundState
-from heads.backends.slot_mapping import round_up
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.selection import select_backend
+from heads.backends.slot_mapping import CacheSpec, round_up
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -86,8 +86,8 @@ class EngineOptions:
     pinned: int = 1
     """Nodes of a plain step, all but one padding: the same products, of the same shapes, as in rounds of as many nodes.
     In narrow numbers that is what drafts must repeat bit for bit."""
-    native: bool = True
-    """Use the target's native decoder where it has one."""
+    backend: str | None = None
+    """One of `heads.backends.selection.BACKENDS`; by default the target's own choice, else the fastest there is."""
     graphs: bool = True
     """Capture rounds on a GPU."""
     poll_interval: int | None = None
@@ -135,8 +135,9 @@ class Engine:
         options.check(target, head)
         self.target, self.head, self.options, self.tokenizer = target, head, options, tokenizer
         self.nodes = max(options.shape.nodes, options.pinned)
-        adaptive, on_cpu = options.adaptive, target.device.type == "cpu"
-        self.poll_interval = options.poll_interval or (1 if on_cpu or not adaptive else 4)
+        self.backend = select_backend(target, options.backend)
+        adaptive, on_host = options.adaptive, self.backend.on_host
+        self.poll_interval = options.poll_interval or (1 if on_host or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
         if target.device.type == "cuda":  # where kernels are launched, whatever their tensors' device
@@ -147,7 +148,7 @@ class Engine:
         self.capture = open_capture(target.device) if options.graphs else None
         self.rounds: dict[str, Rounds] = {}
         """By the name of the draft."""
-        self.ahead = 0 if on_cpu or adaptive else 1
+        self.ahead = 0 if on_host or adaptive else 1
         """Looks that are put off while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
@@ -159,26 +160,29 @@ class Engine:
         aux_layer_ids = head.aux_layer_ids if head is not None else ()
         per_row = row_bytes(
             target,
-            native_decoder(target) if options.native else None,
+            self.backend.native(target),
             capacity=options.max_length,
             nodes=self.nodes,
             drafts=head is not None,
             pending=room_of(device) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
         )
         check_memory(per_row, options.batch_size, device, target.name)
-        step = open_step(
-            target,
+        spec = CacheSpec(
             batch_size=options.batch_size,
-            capacity=options.max_length,
+            capacity=round_up(options.max_length),
             aux_layer_ids=aux_layer_ids,
-            native=options.native,
-            nodes=self.nodes,
+            widths=(self.nodes,),
             strict=options.strict,
         )
+        step = open_step(target, self.backend, spec)
         head_state = None
         if head is not None:
             head_state = head.new_state(
-                target.shared, batch_size=options.batch_size, capacity=step.capacity, shape=options.shape
+                target.shared,
+                batch_size=options.batch_size,
+                capacity=step.capacity,
+                shape=options.shape,
+                backend=self.backend,
             )
         sampling = RowSampling(options.batch_size, device)
         state = RoundState.new(

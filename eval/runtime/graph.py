@@ -66,7 +66,7 @@ class Rounds:
 
     def bucket(self, extent: int) -> int:
         """The smallest captured extent that shows so many slots."""
-        if self.decoder.step.kernels is not None:
+        if not self.decoder.step.decoder.reads_masks:
             return self.decoder.step.capacity
         return min(max(SMALLEST_EXTENT, 1 << (extent - 1).bit_length()), self.decoder.step.capacity)
 

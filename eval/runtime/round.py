@@ -57,8 +57,8 @@ class Decoder:
         state, shape = self.state, self.shape
         proposal = self.propose()
         mark("draft")
-        masked = is_chain(shape) or (self.step.kernels is not None and not self.rule.needs_distribution)
-        above = None if masked else ancestors(proposal.parents, shape.depth)
+        reads = self.step.decoder.reads_masks or self.rule.needs_distribution
+        above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
         features = self.step.verify(proposal, above, state.length, extent, self.depth)
         positions = state.length[:, None] + 1 + proposal.depths  # (B, N)
         if self.rule.needs_distribution:

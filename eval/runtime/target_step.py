@@ -1,5 +1,4 @@
-"""The target's step: static caches, masks and positions of our own, through the target's native decoder where there is
-one, else through its Hugging Face model.
+"""The target's step: prompts and trees through its cached decoder, and what it chooses.
 
 Letters: B rows, N nodes of a step, C tokens of a prefill chunk, E slots shown to attention, D hidden, V vocabulary.
 """
@@ -8,15 +7,10 @@ import torch
 from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
-from eval.runtime.triton_step import TritonTargetStep, kernels_fit
-from heads.backends.cpu.stack import CpuKVCache
-from heads.backends.huggingface import HFCache
-from heads.backends.slot_mapping import ancestors, round_up
-from heads.backends.torch.architectures import native_decoder, why_not_native
-from heads.backends.torch.cache import KVCache
-from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.base import Backend, CachedDecoder
+from heads.backends.huggingface import HFDecoder
+from heads.backends.slot_mapping import CacheSpec, Observed, Verified, ancestors, round_up
 from heads.errors import UserError, warn_once
-from heads.target.encoder_decoder import cache_layers
 from heads.target.frozen import Features, FrozenTarget
 from heads.tree import Acceptance, Proposal
 
@@ -30,46 +24,13 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narro
 class TargetStep:
     """The frozen target with the caches of one batch."""
 
-    cache: HFCache | KVCache | CpuKVCache
-
-    def __init__(
-        self,
-        target: FrozenTarget,
-        *,
-        batch_size: int,
-        capacity: int,
-        aux_layer_ids: tuple[int, ...],
-        decoder: NativeDecoder | None = None,
-        nodes: int = 1,
-        strict: bool = False,
-    ) -> None:
-        """`decoder`: the target's native one; None takes its Hugging Face model. `nodes` of a row in a verify step, and
-        `strict`, matter to kernels only (`TritonTargetStep`)."""
-        self.target, self.aux_layer_ids, self.decoder, self.batch_size = target, aux_layer_ids, decoder, batch_size
-        self.capacity = round_up(capacity)
-        self.kernels: TritonTargetStep | None = None
-        device = target.device
-        if decoder is not None and kernels_fit(target):
-            self.kernels = TritonTargetStep(
-                target,
-                decoder,
-                batch_size=batch_size,
-                capacity=self.capacity,
-                aux_layer_ids=aux_layer_ids,
-                nodes=nodes,
-                strict=strict,
-            )
-            self.cache = self.kernels.cache
-        elif decoder is None:
-            check_family(target)
-            layers = cache_layers(target.base, target.config)
-            self.cache = HFCache(num_layers=layers, batch_size=batch_size, capacity=self.capacity, device=device)
-        else:
-            self.cache = decoder.new_cache(batch_size=batch_size, capacity=self.capacity)
-            self.cos_sin_table = decoder.cos_sin_table(self.capacity)
-        self.slot = torch.arange(self.capacity, device=device)  # (S,)
-        self.pads = device.type != "cpu"
-        """Whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in vain."""
+    def __init__(self, target: FrozenTarget, decoder: CachedDecoder, *, pads: bool = False) -> None:
+        """`pads`: whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in
+        vain."""
+        self.target, self.decoder, self.pads = target, decoder, pads
+        self.batch_size, self.capacity = decoder.spec.batch_size, decoder.spec.capacity
+        # One more than there are, so that what a padded chunk has beyond them goes to the last, which no prompt fills.
+        self.slot = torch.arange(self.capacity + 1, device=target.device)
 
     def chunk_size(self, remaining: int) -> int:
         """Return the number of slots of the next prefill step; with padding a power of two, less than half of it
@@ -84,131 +45,55 @@ class TargetStep:
         are padding whose keys later tokens overwrite before anything may see them.
         """
         C = tokens.shape[1]
+        places = Observed(self.slot[start : start + 1], None, self.slot, C)
         extent = min(round_up(start + C), self.capacity)
-        positions = self.slot[start : start + C] if start + C <= self.capacity else self._clamped(start, C)
-        if self.kernels is not None:
-            return self.kernels.prefill(row, tokens, positions)
-        key = self.slot[:extent]
-        if isinstance(self.cache, HFCache):
-            self.cache.aim(positions[None], extent=extent, row=row, prompt=True)
-        else:
-            self.cache.aim(positions[None], extent=extent, row=row)
-        if self.decoder is not None:
-            return self._features(tokens, positions[None], None, None)
-        visible = key[None, None] <= positions[None, :, None]
-        return self._features(tokens, positions[None], visible, key[None])
+        return self.decoder.forward(tokens, places, extent=extent, row=row, prompt=True)
 
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
         """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
 
-        above (B, N, N): `heads.backends.slot_mapping.ancestors`, None for a chain and wherever kernels run; length
-        (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels that
-        the trees have.
+        above (B, N, N): `heads.backends.slot_mapping.ancestors`, None for a chain and where the decoder reads no masks;
+        length (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels
+        that the trees have.
         """
-        if self.kernels is not None:
-            return self.kernels.verify(proposal.tokens, proposal.parents, proposal.depths, length, depth)
-        B, N = proposal.tokens.shape
-        slots = length[:, None] + self.slot[:N]  # (B, N)
-        key = self.slot[:extent]
-        visible: Tensor | None
-        key_positions: Tensor | None
-        self.cache.aim(slots, extent=extent)
-        if above is None and self.decoder is not None:
-            positions, visible, key_positions = slots, None, None
-        elif above is None:
-            positions, key_positions = slots, key.expand(B, extent)
-            visible = key <= slots[:, :, None]
-        else:
-            positions = length[:, None] + proposal.depths
-            key_positions = key.repeat(B, 1).scatter_(1, slots, positions)
-            visible = (key < length[:, None])[:, None].repeat(1, N, 1)
-            visible.scatter_(2, slots[:, None].expand(B, N, N), above)
-        return self._features(proposal.tokens, positions, visible, key_positions)
+        places = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
+        return self.decoder.forward(proposal.tokens, places, extent=extent)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
-        made = None
-        if self.kernels is not None:
-            made = self.kernels.logits(hidden)
-        elif self.decoder is not None:
-            made = self.decoder.logits(hidden)
-        return self.target.shared.lm_head(hidden) if made is None else made
+        return self.decoder.logits(hidden)
 
     def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor:
-        """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids."""
-        chosen = None if self.kernels is None else self.kernels.choose(hidden, positions, sampling)
-        return sampling.choose(self.logits(hidden), positions) if chosen is None else chosen
+        """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids.
 
-    def compact(self, length: Tensor, acceptance: Acceptance) -> None:
-        """Move the accepted nodes to the slots they will keep: the first after `length` (B,), in order."""
-        if self.kernels is not None:
-            self.kernels.compact(length, acceptance.path, acceptance.accepted)
-            return
-        path = acceptance.path
-        kept = path.shape[1]
-        self.cache.compact(length[:, None] + path, length[:, None] + self.slot[:kept])
+        Rows with filters need the whole distribution; what the others choose must not depend on there being such rows.
+        """
+        fused = None
+        if not sampling.filtered or len(hidden) > 1:
+            fused = self.decoder.choose(hidden, positions, sampling.temperature, sampling.seed, random=sampling.random)
+        if fused is not None and not sampling.filtered:
+            return fused
+        chosen = sampling.choose(self.logits(hidden), positions)
+        return chosen if fused is None else torch.where(sampling.filters()[:, None], chosen, fused)
 
-    def _features(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None
-    ) -> Features:
-        if self.decoder is not None:
-            assert not isinstance(self.cache, HFCache)
-            return self.decoder.features(
-                tokens,
-                positions=positions,
-                visible=visible,
-                key_positions=key_positions,
-                cache=self.cache,
-                cos_sin_table=self.cos_sin_table,
-                aux_layer_ids=self.aux_layer_ids,
-            )
-        assert isinstance(self.cache, HFCache) and visible is not None and key_positions is not None
-        return self.target.features(
-            tokens,
-            positions=positions,
-            visible=visible,
-            key_positions=key_positions,
-            cache=self.cache,
-            aux_layer_ids=self.aux_layer_ids,
-        )
-
-    def _clamped(self, start: int, C: int) -> Tensor:
-        # The padding tail of a padded chunk may reach past the capacity; it all goes to the last slot, which no prompt
-        # fills.
-        return torch.arange(start, start + C, device=self.slot.device).clamp_(max=self.capacity - 1)
+    def compact(self, start: Tensor, acceptance: Acceptance) -> None:
+        """Move the accepted nodes to the slots they will keep: the first behind `start` (B,), in order."""
+        self.decoder.compact(start, acceptance.path, acceptance.accepted)
 
 
-def open_step(
-    target: FrozenTarget,
-    *,
-    batch_size: int,
-    capacity: int,
-    aux_layer_ids: tuple[int, ...],
-    native: bool = True,
-    nodes: int = 1,
-    strict: bool = False,
-) -> TargetStep:
-    """The fastest step that was found to be right: native where the architecture is known, unless told otherwise."""
-    decoder = native_decoder(target) if native else None
-    if decoder is not None:
-        step = TargetStep(
-            target,
-            batch_size=batch_size,
-            capacity=capacity,
-            aux_layer_ids=aux_layer_ids,
-            decoder=decoder,
-            nodes=nodes,
-            strict=strict,
-        )
-        try:
-            check_masks(step)
-            return step
-        except UserError as error:
-            warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
-    elif native:
-        warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {why_not_native(target)}")
-    step = TargetStep(target, batch_size=batch_size, capacity=capacity, aux_layer_ids=aux_layer_ids)
-    check_masks(step)
+def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> TargetStep:
+    """The target's step by a backend, or, where that was not asked for by name and is found to be wrong, by the Hugging
+    Face model."""
+    check_family(target)
+    step = TargetStep(target, backend.decoder(target, spec), pads=not backend.on_host)
+    try:
+        check_masks(step)
+    except UserError as error:
+        if step.decoder.native is None or backend.is_required:
+            raise
+        warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+        step = TargetStep(target, HFDecoder(target, spec), pads=not backend.on_host)
+        check_masks(step)
     return step
 
 

@@ -1,122 +1,80 @@
-"""A static key/value cache whose rows stand at different lengths, in the form that any Hugging Face causal LM takes.
+"""A cached forward pass by the Hugging Face model itself: of every architecture whose attention takes a mask."""
 
-Every sequence owns a row of `capacity` slots. A step says which slots its tokens go to (`aim`); each layer then
-writes there and hands the model views of the static tensors. What a query may see is the mask's business: sliding
-layers keep all slots too, because a rolling window cannot take back a rejected draft.
-
-Letters: B rows, N tokens of a step, S slots a row, E slots shown to attention, H key-value heads, Dh head width.
-"""
-
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import Tensor, nn
+
+from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.slot_mapping import CacheSpec, Places
+from heads.target.cache import HFCache
+from heads.target.encoder_decoder import cache_layers
+from heads.target.frozen import Features, decode
 
 
-class HFCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same form share."""
+@dataclass(frozen=True, eq=False)
+class DraftParts:
+    """A draft model in parts, as decoders are made from it."""
 
-    is_compileable = True
-    is_sliding = False
-    keys: Tensor
-    values: Tensor
-    flat_keys: Tensor  # (B * S, H, Dh), the same storage
-    flat_values: Tensor
-    shown_keys: Tensor  # (B', H, E, Dh), a view: what attention reads
-    shown_values: Tensor
+    base: nn.Module
+    head: Any
+    lm_head: Callable[[Tensor], Tensor]
+    config: Any
 
-    def __init__(self, cache: "HFCache", index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.index = cache, index
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Of the architectures that have a native decoder."""
+        base: Any = self.base
+        layers: nn.ModuleList = base.layers
+        return layers
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take storage of the form that the model's first keys and values show."""
-        self.keys = self.cache.storage("keys", self.index, key_states)
-        self.values = self.cache.storage("values", self.index, value_states)
-        self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-        self.show()
-        self.is_initialized = True
+    @property
+    def num_layers(self) -> int:
+        number: int = self.config.num_hidden_layers
+        return number
 
-    def show(self) -> None:
-        """Renew the views after the rows or the extent changed."""
-        rows, extent = self.cache.rows, self.cache.extent
-        self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
-        self.shown_values = self.values[rows, :extent].transpose(1, 2)
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.head.weight.device
+        return device
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values (B', H, N, Dh) to the slots aimed at; return all that is shown."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        slots = self.cache.slots
-        self.flat_keys.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
-        self.flat_values.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
-        return self.shown_keys, self.shown_values
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.head.weight.dtype
+        return dtype
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys shown, and the first one's slot."""
-        return self.cache.extent, 0
-
-    def get_seq_length(self) -> int:
-        """Slots shown. Rows differ in length and the device alone knows it; positions and masks are always given."""
-        return self.cache.extent
-
-    def get_max_length(self) -> int:
-        """Slots a row."""
-        return self.cache.capacity
+    def features(self, tokens: Tensor, *, aux_layer_ids: Any = (), **places: Any) -> Features:
+        """As `FrozenTarget.features`, without auxiliary hidden states."""
+        hidden = decode(self.base, self.config, self.dtype, tokens, **places)
+        return Features(hidden[..., :0], hidden)
 
 
-class HFCache(Cache):
-    """The target's keys and values of a whole batch."""
+class HFDecoder(CachedDecoder):
+    """The model with the cache of one batch."""
 
-    def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu") -> None:
-        self.batch_size_, self.capacity = batch_size, capacity
-        self.rows, self.extent = slice(0, batch_size), capacity
-        self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
-        self.prompt = False
-        """Whether the step aimed at reads prompts whole."""
-        self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
-        self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
-        self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
-        self.num_layers = num_layers
-        self.row_layers = [HFCacheLayer(self, i) for i in range(num_layers)]
-        super().__init__(layers=list(self.row_layers))
+    def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
+        super().__init__(model, spec)
+        layers = cache_layers(model.base, model.config)
+        self.cache = HFCache(num_layers=layers, batch_size=spec.batch_size, capacity=spec.capacity, device=model.device)
 
-    def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
-        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
-        slots. `prompt`: the tokens are prompts from position 0 on, which an encoder is to read."""
-        self.prompt = prompt
-        rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
-        self.slots = (slots + self.row_starts[rows]).flatten()
-        if (rows, extent) != (self.rows, self.extent):
-            self.rows, self.extent = rows, extent
-            for layer in self.row_layers:
-                if layer.is_initialized:
-                    layer.show()
+    def forward(
+        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        key, positions, visible = self.slot[:extent], places.positions, places.visible(0, extent)
+        self.cache.aim(places.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
+        return self.model.features(
+            tokens,
+            positions=positions.clamp_max(positions_of(self.model.config) - 1),  # padding may stand beyond it
+            visible=key <= positions[..., None] if visible is None else visible,
+            key_positions=key.expand(len(tokens), -1) if visible is None else places.key_positions(extent),
+            cache=self.cache,
+            aux_layer_ids=self.spec.aux_layer_ids,
+        )
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """What the model's attention calls."""
-        return self.row_layers[layer_idx].update(key_states, value_states)
 
-    def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
-        is written."""
-        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
-        for store in (*self.stores["keys"], *self.stores["values"]):
-            flat = store.flatten(1, 2)  # (layers, B * S, H, Dh)
-            flat.index_copy_(1, goals, flat.index_select(1, sources))
-
-    def storage(self, kind: str, index: int, states: Tensor) -> Tensor:
-        """(B, S, H, Dh) of zeros for one layer. The first layer's form is taken for all, so that `compact` is a few
-        large copies; a layer of another form gets its own."""
-        _, H, _, Dh = states.shape
-        stores = self.stores[kind]
-        shape = (self.batch_size_, self.capacity, H, Dh)
-        if not stores:
-            stores.append(states.new_zeros(self.num_layers, *shape))
-        if stores[0].shape[1:] == shape:
-            return stores[0][index]
-        stores.append(states.new_zeros(1, *shape))
-        return stores[-1][0]
+def positions_of(config: Any) -> int:
+    """How many positions a model reads; without a limit of its own, as many as anyone could ask for."""
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize

@@ -1,4 +1,4 @@
-"""Where the tokens of one step of a draft stand, and which slots of its cache they see.
+"""Where the tokens of one step stand, and which slots of the cache they see.
 
 A token at position p has its key in slot p. Tokens that became known go there at once. Drafted ones go behind the slots
 that are observed, in the order in which they are expanded: node i of those to slot length + i, whatever its depth. In a
@@ -7,7 +7,7 @@ chain that is where its key stays if it is accepted.
 What a step needs of all this differs: masks and positions are made where they are asked for, since on a GPU each of
 them is a launch.
 
-Letters: B batch, M observed tokens, W nodes of one level, S cache slots, E of them shown.
+Letters: B batch, M observed tokens, W nodes of one level, N nodes of a tree, S cache slots, E of them shown.
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,28 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
         node = parents.gather(1, node)
         above.scatter_(2, node[..., None], True)
     return above
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """The size of a decoder's cache, and of the passes over it."""
+
+    batch_size: int
+    capacity: int
+    """Slots of a row, a multiple of 64."""
+    aux_layer_ids: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    """Tokens of a row in the passes that every round makes, whose products are worth being measured."""
+    depth: int = 0
+    """Positions behind the capacity that may be asked for."""
+    scratch: int = 0
+    """Drafted nodes that have slots behind the observed ones."""
+    vocab_size: int | None = None
+    """Tokens that logits are formed of, the first of the vocabulary; None for all."""
+    draft: bool = False
+    """Whether the target judges what is computed, so that bfloat16 weights will do, and weights may be in training."""
+    strict: bool = False
+    """Whether trees are to be bit-identical to plain decoding on a GPU, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +90,10 @@ class Observed:
             return None
         key, own = self.slot[:extent], self.positions[..., None]
         return (key <= own) & (key >= own.clamp_max(module))
+
+    def key_positions(self, extent: int) -> Tensor:
+        """(B, E): slots are positions."""
+        return self.slot[:extent].expand(len(self.start), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,3 +141,43 @@ class Drafted:
         slots = (self.length[:, None, None] + self.paths).flatten(1)
         places = above[:, None].expand(self.paths.shape).flatten(1)
         return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, slots, places)
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """N nodes of whole trees; each sees what was observed, its ancestors and itself.
+
+    Node j stands in slot length + j, at the position length + its depth.
+    """
+
+    length: Tensor  # (B,) int64, the slots observed
+    parents: Tensor  # (B, N) int64
+    depths: Tensor  # (B, N) int64
+    above: Tensor | None  # (B, N, N) bool, `ancestors`; None for a chain, and where nothing reads a mask
+    levels: int
+    """The most levels that a tree has."""
+    slot: Tensor  # (S,) int64, 0 .. S - 1
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(B, N); of a chain its slots."""
+        return self.slots() if self.above is None else self.length[:, None] + self.depths
+
+    def slots(self, padding_slot: int = 0) -> Tensor:
+        """(B, N)."""
+        return self.length[:, None] + self.slot[: self.parents.shape[1]]
+
+    def visible(self, module: int, extent: int) -> Tensor | None:
+        """(B, N, E) bool, or None for a chain, as `Observed.visible` says."""
+        if self.above is None:
+            return None
+        seen = (self.slot[:extent] < self.length[:, None])[:, None].repeat(1, self.parents.shape[1], 1)
+        return seen.scatter_(2, self.slots()[:, None].expand(self.above.shape), self.above)
+
+    def key_positions(self, extent: int) -> Tensor:
+        """(B, E): of what stands in each slot."""
+        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, self.slots(), self.positions)
+
+
+Places = Observed | Drafted | Verified
+"""Where the tokens of a pass stand."""

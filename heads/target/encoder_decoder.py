@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import EncoderDecoderCache
 
-from heads.backends.huggingface import HFCache
 from heads.errors import UserError
+from heads.target.cache import HFCache
 from heads.target.families import additive
 
 FAMILIES = ("t5", "mt5")

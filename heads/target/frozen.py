@@ -7,7 +7,7 @@ may see, and sliding windows follow from positions, so that packed documents and
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +75,8 @@ class FrozenTarget:
         self.eos_token_ids = eos_ids(model)
         self.quantize = quantize
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.backend: str | None = None
+        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
         self.adapter: dict[str, Any] | None = None
         """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
         it."""
@@ -96,6 +98,11 @@ class FrozenTarget:
         """(V, D) the output embeddings, tied or not."""
         weight: Tensor = self.head.weight
         return weight
+
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """As `SharedLayers.lm_head`."""
+        return self.shared.lm_head
 
     @property
     def logit_scale(self) -> float:

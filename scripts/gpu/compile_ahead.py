@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from heads.backends.selection import TRITON
 from heads.backends.triton import runtime as backend
 
 SHARED_MEMORY = 227 * 1024
@@ -125,7 +126,7 @@ def grow_trees() -> None:
 
     root = torch.zeros(1, dtype=torch.int64)
     for text in ("tree:6x8x32", "tree:8x10x60", "tree:4x32x1000", "static:3.2.1", "static:9.9.9"):
-        grow(parse_shape(text), root, root, torch.zeros(1, 1, 99), pick, expand, None)
+        grow(parse_shape(text), root, root, torch.zeros(1, 1, 99), pick, expand, None, TRITON.select)
 
 
 def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
@@ -161,8 +162,8 @@ def draft(dtype: torch.dtype) -> None:
     for head in heads:
         head.to("meta", dtype)
         for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
-            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape))
-            assert isinstance(state.memory, TritonRecurrent)
+            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape), backend=TRITON)
+            assert isinstance(state.steps, TritonRecurrent)
             for M in (6, 64, 256):
                 tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
                 aux_hidden_states = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")

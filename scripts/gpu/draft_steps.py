@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
+from heads.backends.selection import TORCH, TRITON
 from heads.backends.slot_mapping import Drafted
 from heads.backends.triton.pick import best_columns, best_columns_twin, serves
 from heads.base import Observation, SharedLayers
@@ -37,9 +37,9 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
         lm_head_weight = head.lm_head_weight(shared)
         fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
         own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
-        for form in ("kernels", "torch"):
-            with patch.object(type(head), "parts", type(head).parts if form == "kernels" else lambda self: None):
-                state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=parse_shape("tree:6x8x32"))
+        for form, backend in (("kernels", TRITON), ("torch", TORCH)):
+            tree = parse_shape("tree:6x8x32")
+            state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
             for width in (1, 8):
                 size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
@@ -82,8 +82,8 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
 
     def work() -> tuple[Tensor, Tensor]:
         places = Drafted(state.length, ids, state.slot, width == 1)
-        _, read = state.memory.step(0, tokens, states, rows, places, len(state.slot))
-        return likeliest(state.memory.logits(read), tokens, width, head.kept)
+        _, read = state.steps.step(0, tokens, states, rows, places, len(state.slot))
+        return likeliest(state.steps.logits(read), tokens, width, head.kept)
 
     return work
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.backends.selection import TRITON
+from heads.backends.torch.select import Select
 from heads.backends.triton.pick import Noise, best_columns
 from heads.growth import grow
 from heads.tree import Proposal, TreeShape, parse_shape
@@ -25,13 +27,17 @@ def works(text: str, device: torch.device, columns: int = COLUMNS) -> list[tuple
     noise = Noise(ids[:, None].expand(-1, K), one, ids)
     picks = f"{K} of {columns} picked for each of {K}"
     return [
-        (f"nodes of {text} chosen", 36 * (drawn + shape.nodes), partial(grow_from, shape, distributions)),
+        (
+            f"nodes of {text} chosen",
+            36 * (drawn + shape.nodes),
+            partial(grow_from, shape, distributions, TRITON.select),
+        ),
         (picks, 2 * logits.numel(), partial(best_columns, logits, K)),
         (f"{picks} with noise", 2 * logits.numel(), partial(best_columns, logits, K, None, noise)),
     ]
 
 
-def grow_from(shape: TreeShape, distributions: Tensor) -> Proposal:
+def grow_from(shape: TreeShape, distributions: Tensor, select: Select) -> Proposal:
     """A tree whose draws are columns 0, 1, ... with the log-probabilities distributions (K, B, N, R) of its levels."""
     columns, level = torch.arange(distributions.shape[3], device=distributions.device), 0
 
@@ -45,4 +51,4 @@ def grow_from(shape: TreeShape, distributions: Tensor) -> Proposal:
         return distributions[0, :, :1].expand(-1, tokens.shape[1], -1)
 
     root = torch.arange(distributions.shape[1], device=distributions.device)
-    return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None)
+    return grow(shape, root, root, expand(root[:, None], root, root, 0), pick, expand, None, select)

@@ -54,7 +54,9 @@ class PairHead(nn.Module, Drafter):
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         raise AssertionError("never trained")
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> PairState:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
+    ) -> PairState:
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))
 
     def reset_rows(self, state: PairState, rows: Tensor) -> None:

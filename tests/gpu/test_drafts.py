@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.tree import parse_shape
 from tests.drafting import drafts_are_those_of_torch, model_drafts_are_those_of_torch
 from tests.small_targets import FAMILIES, make_head, make_target, some_requests, texts
@@ -17,13 +18,12 @@ def test_a_target_decodes_alike_with_and_without_kernels(family: str) -> None:
     """Kernels and graphs against the Hugging Face model's plain rounds."""
     target = make_target(family, torch.float32, CUDA)
     requests = some_requests(target.vocab_size, 3, 24)
-    expected = Engine(target, None, EngineOptions(batch_size=2, max_length=256, native=False, graphs=False)).generate(
-        requests
-    )
+    options = EngineOptions(batch_size=2, max_length=256, backend="huggingface", graphs=False)
+    expected = Engine(target, None, options).generate(requests)
     for shape in ("none", "chain:3", "tree:3x3x8"):
         head = make_head(target) if shape != "none" else None
         engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=256))
-        assert engine.decoder.step.kernels is not None, f"{family} has no kernels"
+        assert isinstance(engine.decoder.step.decoder, TritonDecoder), f"{family} has no kernels"
         assert texts(engine.generate(requests)) == texts(expected), (family, shape)
 
 

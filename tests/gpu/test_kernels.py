@@ -12,6 +12,7 @@ from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from eval.runtime.state import Commit
 from heads.backends.round_state import RoundState
+from heads.backends.selection import TORCH, TRITON
 from heads.backends.slot_mapping import ancestors
 from heads.backends.triton import accept, attention, choose, compaction, experts, gemm, layers, per_head
 from heads.tree import Proposal, parse_shape
@@ -133,6 +134,7 @@ def test_paths(device: torch.device) -> None:
 def test_trees_grow_as_on_a_cpu(device: torch.device) -> None:
     """Bit for bit, of several sizes, also over distributions that tie and such as are no numbers."""
     draw = torch.Generator().manual_seed(0)
+    select = (TORCH if device.type == "cpu" else TRITON).select
     for text in ("tree:6x8x32", "tree:8x10x60", "tree:3x13x300", "tree:1x5x4", "static:3.2.1", "static:9.9.9"):
         shape = parse_shape(text)
         for kind in ("random", "flat", "broken"):
@@ -142,7 +144,8 @@ def test_trees_grow_as_on_a_cpu(device: torch.device) -> None:
                 distributions.zero_()
             if kind == "broken":
                 distributions[:, 0, 1] = torch.nan
-            ours, theirs = (vars(grow_from(shape, x)) for x in (distributions.to(device), distributions))
+            ours = vars(grow_from(shape, distributions.to(device), select))
+            theirs = vars(grow_from(shape, distributions, TORCH.select))
             for name, found in ours.items():
                 same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())
                 assert same, f"{name} of {text} of {kind} distributions"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.backends.draft_reader import Reader
+from heads.backends.cpu import library
+from heads.backends.selection import BACKENDS
 from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
 from heads.draft_model import Draft, DraftState
@@ -19,6 +20,7 @@ from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import parse_shape
 
+BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 V = 40
 SIZE = {
     "vocab_size": V,
@@ -112,7 +114,7 @@ def texts_of(lengths: list[int]) -> list[list[int]]:
 def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
     head = make_head(make_target(family))
     texts = texts_of([9, 2, 14])
-    state = head.new_state(None, batch_size=3, capacity=40, shape=parse_shape("chain:4"))
+    state = head.new_state(None, batch_size=3, capacity=40, shape=parse_shape("chain:4"), backend=BACKEND)
     feed(head, state, texts, [0, 0, 0], [len(text) - 1 for text in texts], None)
     proposal = head.propose(state, greedy)
     for row, text in enumerate(texts):
@@ -127,7 +129,7 @@ def test_a_chain_equals_a_loop_without_a_cache(family: str) -> None:
 def test_every_path_of_a_tree_scores_as_a_chain_would(family: str, shape: str) -> None:
     head = make_head(make_target(family))
     texts = texts_of([9, 12])
-    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape(shape))
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape(shape), backend=BACKEND)
     feed(head, state, texts, [0, 0], [8, 11], None)
     proposal = head.propose(state, greedy)
     for row, text in enumerate(texts):
@@ -154,17 +156,17 @@ def test_rounds_go_on_from_what_was_accepted(
     shape_ = parse_shape(shape)
     chooser = torch.Generator().manual_seed(7)
     texts = texts_of([5, 9, 3])
-    state = head.new_state(None, batch_size=3, capacity=60, shape=shape_)
+    state = head.new_state(None, batch_size=3, capacity=60, shape=shape_, backend=BACKEND)
     feed(head, state, texts, [0, 0, 0], [len(text) - 1 for text in texts], None)
     done = list(texts[2])
     read: list[Tensor] = []
-    act = Reader.read
+    act = DraftState.read
 
-    def watch(self: Reader, tokens: Tensor, places: Any, **how: Any) -> Tensor:
+    def watch(self: DraftState, tokens: Tensor, places: Any, **how: Any) -> Tensor:
         read.append(tokens)
         return act(self, tokens, places, **how)
 
-    monkeypatch.setattr(Reader, "read", watch)
+    monkeypatch.setattr(DraftState, "read", watch)
     for _ in range(6):
         read.clear()
         proposal = head.propose(state, greedy)
@@ -187,7 +189,7 @@ def test_rounds_go_on_from_what_was_accepted(
         read.clear()
         feed(head, state, texts, starts, counts, nodes)
         assert not read  # accepting reads nothing
-        fresh = head.new_state(None, batch_size=3, capacity=60, shape=shape_)
+        fresh = head.new_state(None, batch_size=3, capacity=60, shape=shape_, backend=BACKEND)
         feed(head, fresh, [*texts[:2], done], [0, 0, 0], [len(text) - 1 for text in (*texts[:2], done)], None)
         again, wanted = head.propose(state, greedy), head.propose(fresh, greedy)
         assert torch.equal(again.tokens, wanted.tokens)
@@ -197,14 +199,14 @@ def test_rounds_go_on_from_what_was_accepted(
 def test_prompts_may_come_in_pieces_and_rows_begin_anew() -> None:
     head = make_head(make_target())
     texts = texts_of([11, 6])
-    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    state = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
     feed(head, state, [texts_of([20])[0], texts[1]], [0, 0], [15, 5], None)
     head.propose(state, greedy)
     head.reset_rows(state, torch.tensor([True, False]))
     feed(head, state, texts, [0, 0], [4, 0], None)
     feed(head, state, texts, [4, 0], [6, 0], None)
     found = head.propose(state, greedy)
-    whole = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    whole = head.new_state(None, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
     feed(head, whole, texts, [0, 0], [10, 5], None)
     wanted = head.propose(whole, greedy)
     assert torch.equal(found.tokens, wanted.tokens)
@@ -277,7 +279,7 @@ def test_what_it_foresees_is_what_it_drafts() -> None:
     found = head.foresees(batch, 3)
     assert found.shape == (3, 1, 18) and found.dtype == torch.bool
     for t in range(4, 14):  # root x_{t+1}
-        state = head.new_state(None, batch_size=1, capacity=40, shape=parse_shape("chain:3"))
+        state = head.new_state(None, batch_size=1, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
         feed(head, state, [text[: t + 2]], [0], [t + 1], None)
         chain = head.propose(state, greedy).tokens[0, 1:].tolist()
         for k in range(3):
@@ -445,7 +447,9 @@ def test_rotary_frequencies_stay_as_they_are_when_the_weights_are_narrowed() -> 
 
 def test_a_tree_wider_than_the_common_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="tree tree:1x41x42: 41 children of a node, the head drafts 40"):
-        make_head(make_target()).new_state(None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"))
+        make_head(make_target()).new_state(
+            None, batch_size=1, capacity=40, shape=parse_shape("tree:1x41x42"), backend=BACKEND
+        )
 
 
 def test_rows_longer_than_the_drafts_context_are_refused() -> None:
@@ -454,7 +458,7 @@ def test_rows_longer_than_the_drafts_context_are_refused() -> None:
     with pytest.raises(UserError, match="the draft model reads 8 positions, a row has 18"):
         head.loss(make_batch(target, [[18]]), torch.ones(1))
     with pytest.raises(UserError, match="the draft model reads 8 positions, the sequences may have 128"):
-        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"))
+        head.new_state(None, batch_size=1, capacity=128, shape=parse_shape("chain:3"), backend=BACKEND)
 
 
 def test_gradients_reach_every_parameter() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heads.backends.selection import TORCH
 from heads.base import Batch, Observation
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
@@ -153,7 +154,11 @@ def extend(head: Eagle3, batch: Batch, shape: str, lengths: list[int]) -> Recurr
     """A draft state that has seen the first `lengths` positions of each row, in one go."""
     M = max(lengths)
     state = head.new_state(
-        batch.shared, batch_size=len(lengths), capacity=batch.tokens.shape[1] + 8, shape=parse_shape(shape)
+        batch.shared,
+        batch_size=len(lengths),
+        capacity=batch.tokens.shape[1] + 8,
+        shape=parse_shape(shape),
+        backend=TORCH,
     )
     head.extend(
         state,
@@ -206,7 +211,7 @@ def test_observing_in_pieces_equals_observing_at_once() -> None:
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
     head, batch = make_head(), make_batch([[20], [20]])
     whole = head.propose(extend(head, batch, "tree:3x3x9", [12, 12]), greedy)
-    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:3x3x9"))
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:3x3x9"), backend=TORCH)
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)

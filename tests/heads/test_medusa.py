@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu import library
+from heads.backends.selection import BACKENDS
 from heads.base import Batch, Observation, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.formats.medusa import to_field
@@ -17,6 +18,7 @@ from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree, rank_accu
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.heads.random_batch import random_batch
 
+BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
 KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 9, 10, 13, 14, 18, 19])
 
@@ -126,7 +128,9 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
 
 def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
     """A draft state that has seen the first `lengths` positions of each row, in two pieces with padding behind."""
-    state = head.new_state(batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape))
+    state = head.new_state(
+        batch.shared, batch_size=len(lengths), capacity=40, shape=parse_shape(shape), backend=BACKEND
+    )
     head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
     count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
     for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
@@ -175,7 +179,7 @@ def test_on_the_kernels_it_drafts_by_its_own_logits() -> None:
         for parameter in head.parameters():
             parameter.copy_(parameter.bfloat16())  # as the kernels hold them
     shared = SharedLayers(embed_tokens=lambda ids: ids, lm_head=lambda hidden: hidden)
-    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"))
+    state = head.new_state(shared, batch_size=2, capacity=40, shape=parse_shape("chain:3"), backend=BACKEND)
     assert all(level.out.packed is not None for level in state.levels) and len(state.levels) == 3
     state.hidden.copy_(torch.randn(2, 8, generator=torch.Generator().manual_seed(3)))
     for k, level in enumerate(state.levels):

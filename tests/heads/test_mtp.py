@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.backends.selection import TORCH
 from heads.base import Batch, Observation
 from heads.errors import UserError
 from heads.mtp import Mtp, MtpConfig
@@ -178,7 +179,7 @@ def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | No
 def extend(head: Mtp, batch: Batch, shape: str, lengths: list[int]) -> RecurrentState:
     """The state after the first `lengths` positions of each row."""
     B = len(lengths)
-    state = head.new_state(batch.shared, batch_size=B, capacity=28, shape=parse_shape(shape))
+    state = head.new_state(batch.shared, batch_size=B, capacity=28, shape=parse_shape(shape), backend=TORCH)
     M = max(lengths)
     start = torch.zeros(B, dtype=torch.int64)
     count = torch.tensor(lengths)
@@ -233,7 +234,7 @@ def test_observing_in_pieces_equals_observing_at_once(form: dict[str, object]) -
     """Rounds observe a ragged handful of positions at a time, with padding behind; nothing of it may be seen later."""
     head, batch = make_head(**form), make_batch([[20], [20]])
     whole = head.propose(extend(head, batch, "tree:4x3x15", [12, 12]), greedy)
-    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:4x3x15"))
+    state = head.new_state(batch.shared, batch_size=2, capacity=28, shape=parse_shape("tree:4x3x15"), backend=TORCH)
     start = torch.zeros(2, dtype=torch.int64)
     for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
         count = torch.tensor(counts)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.backends.selection import TRITON
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.select import TORCH, Select
 from heads.errors import UserError
 from heads.growth import grow
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape, scratch_slots, static_shape
@@ -17,13 +19,14 @@ Path = tuple[int, ...]
 
 
 @pytest.fixture(params=["torch", "kernels"])
-def ways(request: pytest.FixtureRequest) -> None:
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's operations, and by kernels in Triton's interpreter."""
     if request.param == "kernels":
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("on a GPU the kernels themselves are run")
         request.getfixturevalue("interpreted")
+        monkeypatch.setattr(Distribution, "select", TRITON.select)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,8 @@ def test_a_static_tree_without_a_parent_is_refused() -> None:
 class Distribution:
     """A draft whose distribution depends on the whole path, and which sees only what `grow` shows it."""
 
+    select: Select = TORCH
+
     def __init__(self, shape: TreeShape, kind: str, batch: int) -> None:
         self.shape, self.kind, self.batch = shape, kind, batch
         self.expanded = torch.zeros(batch, 0, dtype=torch.int64)  # tokens of the expanded nodes, in order
@@ -110,7 +115,7 @@ class Distribution:
     def grow(self) -> Proposal:
         first = torch.stack([self.logits(b, ()) for b in range(self.batch)])[:, None]
         root = torch.arange(self.batch)
-        return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None)
+        return grow(self.shape, root, torch.zeros_like(root), first, self.pick, self.expand, None, self.select)
 
 
 def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:

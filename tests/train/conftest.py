@@ -79,7 +79,9 @@ class LinearHead(nn.Module):
         guesses = [head(self.norm(batch.hidden)).argmax(-1) for head in self.heads[:depth]]
         return torch.stack([guess == batch.tokens.roll(-k - 2, 1) for k, guess in enumerate(guesses)])
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
+    ) -> dict[str, Any]:
         if shape.top_k != 1 or shape.depth > self.config.depth:
             raise UserError("linear heads draft chains up to their depth")
         return {"shape": shape, "root": None, "hidden": None}

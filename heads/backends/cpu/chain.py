@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.draws import CompiledPick
-from heads.backends.cpu.library import ChainStruct
+from heads.backends.cpu.library import ChainStruct, load
 from heads.tree import Proposal
 
 
@@ -45,3 +45,13 @@ def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         node = torch.arange(depth + 1).repeat(batch_size, 1)
         return (node - 1).clamp_min(0), node
+
+
+def take_newest(
+    tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
+) -> None:
+    """As `heads.backends.triton.inputs.take_newest`, of a draft model."""
+    library, known = load(), [x.contiguous() for x in (tokens, start, count)]
+    assert library is not None
+    where = (x.data_ptr() for x in (*known, previous, root, length))
+    library.advance(*where, len(root), tokens.shape[1] - 1)

@@ -1,5 +1,5 @@
-"""Heads that recycle their state, on the CPU kernels: what `heads.backends.recurrent_memory.TorchRecurrent` does, a
-step of it one call.
+"""Heads that recycle their state, on the CPU kernels: what `heads.backends.torch.recurrent.TorchRecurrent` does, a step
+of it one call.
 
 Weights are held in bfloat16, as heads are trained: they are a draft's, which the target judges, and half the bytes.
 
@@ -10,12 +10,16 @@ of them shown, d head dimension.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heads.backends.base import RecurrentSteps
 from heads.backends.cpu.chain import Chain
+from heads.backends.cpu.decoder import draft_product, in_c
 from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.kernels import pack
 from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, load
 from heads.backends.cpu.stack import CpuStack
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
@@ -25,7 +29,7 @@ from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.base import Observation
 from heads.target.families import additive
-from heads.tree import Proposal
+from heads.tree import Pick, Proposal, TreeShape
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,14 @@ class CpuDraft:
 
 
 def compiled_draft(parts: HeadParts, lm_head_weight: Tensor) -> CpuDraft | None:
-    """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' device and
-    dtype."""
-    if parts.weight.device.type != "cpu" or parts.weight.dtype != torch.float32 or load() is None:
+    """The head with its output head (Vd, D) for the kernels; None where they are not for its weights' dtype."""
+    if parts.weight.dtype != torch.float32:
         return None
     modules = [kernel_module(module, lm_head_weight) for module in parts.modules]
     known = [module for module in modules if module is not None]
     if len(known) < len(modules):
         return None
-    fuse = None if parts.fuse is None else Product.of(parts.fuse, draft=True)
+    fuse = None if parts.fuse is None else draft_product(parts.fuse)
     return CpuDraft(parts, known, fuse, len(lm_head_weight))
 
 
@@ -68,10 +71,11 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
         for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
     ]
     entering = None if parts.input_norm is None else Norm(parts.input_norm)
-    attention = GroupedAttention(parts.attention, "full_attention", draft=True)
-    stack = CpuStack.of([(entering, attention, Norm(parts.norm), GatedMLP(parts.mlp, draft=True))])
-    projection = None if parts.project is None else Product.of(parts.project, draft=True).packed
-    reading = Product(output, draft=True).packed
+    attention = in_c(GroupedAttention(parts.attention, "full_attention", draft=True), draft=True)
+    mlp = in_c(GatedMLP(parts.mlp, draft=True), draft=True)
+    stack = CpuStack.of([(entering, attention, Norm(parts.norm), mlp)])
+    projection = None if parts.project is None else pack(parts.project.weight, half=True)
+    reading = pack(output, half=True)
     if stack is None or reading is None:
         return None
     struct = ModuleStruct(
@@ -86,11 +90,27 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
     return KernelModule(struct, stack, (norms, projection, reading))
 
 
-class CpuRecurrent:
-    """What the modules keep of a batch, and a step over it; as `heads.backends.recurrent_memory.TorchRecurrent`."""
+class CpuRecurrent(RecurrentSteps):
+    """What the modules keep of a batch, and a step over it."""
 
+    weight_bytes = 2
     padding_slot = -1
     """The slot number of padding: the kernels do not write it."""
+
+    @classmethod
+    def of(
+        cls,
+        head: Any,
+        parts: HeadParts | None,
+        embed: Callable[[Tensor], Tensor],
+        lm_head_weight: Tensor,
+        cos_sin_table: tuple[Tensor, Tensor],
+        batch_size: int,
+        shape: TreeShape,
+    ) -> "CpuRecurrent | None":
+        """As `heads.backends.base.Backend.recurrent`."""
+        draft = None if parts is None else compiled_draft(parts, lm_head_weight)
+        return None if draft is None else cls(draft, embed, cos_sin_table, batch_size)
 
     def __init__(
         self,
@@ -141,7 +161,6 @@ class CpuRecurrent:
         places: Observed | Drafted,
         extent: int,
     ) -> tuple[Tensor, Tensor]:
-        """As `heads.backends.recurrent_memory.TorchRecurrent.step`."""
         B, W = tokens.shape
         D = states.shape[2]
         if rows is not None:
@@ -168,18 +187,10 @@ class CpuRecurrent:
         return len(self.references) == 1 and self.table is not None
 
     def draft_chain(
-        self,
-        pick: CompiledPick,
-        kept: Tensor,
-        recycled: Tensor,
-        root: Tensor,
-        length: Tensor,
-        depth: int,
-        extent: int,
-    ) -> Proposal:
-        """What `heads.growth.grow` makes of steps, in one call: a chain behind each root (B,), which stands at `length`
-        (B,), from the states (B, D) that the first step recycles; kept (Vd,) the target's ids of the draft's."""
-        assert self.single and self.table is not None
+        self, pick: Pick, kept: Tensor, recycled: Tensor, root: Tensor, length: Tensor, depth: int, extent: int
+    ) -> Proposal | None:
+        if not (self.single and self.table is not None and isinstance(pick, CompiledPick)):
+            return None
         B, D = recycled.shape
         chain, room = Chain(pick, root, length, depth, len(kept), kept), recycled.new_empty(3, B, D)
         self.library.draft_chain(
@@ -189,11 +200,13 @@ class CpuRecurrent:
         )
         return chain.proposal()
 
-    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
-        """Take in true features, in one call, and renew what is drafted from: recycled (B, D), root (B,), length
-        (B,)."""
-        assert self.single and self.table is not None
-        (B, M), D = observation.hidden.shape[:2], recycled.shape[1]
+    def extend(
+        self, observation: Observation, slot: Tensor, extent: int, recycled: list[Tensor], root: Tensor, length: Tensor
+    ) -> None:
+        if not self.single or self.table is None:
+            super().extend(observation, slot, extent, recycled, root, length)
+            return
+        B, M, D = observation.hidden.shape
         states = self.start(observation.aux_hidden_states, observation.hidden).contiguous()
         made, ids = torch.empty_like(states), root.new_empty(3, B, M)
         step = self._pass(0, (B, M, D, extent))
@@ -202,7 +215,7 @@ class CpuRecurrent:
             *(self.references[0], ctypes.byref(step)),
             *(tensor.data_ptr() for tensor in (*accepted_tokens, self.table, states, made, ids)),
             *(self.caches[0].where[0], self.caches[0].where[2]),
-            *(tensor.data_ptr() for tensor in (recycled, root, length)),
+            *(tensor.data_ptr() for tensor in (recycled[0], root, length)),
         )
 
     def _pass(

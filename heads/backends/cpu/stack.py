@@ -6,6 +6,7 @@ inputs of a first product.
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm
 
-Block = tuple[Norm | None, GroupedAttention, Norm, GatedMLP]
+Block = tuple[Norm | None, Any, Norm, Any]
 """A layer: the norm before attention (None where the input comes normed), attention, the norm before the MLP, the
 MLP."""
 
@@ -74,11 +75,14 @@ class CpuStack:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
-        """None where the kernels cannot: another device or dtype, another activation, layers of several widths."""
+        """Of `heads.backends.cpu.decoder.in_c` parts. None where the kernels cannot: other layers, another dtype,
+        another activation, layers of several widths."""
         library = load()
+        if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
+            return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
         plain = all(mlp.activation is torch.nn.functional.silu for *_, mlp in blocks)
-        packed = all(p.packed for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
+        packed = all(hasattr(p, "packed") for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
         if library is None or len(shapes) > 1 or not plain or not packed:
             return None
         return cls(library, blocks, window or 0)

@@ -1,13 +1,12 @@
 """Which architectures have a native decoder, and how it is read from the Hugging Face model."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from heads.backends.cpu.stack import CpuStack
+from heads.backends.base import LanguageModel
 from heads.backends.torch.attention import GroupedAttention, LatentAttention
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP, GroupedRouter, Router, SoftmaxRouter
@@ -22,26 +21,7 @@ FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 _made: "WeakKeyDictionary[Any, tuple[object, NativeDecoder]]" = WeakKeyDictionary()
 
 
-class Decodable(Protocol):
-    """What a decoder is made from: a `FrozenTarget`, or the parts of a draft model."""
-
-    @property
-    def base(self) -> nn.Module: ...
-    @property
-    def head(self) -> Any: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def layers(self) -> nn.ModuleList: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-def why_not_native(target: Decodable) -> str | None:
+def why_not_native(target: LanguageModel) -> str | None:
     """What keeps a target from a native decoder, or None."""
     base: Any = target.base
     name = type(base).__name__
@@ -70,9 +50,9 @@ def why_not_native(target: Decodable) -> str | None:
     return None
 
 
-def native_decoder(target: Decodable, *, draft: bool = False) -> NativeDecoder | None:
-    """The target's native decoder, made once; None where there is none (`why_not_native`). Of a `draft` the products
-    may be in bfloat16 (`heads.backends.torch.linear`)."""
+def native_decoder(target: LanguageModel, *, draft: bool = False) -> NativeDecoder | None:
+    """The target's native decoder, made once; None where there is none (`why_not_native`). A `draft`'s weights
+    stay as they are (`heads.backends.torch.linear`)."""
     if why_not_native(target) is not None:
         return None
     state = tuple((p.data_ptr(), p._version) for p in target.base.parameters() if not p.is_inference())
@@ -85,7 +65,7 @@ def native_decoder(target: Decodable, *, draft: bool = False) -> NativeDecoder |
     return known[1]
 
 
-def read_decoder(target: Decodable, *, draft: bool) -> NativeDecoder:
+def read_decoder(target: LanguageModel, *, draft: bool) -> NativeDecoder:
     """Take the weights of a model of a known architecture."""
     base: Any = target.base
     kinds = getattr(target.config, "layer_types", None) or ["sliding_attention"] * target.num_layers
@@ -99,21 +79,10 @@ def read_decoder(target: Decodable, *, draft: bool) -> NativeDecoder:
         norm=Norm(base.norm),
         rotary=base.rotary_emb,
         output=Product.of(target.head, draft=draft) if plain else None,
-        stack=_stack(layers, getattr(target.config, "sliding_window", None)),
     )
 
 
-def _stack(layers: Sequence[Layer], window: int | None) -> CpuStack | None:
-    blocks = []
-    for layer in layers:
-        attention, feedforward = layer.attention, layer.feedforward
-        if not (isinstance(attention, GroupedAttention) and isinstance(feedforward, GatedMLP)):
-            return None
-        blocks.append((layer.attention_norm, attention, layer.feedforward_norm, feedforward))
-    return CpuStack.of(blocks, window)
-
-
-def _read_layer(layer: Any, kind: str, target: Decodable, draft: bool) -> Layer:
+def _read_layer(layer: Any, kind: str, target: LanguageModel, draft: bool) -> Layer:
     name = type(target.base).__name__
     attention: GroupedAttention | LatentAttention
     if name in LATENT:
@@ -131,7 +100,7 @@ def _read_layer(layer: Any, kind: str, target: Decodable, draft: bool) -> Layer:
     )
 
 
-def _read_router(gate: Any, target: Decodable) -> Router:
+def _read_router(gate: Any, target: LanguageModel) -> Router:
     name = type(target.base).__name__
     if name in LATENT:
         return GroupedRouter(gate, target.config)

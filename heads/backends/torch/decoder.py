@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.stack import CpuKVCache, CpuStack
 from heads.backends.torch.attention import GroupedAttention, LatentAttention, Step
 from heads.backends.torch.cache import KVCache
 from heads.backends.torch.feedforward import Experts, GatedMLP
@@ -32,7 +31,7 @@ class Layer:
     feedforward: GatedMLP | Experts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NativeDecoder:
     """Token ids in, auxiliary hidden states and the last hidden state out."""
 
@@ -44,8 +43,6 @@ class NativeDecoder:
     """The model's own module of rotary positions, with whatever scaling it has."""
     output: Product | None
     """The output head, where it is a plain product."""
-    stack: CpuStack | None
-    """The layers once more, for the CPU kernels, where they know how."""
 
     def products(self) -> dict[str, list[Product]]:
         """The large products by kind (`qkv`, `gate_up`, ...), those of one kind layer by layer; a mixture's experts and
@@ -58,10 +55,8 @@ class NativeDecoder:
                         found.setdefault(name, []).append(part)
         return found
 
-    def new_cache(self, *, batch_size: int, capacity: int) -> KVCache | CpuKVCache:
+    def new_cache(self, *, batch_size: int, capacity: int) -> Any:
         """A cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
-        if self.stack is not None:
-            return self.stack.new_cache(batch_size=batch_size, capacity=capacity)
         return KVCache(
             num_layers=len(self.layers),
             batch_size=batch_size,
@@ -89,7 +84,7 @@ class NativeDecoder:
         positions: Tensor,
         visible: Tensor | None,
         key_positions: Tensor | None,
-        cache: KVCache | CpuKVCache,
+        cache: Any,
         cos_sin_table: tuple[Tensor, Tensor],
         aux_layer_ids: Sequence[int] = (),
     ) -> Features:
@@ -100,39 +95,40 @@ class NativeDecoder:
         """
         B, N = tokens.shape
         x = self.embedding.index_select(0, tokens.flatten())  # (R, D)
-        if visible is None and not isinstance(cache, CpuKVCache):
-            key_positions = torch.arange(cache.extent, device=tokens.device).expand(B, -1)
-            visible = key_positions[:, None] <= positions[..., None]
-        masks: dict[str, Tensor] = {}
-        if visible is not None:
-            assert key_positions is not None
-            made = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
-            kinds = {layer.attention.kind for layer in self.layers}
-            masks = made if isinstance(made, dict) else dict.fromkeys(kinds, made)
-        if isinstance(cache, CpuKVCache):
-            assert self.stack is not None
-            near = masks.get("sliding_attention")
-            full = masks.get("full_attention", near)
-            aux = self.stack.run(
-                x,
-                cache,
-                positions=positions,
-                cos_sin_table=cos_sin_table,
-                mask=near if full is None else full,
-                near_mask=near,
-                aux_layer_ids=aux_layer_ids,
-            )
-        else:
-            place = positions.flatten()
-            cos_sin = cos_sin_table[0].index_select(0, place), cos_sin_table[1].index_select(0, place)
-            step = Step(cache=cache, batch_size=B, cos_sin=cos_sin, masks=masks)
-            streams = []
-            for i, layer in enumerate(self.layers):
-                streams.append(x)
-                x = layer.attention(layer.attention_norm(x), x, step, i)
-                x = layer.feedforward(layer.feedforward_norm(x), x)
-            aux = torch.cat([[*streams, x][k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
+        masks = self.masks(positions, visible, key_positions, cache.extent)
+        x, aux = self.run(x, cache, positions, masks, cos_sin_table, aux_layer_ids)
         return Features(aux.view(B, N, -1), self.norm(x).view(B, N, -1))
+
+    def masks(
+        self, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None, extent: int
+    ) -> dict[str, Tensor]:
+        """By kind of layer, what is added to scores (B, 1, N, E)."""
+        if visible is None or key_positions is None:
+            key_positions = torch.arange(extent, device=positions.device).expand(len(positions), -1)
+            visible = key_positions[:, None] <= positions[..., None]
+        made = attention_masks(self.config, self.embedding.dtype, visible, positions, key_positions)
+        return made if isinstance(made, dict) else dict.fromkeys((layer.attention.kind for layer in self.layers), made)
+
+    def run(
+        self,
+        x: Tensor,
+        cache: Any,
+        positions: Tensor,
+        masks: dict[str, Tensor],
+        cos_sin_table: tuple[Tensor, Tensor],
+        aux_layer_ids: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Take the residual stream (R, D) through all layers; -> what it has become, and what enters the auxiliary
+        ones, side by side (R, L * D)."""
+        place = positions.flatten()
+        cos_sin = cos_sin_table[0].index_select(0, place), cos_sin_table[1].index_select(0, place)
+        step = Step(cache=cache, batch_size=len(positions), cos_sin=cos_sin, masks=masks)
+        streams = []
+        for i, layer in enumerate(self.layers):
+            streams.append(x)
+            x = layer.attention(layer.attention_norm(x), x, step, i)
+            x = layer.feedforward(layer.feedforward_norm(x), x)
+        return x, torch.cat([[*streams, x][k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider; None where the output head

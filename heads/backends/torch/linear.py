@@ -10,31 +10,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-from heads.backends.cpu.kernels import MOST_ROWS, pack
-from heads.backends.cpu.library import load
-
 
 class Product:
     """x W^T + b, for one projection or for several of the same input side by side."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, draft: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.detach(), bias  # (O, K), (O,)
-        self.packed = pack(self.weight, bias, half=draft)
 
     @classmethod
     def of(cls, *modules: nn.Linear, draft: bool = False) -> "Product":
         """The target's modules go on with parts of the fused weight, so that it is kept once. A draft's may be in
-        training, so they stay as they are; and whatever it computes the target judges, so bfloat16 will do."""
+        training, so they stay as they are."""
         weight = fuse([module.weight for module in modules], shared=not draft)
         if all(module.bias is None for module in modules):
-            return cls(weight, draft=draft)
+            return cls(weight)
         biases = [torch.zeros_like(m.weight[:, 0]) if m.bias is None else m.bias.detach() for m in modules]
-        return cls(weight, torch.cat(biases), draft=draft)
+        return cls(weight, torch.cat(biases))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight, as it is read."""
+        return self.weight.element_size()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(R, K) -> (R, O), the residual (R, O) added."""
-        if self.packed is not None and len(x) <= MOST_ROWS:
-            return self.packed(x, residual)
         y = linear(x, self.weight, self.bias)
         return y if residual is None else y.add_(residual)
 
@@ -57,25 +56,12 @@ class Norm:
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight.detach()
         self.eps = float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
-        lean = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
-        self.library = load() if lean else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
-        if self.library is not None and x.dim() == 2 and x.stride(1) == 1:
-            y = torch.empty_like(x)
-            self.write(x, y)
-            return y
         if x.dtype == torch.float64:
             return unit(x, self.eps) * self.weight
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def write(self, x: Tensor, out: Tensor) -> None:
-        """The same by the kernel, into rows (R, D) of any distance."""
-        assert self.library is not None
-        self.library.normalise_rows(
-            x.data_ptr(), x.stride(0), self.weight.data_ptr(), self.eps, out.data_ptr(), out.stride(0), *x.shape
-        )
 
 
 def unit(x: Tensor, eps: float) -> Tensor:

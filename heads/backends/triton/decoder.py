@@ -117,10 +117,17 @@ class DecoderPass:
     """The passes of one batch over one cache."""
 
     def __init__(
-        self, decoder: NativeDecoder, *, batch_size: int, capacity: int, positions: int, rows: Collection[int]
+        self,
+        decoder: NativeDecoder,
+        *,
+        batch_size: int,
+        capacity: int,
+        positions: int,
+        rows: Collection[int],
+        others: Sequence[Tensor] = (),
     ) -> None:
         """`positions` 0 .. may be asked for; `rows`: how many tokens the passes have, in all, whose products are worth
-        being measured."""
+        being measured; `others`: weights beside those of the layers."""
         self.decoder = decoder
         table = decoder.embedding
         self.cache = KVCache(
@@ -135,7 +142,7 @@ class DecoderPass:
         half = cos.shape[2] // 2
         self.cos, self.sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()  # (positions, d / 2)
         self.slot = torch.arange(capacity, device=table.device)
-        self.products = choose_products(self.weights(), rows)
+        self.products = choose_products([*self.weights(), *others], rows)
         self.window = int(getattr(decoder.config, "sliding_window", None) or 0)
 
     def weights(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Heads that recycle their state, on a GPU: what `heads.backends.recurrent_memory.TorchRecurrent` does, a step of it
+"""Heads that recycle their state, on a GPU: what `heads.backends.torch.recurrent.TorchRecurrent` does, a step of it
 some fourteen kernels.
 
     enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
@@ -12,10 +12,11 @@ query heads, Hkv key heads, d head dimension, P nodes that have slots behind the
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from heads.backends.base import RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
@@ -27,24 +28,22 @@ from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import enter, take_newest
 from heads.backends.triton.layers import add_norm
 from heads.backends.triton.products import choose_products
-from heads.backends.triton.runtime import runs_kernels
 from heads.base import Observation
 from heads.tree import TreeShape, level_widths, scratch_slots
 
 
-def triton_drafts(parts: HeadParts) -> bool:
-    """Whether the kernels know such a head and run where its weights are: one module, normed once after its layer, of
-    numbers that they take."""
-    once = all((module.leave_norm is None) != (module.read_norm is None) for module in parts.modules)
-    return len(parts.modules) == 1 and once and parts.weight.dtype in DTYPES and runs_kernels(parts.weight)
-
-
-class TritonRecurrent:
+class TritonRecurrent(RecurrentSteps):
     """What the module keeps of a batch, and a step over it, by its weights as they were when this was made; fused ones
     are copies."""
 
-    single = True
-    """It observes by itself."""
+    @classmethod
+    def of(cls, head: Any, parts: HeadParts | None, *given: Any) -> "TritonRecurrent | None":
+        """As `heads.backends.base.Backend.recurrent`: of one module, normed once after its layer, of numbers that the
+        kernels take."""
+        if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
+            return None
+        once = (parts.modules[0].leave_norm is None) != (parts.modules[0].read_norm is None)
+        return cls(parts, *given) if once else None
 
     def __init__(
         self,
@@ -52,11 +51,10 @@ class TritonRecurrent:
         embed: Callable[[Tensor], Tensor],
         lm_head_weight: Tensor,
         cos_sin_table: tuple[Tensor, Tensor],
-        *,
         batch_size: int,
         shape: TreeShape,
     ) -> None:
-        """lm_head_weight (Vd, D); turns (1, 1, S, d) each; for trees of `shape` and for shorter chains."""
+        """lm_head_weight (Vd, D); cosines and sines (1, 1, S, d); for trees of `shape` and for shorter chains."""
         (module,), like = parts.modules, parts.weight
         self.parts, self.embed, self.lm_head_weight = parts, embed, lm_head_weight
         self.table = embed.weight.detach() if type(embed) is nn.Embedding else None
@@ -77,7 +75,6 @@ class TritonRecurrent:
         self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
         self.split = draft_split(len(self.cos))
         self.behind = max(shape.depth, scratch_slots(shape))
-        self.slot = torch.arange(len(self.cos), device=like.device)
         Hkv, d = self.attention.num_key_heads, self.attention.d
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
         products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
@@ -110,8 +107,7 @@ class TritonRecurrent:
         places: Observed | Drafted,
         extent: int,
     ) -> tuple[Tensor, Tensor]:
-        """As `heads.backends.recurrent_memory.TorchRecurrent.step`; whatever the extent, what is read is where tokens
-        stand."""
+        """Whatever the extent, what is read is where tokens stand."""
         B, W = tokens.shape
         embedded = self.embed(tokens) if self.table is None else self.table
         entry = enter(
@@ -143,10 +139,11 @@ class TritonRecurrent:
         recycled = read if self.read_norm is None else stream
         return recycled.view(B, W, -1), read.view(B, W, -1)
 
-    def extend(self, observation: Observation, extent: int, recycled: Tensor, root: Tensor, length: Tensor) -> None:
-        """Take in true features, and renew what is drafted from: recycled (B, D), root (B,), length (B,)."""
+    def extend(
+        self, observation: Observation, slot: Tensor, extent: int, recycled: list[Tensor], root: Tensor, length: Tensor
+    ) -> None:
         tokens, start, count = observation.tokens, observation.start.contiguous(), observation.count.contiguous()
         states = self.start(observation.aux_hidden_states, observation.hidden)
-        places = Observed(start, count, self.slot, states.shape[1])
+        places = Observed(start, count, slot, states.shape[1])
         made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
-        take_newest(tokens, start, count, root, length, recycled=recycled, made=made)
+        take_newest(tokens, start, count, root, length, recycled=recycled[0], made=made)

@@ -124,7 +124,7 @@ def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head:
     assert texts == ["chain:10", "chain:5", "chain:1"], "no rule but match judges dynamic trees"
 
     class Mute:
-        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape) -> None:
+        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> None:
             raise UserError("never")
 
     head: Any = Mute()

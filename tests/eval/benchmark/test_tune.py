@@ -93,7 +93,7 @@ def test_a_calibration_agrees_with_what_the_runtime_accepts(
 
 def test_what_a_head_refuses_is_not_tried(tiny_target: FrozenTarget, pair_head: Any) -> None:
     class Short:
-        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape) -> None:
+        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> None:
             if shape.depth > 2:
                 raise UserError("too deep")
 

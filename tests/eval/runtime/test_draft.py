@@ -10,10 +10,10 @@ import torch
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.prefill import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.backends.huggingface import HFCache
 from heads.backends.torch.cache import KVCache
 from heads.draft_model import DraftState
 from heads.registry import build_head
+from heads.target.cache import HFCache
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 
@@ -28,7 +28,7 @@ def draft_of(target: FrozenTarget) -> Any:
 
 def storage(state: DraftState) -> tuple[int, int]:
     """Where the keys of layer 0 and the lengths lie."""
-    cache = state.reader.cache
+    cache = state.decoder.cache
     keys = cache.stores["keys"][0] if isinstance(cache, HFCache) else cast(KVCache, cache).flat[0]
     return keys.data_ptr(), state.length.data_ptr()
 

@@ -27,7 +27,9 @@ class BigramHead(Drafter):
     config: Any = None
     depth_weights: tuple[float, ...] = ()
 
-    def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape) -> dict[str, Any]:
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
+    ) -> dict[str, Any]:
         zeros = torch.zeros(batch_size, dtype=torch.int64)
         return {"ends": shared, "shape": shape, "root": zeros.clone(), "position": zeros.clone()}
 

@@ -273,7 +273,7 @@ class Copying(Drafter):
 
     aux_layer_ids: tuple[int, ...] = ()
 
-    def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any) -> int:
+    def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: Any, backend: Any) -> int:
         return batch_size
 
     def reset_rows(self, state: int, rows: Tensor) -> None: ...

@@ -10,10 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.target_step import TargetStep, check_family
-from heads.backends.slot_mapping import ancestors
+from heads.backends.huggingface import HFDecoder
+from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal
+
+
+def step_of(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
+    return TargetStep(target, HFDecoder(target, spec))
+
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -22,7 +28,7 @@ TargetOf = Callable[[str], FrozenTarget]
 @torch.no_grad()
 def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: TargetOf) -> None:
     target = target_of(family)
-    step = TargetStep(target, batch_size=2, capacity=100, aux_layer_ids=(1,))
+    step = step_of(target, CacheSpec(batch_size=2, capacity=128, aux_layer_ids=(1,)))
     prompts = [torch.randint(3, 61, (n,)) for n in (23, 4)]
     for row, prompt in enumerate(prompts):
         padded = torch.zeros(1, 32, dtype=torch.int64)
@@ -49,14 +55,14 @@ def test_every_node_gets_the_logits_of_its_own_path(family: str, target_of: Targ
 def test_a_prompt_in_chunks_equals_a_prompt_at_once(target_of: TargetOf) -> None:
     target = target_of("gemma3_text")
     tokens = torch.randint(3, 61, (1, 80))
-    whole = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=()).prefill(0, tokens, 0)
-    step = TargetStep(target, batch_size=1, capacity=128, aux_layer_ids=())
+    whole = step_of(target, CacheSpec(batch_size=1, capacity=128)).prefill(0, tokens, 0)
+    step = step_of(target, CacheSpec(batch_size=1, capacity=128))
     parts = [step.prefill(0, tokens[:, start : start + 16], start).hidden for start in range(0, 80, 16)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole.hidden, atol=1e-6, rtol=1e-6)
 
 
 def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
-    step = TargetStep(target_of("llama"), batch_size=1, capacity=64, aux_layer_ids=())
+    step = step_of(target_of("llama"), CacheSpec(batch_size=1, capacity=64))
     assert not step.pads and [step.chunk_size(n) for n in (1, 100, 1000)] == [1, 100, 256]
     step.pads = True
     assert {step.chunk_size(n) for n in range(1, 2000)} == {16, 32, 64, 128, 256}
@@ -97,7 +103,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
 
     monkeypatch.setattr(target.base, "forward", deaf)
     with pytest.raises(UserError, match="does not take tree masks and positions"):
-        Engine(target, None, EngineOptions(max_length=64, native=False))
+        Engine(target, None, EngineOptions(max_length=64, backend="huggingface"))
 
 
 def test_a_target_without_a_native_decoder_is_given_of_once(
@@ -110,6 +116,6 @@ def test_a_target_without_a_native_decoder_is_given_of_once(
     said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
     assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
     caplog.clear()
-    Engine(target_of("gpt2"), None, EngineOptions(max_length=64, native=False))  # as asked for
+    Engine(target_of("gpt2"), None, EngineOptions(max_length=64, backend="huggingface"))  # as asked for
     Engine(target_of("llama"), None, EngineOptions(max_length=64))
     assert not caplog.records

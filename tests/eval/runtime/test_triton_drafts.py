@@ -1,11 +1,14 @@
 """With their nodes picked and chosen by kernels, in Triton's interpreter, rounds draft what they draft without."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import BACKENDS, TORCH, TRITON
 from heads.growth import grow
 from heads.tree import parse_shape
 from tests.launches import Launches
@@ -27,11 +30,12 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
     ]
     plain = Engine(target, None, EngineOptions(batch_size=3, max_length=64)).generate(requests)
     found = []
-    for kernels in (False, True):
-        if kernels:
-            for module in ("heads.backends.triton.select", "heads.backends.triton.pick"):
-                monkeypatch.setattr(f"{module}.runs_kernels", lambda x: True)
-        engine = Engine(target, make_head(target), EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=64))
+    for select in (TORCH.select, TRITON.select):
+        if select is TRITON.select:
+            monkeypatch.setattr("heads.backends.triton.pick.runs_kernels", lambda x: True)
+        monkeypatch.setitem(BACKENDS, "torch", replace(TORCH, select=select))
+        options = EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=64, backend="torch")
+        engine = Engine(target, make_head(target), options)
         outputs = engine.generate(requests)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         found.append([o.accepted for o in outputs])
@@ -48,7 +52,16 @@ def test_a_level_takes_two_launches_to_pick_and_one_to_choose(text: str, most: i
     levels, ids = torch.randn(2, 8, 50), torch.arange(50)
 
     def work() -> None:
-        grow(shape, root, root, levels[:, :1], rows.pick, lambda t, r, p, level: levels[:, : t.shape[1]], ids)
+        grow(
+            shape,
+            root,
+            root,
+            levels[:, :1],
+            rows.pick,
+            lambda t, r, p, level: levels[:, : t.shape[1]],
+            ids,
+            TRITON.select,
+        )
 
     with Launches(runs=False):
         work()  # what is made once

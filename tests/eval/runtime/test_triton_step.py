@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from eval.runtime.adaptive import Controller
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from eval.runtime.target_step import TargetStep
-from eval.runtime.triton_step import kernels_fit, why_no_kernels
-from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton
+from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import (
     MAKERS,
@@ -122,13 +123,13 @@ def test_a_tree_gets_the_same_features_and_choices(
     found = []
     for on in (True, False):
         kernels(on)
-        decoder = native_decoder(target)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (0, 1, 2), "nodes": 6}
-        step = TargetStep(target, decoder=decoder, **options)
-        assert (step.kernels is not None) == on
-        if step.kernels is not None:  # every product by the kernel
-            weights = step.kernels.weights()
-            step.kernels.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
+        spec = CacheSpec(batch_size=2, capacity=64, aux_layer_ids=(0, 1, 2), widths=(6,))
+        step = TargetStep(target, (TRITON if on else TORCH).decoder(target, spec))
+        assert isinstance(step.decoder, TritonDecoder) == on
+        if isinstance(step.decoder, TritonDecoder):  # every product by the kernel
+            passes = step.decoder.passes
+            weights = passes.weights()
+            passes.products = Products({12: {shape_of(w): str(TILES[0]) for w in weights}})
             assert len(weights) >= 4 + ("experts" in str(target.model))
         for row, n in enumerate(length.tolist()):
             step.prefill(row, torch.arange(3, 3 + n)[None], 0)
@@ -198,12 +199,12 @@ def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
     depths = torch.arange(4)[None]
     hidden: dict[str, Tensor] = {}
     for name, strict in (("chain", False), ("tree", True), ("pinned", False), ("strict pinned", True)):
-        step = TargetStep(
-            target, decoder=native_decoder(target), batch_size=1, capacity=64, aux_layer_ids=(), nodes=4, strict=strict
-        )
-        assert step.kernels is not None
-        weights = step.kernels.weights()
-        step.kernels.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
+        spec = CacheSpec(batch_size=1, capacity=64, widths=(4,), strict=strict)
+        step = TargetStep(target, TRITON.decoder(target, spec))
+        assert isinstance(step.decoder, TritonDecoder)
+        passes = step.decoder.passes
+        weights = passes.weights()
+        passes.products = Products({4: {shape_of(w): str(TILES[0]) for w in weights}})
         step.prefill(0, torch.arange(3, 20)[None], 0)
         chain = Proposal(tokens, (depths - 1).clamp_min(0), depths, torch.zeros(1, 4))
         if name == "chain":
@@ -253,8 +254,9 @@ def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     monkeypatch.setattr(decoder, "tree_attention", recorded)
     for most, strict in ((1 << 29, False), (64, False), (64, True)):
         monkeypatch.setattr(decoder, "MOST_BYTES", most)
-        options: dict[str, Any] = {"batch_size": 2, "capacity": 64, "aux_layer_ids": (), "nodes": 6, "strict": strict}
-        step = TargetStep(target, decoder=native_decoder(target), **options)
+        step = TargetStep(
+            target, TRITON.decoder(target, CacheSpec(batch_size=2, capacity=64, widths=(6,), strict=strict))
+        )
         rows.clear()
         hidden.append(step.verify(proposal, None, torch.tensor([19, 4]), 64, 4).hidden)
         assert set(rows) == ({2} if most > 64 else {1})
@@ -298,12 +300,16 @@ def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("heads.backends.triton.runtime.launch_once", lambda device: None)
     why_not.cache_clear()
-    gpu = torch.device("cuda", 7)
-    assert why_no_kernels(torch.bfloat16, gpu) is None
-    assert why_no_kernels(torch.float64, gpu) == "kernels take no float64"
+
+    def reason(dtype: torch.dtype) -> str | None:
+        target: Any = SimpleNamespace(device=torch.device("cuda", 7), dtype=dtype)
+        return why_not_triton(target)
+
+    assert reason(torch.bfloat16) is None
+    assert reason(torch.float64) == "kernels take no float64"
     monkeypatch.setattr("heads.backends.triton.runtime.triton", None)
     why_not.cache_clear()
-    assert why_no_kernels(torch.bfloat16, gpu) == "Triton is not installed"
+    assert reason(torch.bfloat16) == "Triton is not installed"
     why_not.cache_clear()
 
 
@@ -328,7 +334,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         caplog.clear()
         why_not.cache_clear()
-        assert not kernels_fit(target) and not kernels_fit(target)
+        assert fastest(target) is fastest(target) is TORCH
         assert caplog.messages == [f"some target: decoded without kernels of its own, slower: {reason}"]
     why_not.cache_clear()
 
@@ -357,9 +363,9 @@ def test_what_an_adaptive_draft_decodes_does_not_hang_on_the_clock(
         head = None if order is None else scripted_head(target, [], right=0.0, aux_layer_ids=(1,))
         options: dict[str, Any] = {"pinned": 3} if head is None else {"shape": parse_shape("chain:2"), "adaptive": True}
         engine = Engine(target, head, EngineOptions(max_length=64, **options))
-        step = engine.decoder.step.kernels
-        assert step is not None
-        step.products = RoundedByRows({})
+        by_kernels = engine.decoder.step.decoder
+        assert isinstance(by_kernels, TritonDecoder)
+        by_kernels.passes.products = RoundedByRows({})
         if head is not None and order is not None:
             head.check_features = lambda *arguments: None
             assert engine.candidates is not None

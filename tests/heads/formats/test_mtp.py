@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import TORCH
 from heads.base import Batch, Observation
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
@@ -240,7 +241,7 @@ def test_a_drafting_step_is_a_training_step(
     target, _ = targets[name]
     head = build_head("mtp", {"native": True, "draft_vocab_size": 90}, target, COUNTS).double()
     batch, n, seen = batch_of(target), 11, []
-    state = head.new_state(target.shared, batch_size=2, capacity=20, shape=parse_shape("chain:4"))
+    state = head.new_state(target.shared, batch_size=2, capacity=20, shape=parse_shape("chain:4"), backend=TORCH)
     start, count = torch.zeros(2, dtype=torch.int64), torch.tensor([n, n])
     head.extend(
         state,

@@ -11,7 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from heads.backends.cpu import library
+from heads.backends.cpu.decoder import CpuDecoder
 from heads.backends.cpu.draws import CompiledPick
+from heads.backends.selection import CPU
+from heads.backends.triton.inputs import take_newest_twin
 from heads.base import Observation
 from heads.draft_model import DraftState
 from heads.registry import build_head
@@ -44,13 +47,13 @@ def rounds(head: Any, shape: str, how: str) -> tuple[list[Proposal], list[Tensor
     """Prompts of many tokens, of few and, at first, of none; then rounds that accept a few tokens each. What was
     drafted after each, and from what."""
     generator = torch.Generator().manual_seed(2)
-    state: DraftState = head.new_state(None, batch_size=B, capacity=150, shape=parse_shape(shape))
+    state: DraftState = head.new_state(None, batch_size=B, capacity=150, shape=parse_shape(shape), backend=CPU)
     pick: Any = sampling().pick
-    assert isinstance(pick, CompiledPick) and state.reader.kernels is not None
+    assert isinstance(pick, CompiledPick) and isinstance(state.decoder, CpuDecoder)
     if how != "call":
         pick = lambda *draw, known=pick: known(*draw)  # noqa: E731
     if how == "tensors":
-        state.reader.kernels = None
+        state.backend = replace(CPU, take_newest=take_newest_twin)
     proposals, stood, start = [], [], torch.zeros(B, dtype=torch.int64)
     root = torch.randint(V, (B,), generator=generator)
     for counts in ([70, 3, 0], [2, 1, 9], [1, 3, 2], [0, 3, 1], [3, 0, 2], [2, 2, 1]):
@@ -84,8 +87,7 @@ def test_one_call_drafts_what_steps_draft(variant: str, shape: str) -> None:
 
 def test_what_kernels_cannot_draft_goes_by_steps() -> None:
     head = make_head("llama").double()
-    state = head.new_state(None, batch_size=1, capacity=60, shape=parse_shape("chain:2"))
-    assert state.reader.kernels is None
+    state = head.new_state(None, batch_size=1, capacity=60, shape=parse_shape("chain:2"), backend=CPU)
     rows = sampling()
     tokens, nothing, one = torch.randint(V, (1, 6)), torch.zeros(1, 5, 0), torch.ones(1, dtype=torch.int64)
     head.extend(state, Observation(tokens, nothing, nothing, 0 * one, 5 * one, None))

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.backends.cpu import compiling, kernels, library
-from heads.backends.torch.architectures import native_decoder
+from heads.backends.cpu.decoder import compiled_decoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.target.frozen import FrozenTarget
 
@@ -55,7 +55,7 @@ def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
-    decoder = native_decoder(FrozenTarget(model, variant))
+    decoder = compiled_decoder(FrozenTarget(model, variant))
     assert decoder is not None and decoder.stack is not None
     return decoder, replace(decoder, stack=None)
 

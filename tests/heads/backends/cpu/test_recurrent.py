@@ -1,6 +1,5 @@
 """Heads that recycle their state draft on the CPU kernels what they draft without."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,17 +8,17 @@ from torch import Tensor
 
 from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
+from heads.backends.base import Backend
 from heads.backends.cpu import library
 from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
-from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.selection import CPU, TORCH
 from heads.base import Observation, Pick, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent import Recurrent
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
-from tests.switches import by_torch
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 D, V = 48, 60
@@ -63,15 +62,15 @@ def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor |
 
 
 def rounds(
-    head: Recurrent, shape: str, memory: type, *, embedding: bool = True, pick: Pick = likeliest
+    head: Recurrent, shape: str, backend: Backend, *, embedding: bool = True, pick: Pick = likeliest
 ) -> list[Proposal]:
     """Two rows with prompts of many tokens, then rounds of a few each; a draft after every one."""
     generator = torch.Generator().manual_seed(2)
     table, out = torch.randn(2, V, D, generator=generator).bfloat16().float()
     embed = torch.nn.Embedding.from_pretrained(table) if embedding else lambda ids: table[ids]
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
-    state = head.new_state(shared, batch_size=2, capacity=120, shape=parse_shape(shape))
-    assert type(state.memory) is memory
+    state = head.new_state(shared, batch_size=2, capacity=120, shape=parse_shape(shape), backend=backend)
+    assert isinstance(state.steps, CpuRecurrent) == (backend is CPU)
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([90, 61], [5, 2], [1, 4], [4, 1], [0, 3], [2, 4]):
         count, M = torch.tensor(counts), max(6, *counts)
@@ -90,12 +89,10 @@ def rounds(
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_without_kernels(name: str, shape: str) -> None:
     head = make_head(name)
-    ours = rounds(head, shape, CpuRecurrent)
-    rows = rounds(head, shape, CpuRecurrent, embedding=False)
+    ours = rounds(head, shape, CPU)
+    rows = rounds(head, shape, CPU, embedding=False)
     assert all(torch.equal(one.scores, other.scores) for one, other in zip(ours, rows, strict=True))
-    with by_torch(head):
-        theirs = rounds(head, shape, TorchRecurrent, embedding=False)
-    for found, expected in zip(ours, theirs, strict=True):
+    for found, expected in zip(ours, rounds(head, shape, TORCH, embedding=False), strict=True):
         assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.parents, expected.parents)
         torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
@@ -107,8 +104,8 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
     head, rows = make_head(name), RowSampling(2)
     rows.set_row(1, Sampling(temperature=0.8, seed=7))
     assert isinstance(rows.pick, CompiledPick)
-    ours = rounds(head, f"chain:{depth}", CpuRecurrent, embedding=embedding, pick=rows.pick)
-    steps = rounds(head, f"chain:{depth}", CpuRecurrent, embedding=embedding, pick=lambda *draw: rows.pick(*draw))
+    ours = rounds(head, f"chain:{depth}", CPU, embedding=embedding, pick=rows.pick)
+    steps = rounds(head, f"chain:{depth}", CPU, embedding=embedding, pick=lambda *draw: rows.pick(*draw))
     for one, other in zip(ours, steps, strict=True):
         for field in ("tokens", "parents", "depths"):
             assert torch.equal(getattr(one, field), getattr(other, field)), field
@@ -128,26 +125,24 @@ def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, 
     )
     hidden, start, count = torch.randn(1, 4, D), torch.zeros(1, dtype=torch.int64), torch.tensor([4])
 
-    def scores(second: int, memory: type) -> Tensor:
-        state = head.new_state(shared, batch_size=1, capacity=40, shape=parse_shape("chain:2"))
-        assert type(state.memory) is memory
+    def scores(second: int, backend: Backend) -> Tensor:
+        state = head.new_state(shared, batch_size=1, capacity=40, shape=parse_shape("chain:2"), backend=backend)
         tokens = torch.tensor([[3, second, 5, 7, 11]])
         head.extend(state, Observation(tokens, hidden[..., :0], hidden, start, count, None))
         return head.propose(state, likeliest).scores
 
-    for memory, form in ((CpuRecurrent, nullcontext()), (TorchRecurrent, by_torch(head))):
-        with form:
-            assert torch.equal(scores(20, memory), scores(40, memory)) is same
+    for backend in (CPU, TORCH):
+        assert torch.equal(scores(20, backend), scores(40, backend)) is same
 
 
 def test_weights_that_change_are_read_by_the_next_state_and_stay_where_they_are() -> None:
     head = make_head("eagle3")
     where = [parameter.data_ptr() for parameter in head.parameters()]
-    before = rounds(head, "chain:4", CpuRecurrent)
+    before = rounds(head, "chain:4", CPU)
     assert [parameter.data_ptr() for parameter in head.parameters()] == where  # an optimizer holds them
     with torch.no_grad():
         head.midlayer.self_attn.q_proj.weight.mul_(-3)  # type: ignore[union-attr, operator]
-    after = rounds(head, "chain:4", CpuRecurrent)
+    after = rounds(head, "chain:4", CPU)
     assert any(not torch.equal(a.scores, b.scores) for a, b in zip(before, after, strict=True))
 
 

@@ -5,13 +5,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.shapes import SHAPES
-from eval.gpu.launches import Launches
-from eval.runtime.triton_step import TritonTargetStep
-from heads.backends.torch.architectures import native_decoder
+from eval.runtime.target_step import TargetStep
+from heads.backends.selection import TRITON
+from heads.backends.slot_mapping import CacheSpec
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import Products, shape_of
 from heads.target.frozen import FrozenTarget
+from heads.tree import Proposal
+from scripts.grown.shapes import SHAPES
+from tests.launches import Launches
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -36,15 +39,13 @@ def large_target() -> FrozenTarget:
     return FrozenTarget(model, "large")
 
 
-def large_step(target: FrozenTarget, nodes: int, capacity: int = 4096) -> TritonTargetStep:
+def large_step(target: FrozenTarget, nodes: int, capacity: int = 4096) -> TargetStep:
     """Every product by the kernel."""
-    decoder = native_decoder(target)
-    assert decoder is not None
-    step = TritonTargetStep(
-        target, decoder, batch_size=1, capacity=capacity, aux_layer_ids=(), nodes=nodes, strict=False
-    )
-    step.products = Products({nodes: {shape_of(w): str(TILES[0]) for w in step.weights()}})
-    return step
+    decoder = TRITON.decoder(target, CacheSpec(batch_size=1, capacity=capacity, widths=(nodes,)))
+    assert isinstance(decoder, TritonDecoder)
+    passes = decoder.passes
+    passes.products = Products({nodes: {shape_of(w): str(TILES[0]) for w in passes.weights()}})
+    return TargetStep(target, decoder)
 
 
 @pytest.mark.parametrize("nodes", [1, 6, 32])
@@ -54,6 +55,6 @@ def test_a_step_is_few_launches(nodes: int) -> None:
     step = large_step(large_target(), nodes)
     ids = torch.zeros(1, nodes, dtype=torch.int64, device="meta")
     with Launches(runs=False) as launches:
-        step.verify(ids, ids, ids, ids[:, 0], 6)
+        step.verify(Proposal(ids, ids, ids, ids.float()), None, ids[:, 0], 4096, 6)
     assert launches.names["_split_attention"] == LAYERS
     assert launches.names.total() <= A_LAYER * LAYERS + 10, launches.names

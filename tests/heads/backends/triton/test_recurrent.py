@@ -1,6 +1,7 @@
 """Heads draft by the kernels of a GPU, in Triton's interpreter, what they draft by torch's operations."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,17 +9,20 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from heads.backends.recurrent_memory import TorchRecurrent
+from heads.backends.selection import BACKENDS, TORCH, TRITON
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
+from heads.backends.torch.recurrent import TorchRecurrent
+from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.inputs import enter, enter_twin, stand, stand_twin, take_newest
-from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
+from heads.backends.triton.recurrent import TritonRecurrent
+from heads.base import SharedLayers
 from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
 from scripts.gpu.draft_steps import draft_parts, large_head, likeliest, some_news
 from scripts.grown.shapes import SHAPES, ModelShape
-from tests.drafting import SMALL, drafts_are_those_of_torch, head_rounds, some_head
+from tests.drafting import SMALL, drafts_are_those_of_torch, some_head
 from tests.launches import Launches
 from tests.small_targets import make_target
 
@@ -57,13 +61,13 @@ def test_many_tokens_and_nodes_take_several_words() -> None:
 
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
     """Several modules, wider numbers, layers that are more than products."""
-    head_rounds(some_head("mtp of three", CPU), "chain:2", TorchRecurrent, CPU)
-    parts = some_head("eagle3", CPU, torch.float64).parts()
-    assert parts is not None and not triton_drafts(parts)
-    head = some_head("mtp", CPU)
-    block: Any = head.mtp_layers[0].block  # type: ignore[index, union-attr]
+    adapted = some_head("mtp", CPU)
+    block: Any = adapted.mtp_layers[0].block  # type: ignore[index, union-attr]
     block.mlp.up_proj = Adapted(block.mlp.up_proj)
-    head_rounds(head, "chain:2", TorchRecurrent, CPU)
+    for head in (some_head("mtp of three", CPU), some_head("eagle3", CPU, torch.float64), adapted):
+        shared = SharedLayers(torch.nn.Embedding(99, 1), torch.nn.Identity(), torch.zeros(99, 1))
+        state = head.new_state(shared, batch_size=1, capacity=9, shape=parse_shape("chain:2"), backend=TRITON)
+        assert isinstance(state.steps, TorchRecurrent)
 
 
 class Adapted(torch.nn.Linear):
@@ -85,7 +89,7 @@ def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
     mtp, counts = name == "mtp", []
     for depth in (2, 3):
         text = f"chain:{depth}" if shape == "chain" else f"tree:{depth}x8x32"
-        state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text))
+        state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text), backend=TRITON)
         news = some_news(state, 6)
         for _ in range(2):  # some things are made once
             with Launches(runs=False) as drafting:
@@ -166,17 +170,13 @@ def test_the_newest_true_token_is_drafted_from() -> None:
 def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head alone by kernels: prompts of several lengths, rows that end and are taken by others, few tokens, so that
     an untrained head is right now and then."""
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", False)
     sizes: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=19, num_attention_heads=4)
     target = make_target("llama", torch.float32, **sizes)
     requests = [Request([3 + i] * (2 + 3 * i), 9 + i, ignore_eos=True) for i in range(4)]
-    plain = Engine(target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
+    options = EngineOptions(batch_size=2, max_length=64, backend="torch")
+    plain = Engine(target, None, options).generate(requests)
     found = []
-    for kernels in (False, True):
-        if kernels:
-            for module in ("attention", "recurrent", "inputs", "layers"):
-                monkeypatch.setattr(f"heads.backends.triton.{module}.runs_kernels", lambda x: True)
-            monkeypatch.setattr("heads.backends.draft_reader.runs_kernels", lambda x: True)
+    for backend in (TORCH, replace(TORCH, decoder=TRITON.decoder, recurrent=TRITON.recurrent)):
         settings: dict[str, Any] = {
             "eagle3": {"aux_layer_ids": [1, 2, 3]},
             "mtp": {"depth": 3},
@@ -185,10 +185,11 @@ def test_whole_texts_are_drafted_alike(kind: str, shape: str, monkeypatch: pytes
         with torch.random.fork_rng():
             torch.manual_seed(0)
             head = build_head(kind, settings[kind], target, torch.ones(target.vocab_size).long())
-        engine = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=64))
+        monkeypatch.setitem(BACKENDS, "torch", backend)
+        engine = Engine(target, head, replace(options, shape=parse_shape(shape)))
         state = engine.decoder.head_state
-        by_kernels = state.reader.passes is not None if kind == "draft" else type(state.memory) is TritonRecurrent
-        assert by_kernels == kernels
+        drafts_by = state.decoder if kind == "draft" else state.steps
+        assert isinstance(drafts_by, TritonDecoder | TritonRecurrent) == (backend is not TORCH)
         outputs = engine.generate(requests)
         assert [o.tokens for o in outputs] == [o.tokens for o in plain]
         found.append([o.accepted for o in outputs])

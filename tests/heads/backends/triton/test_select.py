@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backends.triton import select
+from heads.backends.selection import TRITON
+from heads.backends.torch import select
+from heads.backends.triton import select as kernels
 from heads.growth import grow
 from heads.tree import parse_shape
 from tests.switches import kernels_on_cpu
@@ -67,13 +69,13 @@ def test_levels_and_the_whole_are_their_twins(kind: str, B: int, depth: int, K: 
     beam: select.Beam | None = None
     for level in range(1, depth + 1):
         picked, logp = distributions(kind, B, 1 if level == 1 else K, K, generator)
-        expected = select.widen_twin(theirs, root, beam, picked, logp, level, last=level == depth)
-        found = select.widen(ours, root, beam, picked, logp, level, last=level == depth)
+        expected = select.widen(theirs, root, beam, picked, logp, level, last=level == depth)
+        found = TRITON.select.widen(ours, root, beam, picked, logp, level, last=level == depth)
         assert equal(found, expected)
         beam = found
     assert equal(ours, theirs)
-    kept = select.prune(ours, penalties, N)
-    assert equal(kept, select.prune_twin(theirs, penalties, N))
+    kept = TRITON.select.prune(ours, penalties, N)
+    assert equal(kept, select.prune(theirs, penalties, N))
     assert (kept.tokens[:, 0] == root).all()
     for b in range(B):  # by the textbook
         score = [math.inf, *(float(x) for x in ours.scores[b, 1:] - penalties[1:])]
@@ -92,7 +94,7 @@ def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
     before: select.Beam | None = None
     for level in range(1, depth + 1):
         picked, logp = distributions("random", 2, 1 if level == 1 else K, K, generator)
-        beam = select.widen(nodes, root, beam, picked, logp, level, last=level == depth)
+        beam = TRITON.select.widen(nodes, root, beam, picked, logp, level, last=level == depth)
         if beam is None:
             break
         here = slice(select.first_node(K, level), select.first_node(K, level + 1))
@@ -113,18 +115,17 @@ def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
 def test_a_root_outranks_what_is_no_number() -> None:
     nodes = select.new_nodes(torch.tensor([7]), torch.tensor([0, 1, 1, 1]))
     draws = torch.arange(3).expand(1, 1, 3), torch.tensor([[[torch.nan, torch.inf, torch.inf]]])
-    for widen, prune in ((select.widen, select.prune), (select.widen_twin, select.prune_twin)):
-        assert widen(nodes, torch.tensor([7]), None, *draws, 1, last=True) is None
-        assert prune(nodes, torch.zeros(4), 2).tokens.tolist() == [[7, 1]]
+    for forms in (TRITON.select, select.TORCH):
+        assert forms.widen(nodes, torch.tensor([7]), None, *draws, 1, last=True) is None
+        assert forms.prune(nodes, torch.zeros(4), 2).tokens.tolist() == [[7, 1]]
 
 
 @pytest.mark.parametrize("text", ["static:3.2.1", "static:1.2.2", "static:4", "static:7.9.5"])
-def test_static_levels_are_their_twins(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_levels_are_their_twins(text: str) -> None:
     shape, root, position = parse_shape(text), torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3])
     found = []
-    for place in (select.place, select.place_twin):
+    for forms in (TRITON.select, select.TORCH):
         generator = torch.Generator().manual_seed(2)
-        monkeypatch.setattr(select, "place", place)
 
         def pick(
             logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
@@ -137,18 +138,18 @@ def test_static_levels_are_their_twins(text: str, monkeypatch: pytest.MonkeyPatc
             seen.append(tokens)  # noqa: B023
             return torch.zeros(*tokens.shape, VOCAB)
 
-        proposal = grow(shape, root, position, torch.zeros(3, 1, VOCAB), pick, expand, None)
+        proposal = grow(shape, root, position, torch.zeros(3, 1, VOCAB), pick, expand, None, forms)
         found.append([proposal.tokens, proposal.scores, *seen])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_trees_too_large_for_a_program_take_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "MOST_CHILDREN", 5)
-    monkeypatch.setattr(select, "MOST_NODES", 5)
-    for owner, name in ((select, "_widen"), (select, "_prune")):
+    monkeypatch.setattr(kernels, "MOST_CHILDREN", 5)
+    monkeypatch.setattr(kernels, "MOST_NODES", 5)
+    for owner, name in ((kernels, "_widen"), (kernels, "_prune")):
         monkeypatch.setattr(owner, name, None)
     generator, root = torch.Generator().manual_seed(0), torch.zeros(1, dtype=torch.int64)
     nodes = select.new_nodes(root, torch.zeros(7, dtype=torch.int64))
-    select.widen(nodes, root, None, *distributions("random", 1, 1, 6, generator), 1, last=True)
-    assert select.prune(nodes, torch.zeros(7), 3).tokens.shape == (1, 3)
+    TRITON.select.widen(nodes, root, None, *distributions("random", 1, 1, 6, generator), 1, last=True)
+    assert TRITON.select.prune(nodes, torch.zeros(7), 3).tokens.shape == (1, 3)

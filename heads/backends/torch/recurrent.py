@@ -1,57 +1,36 @@
-"""What a head that recycles its state keeps of a batch, and a step over it: by torch's operations, by the kernels of a
-CPU, or by those of a GPU.
+"""Heads that recycle their state, by torch's operations.
 
 Letters: B batch, W tokens of each, D hidden, Vd draft vocabulary, S cache slots, E of them shown.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
+from heads.backends.base import RecurrentSteps
+from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, Observed
-from heads.backends.triton.recurrent import TritonRecurrent, triton_drafts
-from heads.base import SharedLayers
 from heads.layers import masked_attention
 from heads.tree import TreeShape
 
-if TYPE_CHECKING:
-    from heads.recurrent import Recurrent
 
-
-def open_memory(head: "Recurrent", shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape) -> "Memory":
-    """The fastest form that knows this head, where its weights are; of `slots` slots a row, for trees of `shape`."""
-    weight = next(head.parameters())
-    cos_sin_table = head.cos_sin(torch.arange(slots, device=weight.device)[None], weight.dtype)
-    lm_head_weight = head.lm_head_weight(shared).to(weight.dtype)
-    parts = head.parts()
-    if parts is not None and parts.plain:
-        if triton_drafts(parts):
-            return TritonRecurrent(
-                parts, shared.embed_tokens, lm_head_weight, cos_sin_table, batch_size=batch_size, shape=shape
-            )
-        draft = compiled_draft(parts, lm_head_weight)
-        if draft is not None:
-            return CpuRecurrent(draft, shared.embed_tokens, cos_sin_table, batch_size)
-    return TorchRecurrent(head, shared, lm_head_weight, cos_sin_table, batch_size)
-
-
-class TorchRecurrent:
+class TorchRecurrent(RecurrentSteps):
     """By the very functions that training calls."""
-
-    single = False
-    """Whether it observes by itself."""
 
     def __init__(
         self,
-        head: "Recurrent",
-        shared: SharedLayers,
+        head: Any,
+        parts: HeadParts | None,
+        embed: Callable[[Tensor], Tensor],
         lm_head_weight: Tensor,
         cos_sin_table: tuple[Tensor, Tensor],
         batch_size: int,
+        shape: TreeShape,
     ) -> None:
-        self.head, self.embed, self.lm_head_weight = head, shared.embed_tokens, lm_head_weight  # (Vd, D)
+        """As `heads.backends.base.Backend.recurrent`."""
+        self.head, self.embed, self.lm_head_weight = head, embed, lm_head_weight  # (Vd, D)
         slots = cos_sin_table[0].shape[2]
         self.padding_slot = slots - 1  # the slot of padding: no token that is read ever stands there
         self.cos_sin_table = cos_sin_table[0][0, 0], cos_sin_table[1][0, 0]  # (S, d) each
@@ -78,15 +57,12 @@ class TorchRecurrent:
         return forms[0], forms[1]
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
         return self.head.start(aux_hidden_states, hidden)
 
     def normed(self, recycled: Tensor) -> Tensor:
-        """What the output head reads of a recycled state."""
         return self.head.normed(recycled)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """(B, W, D) -> (B, W, Vd)."""
         return self.head.logits(normed, self.lm_head_weight)
 
     def step(
@@ -98,8 +74,6 @@ class TorchRecurrent:
         places: Observed | Drafted,
         extent: int,
     ) -> tuple[Tensor, Tensor]:
-        """One step: tokens (B, W) at their places, each beside a state (B, W', D), row `rows` (B, W) of them or its
-        own; sees of the first `extent` slots. -> the states to recycle, and what the output head reads, (B, W, D)."""
         keys, values = self.keys[module], self.values[module]
         positions, slots = places.positions, places.slots(self.padding_slot)
         visible = places.visible(module, extent)
@@ -117,7 +91,3 @@ class TorchRecurrent:
         embedding = self.head.masked(self.embed(tokens), positions)
         made = self.head.step(module, embedding, states, cos_sin, attend)
         return made, self.head.normed(made)
-
-
-Memory = TorchRecurrent | CpuRecurrent | TritonRecurrent
-"""Any of the forms."""

@@ -1,0 +1,187 @@
+"""What a backend is: a cached forward pass of a decoder, and the steps of a draft.
+
+There are four: `huggingface` (the model's own code), `torch` (our decoders; the reference, always complete), `cpu` (C)
+and `triton` (kernels for a GPU). `heads.backends.selection` chooses one, once; it is passed down from there, so that
+nothing else asks where a tensor lies or what was compiled. Whatever a backend has no form of its own for, torch does.
+
+Letters: B rows, N tokens of a step, W tokens of each row, M rows of an observation, D hidden, L auxiliary layers, V
+vocabulary, Vd draft vocabulary, J modules.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places
+from heads.base import Observation, SharedLayers
+from heads.target.frozen import Features
+from heads.tree import Pick, Proposal, TreeShape
+
+if TYPE_CHECKING:
+    from heads.backends.torch.linear import Product
+    from heads.backends.torch.select import Select
+
+
+class LanguageModel(Protocol):
+    """What a decoder is made from: a `FrozenTarget`, or the parts of a draft model."""
+
+    @property
+    def base(self) -> nn.Module: ...
+    @property
+    def head(self) -> Any: ...
+    @property
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def layers(self) -> nn.ModuleList: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def features(self) -> Callable[..., Features]: ...
+
+
+class CachedDecoder(ABC):
+    """A decoder with the cache of one batch, of a target or of a draft model."""
+
+    cache: Any
+    native: Any = None
+    """Its layers as `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
+    reads_masks: bool = True
+    """Whether a tree's pass needs `heads.backends.slot_mapping.ancestors`."""
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
+        self.model, self.spec = model, spec
+        self.slot = torch.arange(spec.capacity, device=model.device)  # (S,)
+
+    @abstractmethod
+    def forward(
+        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        """One pass over new tokens (B, N) at their places; attention sees the first `extent` slots. `row`: the one that
+        the tokens are of, None for all. `prompt`: the tokens are a prompt's."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider, or as kernels leave
+        them."""
+        return self.model.lm_head(hidden)[..., : self.spec.vocab_size]
+
+    def choose(
+        self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
+    ) -> Tensor | None:
+        """The choices (B, N) of rows that filter nothing, in the output head's own pass: hidden (B, N, D), positions
+        (B, N) of the tokens to be chosen, temperature and seed (B,). None where they are made from logits."""
+        return None
+
+    def multiply(self, x: Tensor, product: Any) -> Tensor:
+        """(R, K) -> (R, O): one of the products of `native`, as a pass forms it."""
+        made: Tensor = product(x)
+        return made
+
+    def compact(self, start: Tensor, path: Tensor, accepted: Tensor) -> None:
+        """Move what stands `path` (B, M) slots behind `start` (B,) to the first slots behind it, in order, at least as
+        far as accepted (B,)."""
+        self.cache.compact(start[:, None] + path, start[:, None] + self.slot[: path.shape[1]])
+
+    def draft_chain(self, pick: Pick, previous: Tensor, root: Tensor, length: Tensor, depth: int) -> Proposal | None:
+        """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one call;
+        None where it takes steps."""
+        return None
+
+
+class RecurrentSteps(ABC):
+    """What a head that recycles its state keeps of a batch, and its steps."""
+
+    weight_bytes: int | None = None
+    """Bytes of one weight, as it is read; None for the head's own."""
+
+    @abstractmethod
+    def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
+        """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
+
+    @abstractmethod
+    def normed(self, recycled: Tensor) -> Tensor:
+        """What the output head reads of a recycled state."""
+
+    @abstractmethod
+    def logits(self, normed: Tensor) -> Tensor:
+        """(B, W, D) -> (B, W, Vd)."""
+
+    @abstractmethod
+    def step(
+        self,
+        module: int,
+        tokens: Tensor,
+        states: Tensor,
+        rows: Tensor | None,
+        places: Observed | Drafted,
+        extent: int,
+    ) -> tuple[Tensor, Tensor]:
+        """One step: tokens (B, W) at their places, each beside a state (B, W', D), row `rows` (B, W) of them or its
+        own; sees of the first `extent` slots. -> the states to recycle, and what the output head reads, (B, W, D)."""
+
+    def extend(
+        self, observation: Observation, slot: Tensor, extent: int, recycled: list[Tensor], root: Tensor, length: Tensor
+    ) -> None:
+        """Take in true features, and renew what is drafted from: by module recycled (B, D), root (B,), length (B,)."""
+        tokens, start, count = observation.tokens, observation.start, observation.count
+        places = Observed(start, count, slot, observation.hidden.shape[1])
+        live, last = count > 0, (count - 1).clamp_min(0)
+        above = self.start(observation.aux_hidden_states, observation.hidden)
+        for module, newest in enumerate(recycled):
+            made, _ = self.step(module, tokens[:, 1:], above, None, places, extent)
+            if module + 1 < len(recycled):
+                above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
+            final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
+            newest.copy_(torch.where(live[:, None], final, newest))
+        root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
+        length.copy_(torch.where(live, start + count, length))
+
+    def draft_chain(
+        self, pick: Pick, kept: Tensor, recycled: Tensor, root: Tensor, length: Tensor, depth: int, extent: int
+    ) -> Proposal | None:
+        """A chain behind each root (B,), which stands at `length` (B,), in one call, from the states (B, D) that the
+        first step recycles; kept (Vd,) the target's ids of the draft's. None where it takes steps."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The forms that one backend has."""
+
+    name: str
+    is_required: bool = False
+    """Whether it was named, so that no other may take its place."""
+    on_host: bool = True
+    """Whether tensors lie in the host's memory: it may look at them at any time, and padding only costs."""
+    native: Callable[[LanguageModel], Any]
+    """Layers of our own, `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
+    decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]
+    recurrent: Callable[..., RecurrentSteps]
+    """(head, its parts, embed_tokens, lm_head_weight, cos_sin_table, batch_size, shape) -> its steps."""
+    product: "Callable[[nn.Linear], Product]"
+    """A draft's product, from its weights as they are now."""
+    select: "Select"
+    """Of a tree's nodes."""
+    take_newest: Callable[..., None]
+    """As `heads.backends.triton.inputs.take_newest`."""
+
+    def open_recurrent(
+        self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape
+    ) -> RecurrentSteps:
+        """The steps of a `heads.recurrent.Recurrent` over a cache of `slots` slots a row, for trees of `shape` and for
+        shorter chains."""
+        weight = next(head.parameters())
+        cos_sin_table = head.cos_sin(torch.arange(slots, device=weight.device)[None], weight.dtype)
+        lm_head_weight = head.lm_head_weight(shared).to(weight.dtype)
+        parts = head.parts()
+        known = parts if parts is not None and parts.plain else None
+        return self.recurrent(head, known, shared.embed_tokens, lm_head_weight, cos_sin_table, batch_size, shape)

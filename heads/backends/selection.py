@@ -1,0 +1,111 @@
+"""The choice of a backend: the one place that asks where a tensor lies, whether Triton runs and whether C was
+compiled."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from heads.backends.base import Backend
+from heads.backends.cpu import chain
+from heads.backends.cpu.compiling import find_compiler
+from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder, draft_product
+from heads.backends.cpu.library import load
+from heads.backends.cpu.recurrent import CpuRecurrent
+from heads.backends.huggingface import HFDecoder
+from heads.backends.torch import select as torch_select
+from heads.backends.torch.architectures import native_decoder, why_not_native
+from heads.backends.torch.cached_decoder import TorchDecoder
+from heads.backends.torch.linear import Product
+from heads.backends.torch.recurrent import TorchRecurrent
+from heads.backends.torch.select import Select
+from heads.backends.triton import inputs, select
+from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.decoder import DTYPES
+from heads.backends.triton.recurrent import TritonRecurrent
+from heads.backends.triton.runtime import runs_kernels, why_not
+from heads.errors import UserError, warn_once
+from heads.target.frozen import FrozenTarget
+
+
+def first(*forms: Callable[..., Any]) -> Callable[..., Any]:
+    """The first of some forms that does not give None."""
+    return lambda *given: next(made for form in forms if (made := form(*given)) is not None)
+
+
+TORCH = Backend(
+    name="torch",
+    native=native_decoder,
+    decoder=first(TorchDecoder.of, HFDecoder),
+    recurrent=TorchRecurrent,
+    product=partial(Product.of, draft=True),
+    select=torch_select.TORCH,
+    take_newest=inputs.take_newest_twin,
+)
+HUGGINGFACE = replace(TORCH, name="huggingface", native=lambda model: None, decoder=HFDecoder)
+CPU = replace(
+    TORCH,
+    name="cpu",
+    native=compiled_decoder,
+    decoder=first(CpuDecoder.of, HFDecoder),
+    recurrent=first(CpuRecurrent.of, TorchRecurrent),
+    product=draft_product,
+    take_newest=chain.take_newest,
+)
+TRITON = replace(
+    TORCH,
+    name="triton",
+    on_host=False,
+    decoder=first(TritonDecoder.of, TorchDecoder.of, HFDecoder),
+    recurrent=first(TritonRecurrent.of, TorchRecurrent),
+    select=Select(select.widen, select.prune, select.place),
+    take_newest=inputs.take_newest,
+)
+BACKENDS = {backend.name: backend for backend in (HUGGINGFACE, TORCH, CPU, TRITON)}
+
+
+def select_backend(target: FrozenTarget, backend: str | None = None) -> Backend:
+    """The backend of that name, by default the target's own choice, else the fastest there is where it lies. UserError
+    where it cannot be had."""
+    backend = backend or target.backend
+    on_host = target.device.type == "cpu"
+    if backend is None:
+        if (reason := why_not_native(target)) is not None:
+            warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")
+        return replace(fastest(target), on_host=on_host)
+    if backend not in BACKENDS:
+        raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    if (reason := why_not_backend(target, backend)) is not None:
+        raise UserError(f"{target.name}: backend {backend} cannot decode it here: {reason}; name another, or none")
+    return replace(BACKENDS[backend], is_required=True, on_host=on_host)
+
+
+def fastest(target: FrozenTarget) -> Backend:
+    """The fastest backend where the target lies; warns where a GPU does without kernels."""
+    if target.device.type == "cuda":
+        if (reason := why_not_triton(target)) is not None:
+            warn_once(f"{target.name}: decoded without kernels of its own, slower: {reason}")
+        return TRITON if why_not(target.device) is None else TORCH
+    if runs_kernels(target.head.weight):  # in the interpreter
+        return TRITON
+    return CPU if target.device.type == "cpu" and load() is not None else TORCH
+
+
+def why_not_backend(target: FrozenTarget, name: str) -> str | None:
+    """What keeps a target from a backend, or None."""
+    if name == "huggingface":
+        return None
+    if name == "cpu" and target.device.type != "cpu":
+        return f"it lies on {target.device}"
+    if name == "cpu" and load() is None:
+        return "there is no C compiler" if find_compiler() is None else "the C library cannot be had"
+    return why_not_native(target) or (why_not_triton(target) if name == "triton" else None)
+
+
+def why_not_triton(target: FrozenTarget) -> str | None:
+    """What keeps a target from the kernels of a GPU, or None."""
+    if target.device.type == "cuda":
+        reason = why_not(target.device)
+    else:
+        reason = None if runs_kernels(target.head.weight) else f"it lies on {target.device}, and kernels need a GPU"
+    return reason or (None if target.dtype in DTYPES else f"kernels take no {str(target.dtype).removeprefix('torch.')}")

@@ -1,0 +1,46 @@
+"""A native decoder by torch's operations, with the cache of one batch."""
+
+from torch import Tensor
+
+from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.slot_mapping import CacheSpec, Places
+from heads.backends.torch.architectures import native_decoder
+from heads.backends.torch.decoder import NativeDecoder
+from heads.target.frozen import Features
+
+
+class TorchDecoder(CachedDecoder):
+    """A native decoder with the cache of one batch."""
+
+    native: NativeDecoder
+
+    @classmethod
+    def of(cls, model: LanguageModel, spec: CacheSpec) -> "TorchDecoder | None":
+        """None where the architecture has no native decoder."""
+        native = native_decoder(model, draft=spec.draft)
+        return None if native is None else cls(model, spec, native)
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec, native: NativeDecoder) -> None:
+        super().__init__(model, spec)
+        self.native = native
+        self.cache = native.new_cache(batch_size=spec.batch_size, capacity=spec.capacity)
+        self.cos_sin_table = native.cos_sin_table(spec.capacity + spec.depth)
+
+    def forward(
+        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        visible = places.visible(0, extent)
+        self.cache.aim(places.slots(self.spec.capacity - 1), extent=extent, row=row)
+        return self.native.features(
+            tokens,
+            positions=places.positions,
+            visible=visible,
+            key_positions=None if visible is None else places.key_positions(extent),
+            cache=self.cache,
+            cos_sin_table=self.cos_sin_table,
+            aux_layer_ids=self.spec.aux_layer_ids,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        own = self.native.logits(hidden)
+        return super().logits(hidden) if own is None else own[..., : self.spec.vocab_size]

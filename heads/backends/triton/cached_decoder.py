@@ -1,0 +1,139 @@
+"""A native decoder by kernels with the cache of one batch: prompts, trees under test, levels of a draft's trees.
+
+Letters: B rows, N tokens of a step, R = B * N, S slots a row, D hidden, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.slot_mapping import CacheSpec, Drafted, Places, Verified
+from heads.backends.torch.architectures import native_decoder
+from heads.backends.torch.decoder import NativeDecoder
+from heads.backends.torch.linear import Product
+from heads.backends.triton import choose
+from heads.backends.triton.attention import ancestor_words, draft_split
+from heads.backends.triton.decoder import DTYPES, DecoderPass, Tree
+from heads.backends.triton.gemm import MOST_ROWS
+from heads.backends.triton.inputs import stand
+from heads.target.families import OutputHead
+from heads.target.frozen import Features
+
+
+class TritonDecoder(CachedDecoder):
+    """The passes of one batch over one cache; no mask is ever made."""
+
+    native: NativeDecoder
+    reads_masks = False
+
+    @classmethod
+    def of(cls, model: LanguageModel, spec: CacheSpec) -> "TritonDecoder | None":
+        """None where the architecture has no native decoder, or the kernels do not take its numbers."""
+        native = native_decoder(model, draft=spec.draft)
+        return None if native is None or model.dtype not in DTYPES else cls(model, spec, native)
+
+    def __init__(self, model: LanguageModel, spec: CacheSpec, native: NativeDecoder) -> None:
+        super().__init__(model, spec)
+        self.native = native
+        output, lm_head = native.output, model.lm_head
+        plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
+        self.is_product = plain and type(model.head) is nn.Linear and (spec.draft or model.head.bias is None)
+        """Whether the output head is a product, so that the target's choice comes from its tiles."""
+        self.nodes = max(spec.widths, default=0)
+        """Of a verify step, to which smaller trees are padded."""
+        self.rows = spec.batch_size * self.nodes
+        others = [output.weight[: spec.vocab_size]] if spec.draft and output is not None else []
+        rows = sorted({spec.batch_size * width for width in spec.widths})
+        self.passes = DecoderPass(
+            native,
+            batch_size=spec.batch_size,
+            capacity=spec.capacity,
+            positions=spec.capacity + spec.depth,
+            rows=[M for M in rows if M <= MOST_ROWS] if spec.draft else rows,
+            others=others,
+        )
+        self.cache = self.passes.cache
+
+    def forward(
+        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+    ) -> Features:
+        given = tokens.shape[1]
+        if isinstance(places, Verified) and given < self.nodes:
+            tokens, places = self.padded(tokens, places)
+        made = self.passes.features(tokens, self.tree(places, row), self.spec.aux_layer_ids, row)
+        if tokens.shape[1] == given:
+            return made
+        return Features(made.aux_hidden_states[:, :given], made.hidden[:, :given])
+
+    def padded(self, tokens: Tensor, places: Verified) -> tuple[Tensor, Verified]:
+        """Trees (B, N) with as many nodes as the largest, more of them at the root's position, which no other sees.
+
+        Products and tiles of other numbers of rows round differently. The passes over smaller trees therefore have as
+        many rows as those over the largest: what an adaptive draft decodes cannot depend on which candidate the clock
+        prefers.
+        """
+        missing = (0, self.nodes - tokens.shape[1])
+        parents, depths = pad(places.parents, missing), pad(places.depths, missing)
+        return pad(tokens, missing), replace(places, parents=parents, depths=depths, above=None)
+
+    def tree(self, places: Places, row: int | None) -> Tree:
+        """What each of the tokens sees, and where it stands."""
+        if isinstance(places, Verified):
+            words, paths = ancestor_words(places.parents, places.depths, places.levels)
+            slots = (places.slots() + self.cache.row_starts).flatten()
+            cos_sin = self.passes.cos_sin((places.length[:, None] + places.depths).flatten())
+            N = places.parents.shape[1]
+            return Tree(
+                places.length, N, words, places.depths,
+                paths=paths if self.spec.strict else None, slots=slots, cos_sin=cos_sin,
+            )  # fmt: skip
+        if row is not None:  # a target's prompt
+            positions, C = places.positions[0], places.positions.shape[1]
+            depths = torch.arange(C, device=positions.device)[None]
+            words, _ = ancestor_words((depths - 1).clamp_min(0), depths, C - 1)
+            slots, cos_sin = positions + row * self.spec.capacity, self.passes.cos_sin(positions)
+            return Tree(positions[:1], C, words, depths, paths=None, slots=slots, cos_sin=cos_sin)
+        at, window = stand(places, behind=self.spec.scratch), self.passes.window
+        depths, paths = None, None
+        if isinstance(places, Drafted):
+            length, behind, words = places.length, self.spec.scratch, at.words
+            if window:  # which is asked of positions, and slots say them of a node's own path only
+                paths, behind = places.paths.contiguous(), places.paths.shape[2]
+                depths = torch.full_like(paths[..., 0], behind - 1)
+        else:
+            length, behind, words = places.start, places.number, at.words
+            if window:
+                depths = self.slot[: places.number].repeat(len(places.start), 1)
+        cos_sin = self.passes.cos_sin(at.positions)
+        return Tree(length, behind, words, depths, paths, at.slots, cos_sin, split=draft_split(len(self.slot)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        output, rows = self.native.output, hidden.flatten(0, -2)
+        if self.spec.draft and output is not None:
+            bias = None if output.bias is None else output.bias[: self.spec.vocab_size]
+            made = self.passes.products(rows, output.weight[: self.spec.vocab_size], bias)
+        elif not self.spec.draft and self.is_product:
+            made = choose.logits(rows, self.model.head.weight, self.rows)
+        else:
+            return super().logits(hidden)
+        return made.view(*hidden.shape[:-1], -1)
+
+    def choose(
+        self, hidden: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, *, random: bool
+    ) -> Tensor | None:
+        if not self.is_product:
+            return None
+        chosen: Tensor = choose.choose(
+            hidden.flatten(0, 1), self.model.head.weight, temperature, seed, positions.flatten(), noisy=random,
+            tile=self.rows,
+        )  # fmt: skip
+        return chosen.view(positions.shape)
+
+    def multiply(self, x: Tensor, product: Product) -> Tensor:
+        return self.passes.multiply(x, product)
+
+    def compact(self, start: Tensor, path: Tensor, accepted: Tensor) -> None:
+        self.passes.compact(start, path, accepted)

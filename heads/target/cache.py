@@ -1,0 +1,122 @@
+"""A static key/value cache whose rows stand at different lengths, in the form that any Hugging Face causal LM takes.
+
+Every sequence owns a row of `capacity` slots. A step says which slots its tokens go to (`aim`); each layer then
+writes there and hands the model views of the static tensors. What a query may see is the mask's business: sliding
+layers keep all slots too, because a rolling window cannot take back a rejected draft.
+
+Letters: B rows, N tokens of a step, S slots a row, E slots shown to attention, H key-value heads, Dh head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class HFCacheLayer(CacheLayerMixin):
+    """One layer's keys and values, (B, S, H, Dh) each, in storage that all layers of the same form share."""
+
+    is_compileable = True
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+    flat_keys: Tensor  # (B * S, H, Dh), the same storage
+    flat_values: Tensor
+    shown_keys: Tensor  # (B', H, E, Dh), a view: what attention reads
+    shown_values: Tensor
+
+    def __init__(self, cache: "HFCache", index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take storage of the form that the model's first keys and values show."""
+        self.keys = self.cache.storage("keys", self.index, key_states)
+        self.values = self.cache.storage("values", self.index, value_states)
+        self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        self.show()
+        self.is_initialized = True
+
+    def show(self) -> None:
+        """Renew the views after the rows or the extent changed."""
+        rows, extent = self.cache.rows, self.cache.extent
+        self.shown_keys = self.keys[rows, :extent].transpose(1, 2)
+        self.shown_values = self.values[rows, :extent].transpose(1, 2)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the step's keys and values (B', H, N, Dh) to the slots aimed at; return all that is shown."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = self.cache.slots
+        self.flat_keys.index_copy_(0, slots, key_states.transpose(1, 2).flatten(0, 1))
+        self.flat_values.index_copy_(0, slots, value_states.transpose(1, 2).flatten(0, 1))
+        return self.shown_keys, self.shown_values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys shown, and the first one's slot."""
+        return self.cache.extent, 0
+
+    def get_seq_length(self) -> int:
+        """Slots shown. Rows differ in length and the device alone knows it; positions and masks are always given."""
+        return self.cache.extent
+
+    def get_max_length(self) -> int:
+        """Slots a row."""
+        return self.cache.capacity
+
+
+class HFCache(Cache):
+    """The target's keys and values of a whole batch."""
+
+    def __init__(self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device | str = "cpu") -> None:
+        self.batch_size_, self.capacity = batch_size, capacity
+        self.rows, self.extent = slice(0, batch_size), capacity
+        self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)
+        self.prompt = False
+        """True if the step aimed at reads prompts whole."""
+        self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
+        self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
+        self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
+        self.num_layers = num_layers
+        self.row_layers = [HFCacheLayer(self, i) for i in range(num_layers)]
+        super().__init__(layers=list(self.row_layers))
+
+    def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
+        """Send the next step's tokens to `slots` (B, N) of every row, or (1, N) of one row; show the first `extent`
+        slots. `prompt`: the tokens are prompts from position 0 on, which an encoder is to read."""
+        self.prompt = prompt
+        rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
+        self.slots = (slots + self.row_starts[rows]).flatten()
+        if (rows, extent) != (self.rows, self.extent):
+            self.rows, self.extent = rows, extent
+            for layer in self.row_layers:
+                if layer.is_initialized:
+                    layer.show()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write to a layer and show it, called by the model's attention."""
+        return self.row_layers[layer_idx].update(key_states, value_states)
+
+    def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
+        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        is written."""
+        sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
+        for store in (*self.stores["keys"], *self.stores["values"]):
+            flat = store.flatten(1, 2)  # (layers, B * S, H, Dh)
+            flat.index_copy_(1, goals, flat.index_select(1, sources))
+
+    def storage(self, kind: str, index: int, states: Tensor) -> Tensor:
+        """(B, S, H, Dh) of zeros for one layer. The first layer's form is taken for all, so that `compact` is a few
+        large copies; a layer of another form gets its own."""
+        _, H, _, Dh = states.shape
+        stores = self.stores[kind]
+        shape = (self.batch_size_, self.capacity, H, Dh)
+        if not stores:
+            stores.append(states.new_zeros(self.num_layers, *shape))
+        if stores[0].shape[1:] == shape:
+            return stores[0][index]
+        stores.append(states.new_zeros(1, *shape))
+        return stores[-1][0]
