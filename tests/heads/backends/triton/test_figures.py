@@ -6,12 +6,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmark.shapes import SHAPES
-from eval.gpu.launches import Launches
 from eval.runtime.triton_step import TritonTargetStep
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import Products, shape_of
 from heads.target.frozen import FrozenTarget
+from tests.launches import Launches
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
