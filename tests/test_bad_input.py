@@ -212,7 +212,10 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
-        BertModel(BertConfig(128, 32, 2, 2, 32)).save_pretrained(path)
+        config = BertConfig(
+            vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+        )
+        BertModel(config).save_pretrained(path)
     elif kind == "truncated":
         shutil.copytree(tiny_target_dir, path)
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])

@@ -3,14 +3,15 @@ Llama-3.1-8B, of tensors that have no memory."""
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.shapes import SHAPES
 from eval.runtime.triton_step import TritonTargetStep
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import Products, shape_of
 from heads.target.frozen import FrozenTarget
+from scripts.grown.shapes import SHAPES
 from tests.launches import Launches
 
 pytest.importorskip("triton")
@@ -32,7 +33,8 @@ def large_target() -> FrozenTarget:
     shape = SHAPES["llama-3.1-8b"]
     config = LlamaConfig(**vars(shape) | {"num_hidden_layers": LAYERS}, max_position_embeddings=1 << 17)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config)
+        nn.Module.to(model, torch.bfloat16)
     return FrozenTarget(model, "large")
 
 
