@@ -229,7 +229,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     candidates = engine.candidates
     assert candidates is not None
     candidates.paused_state.pending.may_ask = False  # as on a GPU
-    with torch.inference_mode(), as_on_a_gpu():
+    with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
             for candidate in (3, 3, 0, 3, 1):
