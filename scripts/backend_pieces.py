@@ -10,7 +10,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from scripts.model_shapes import SHAPES
+from scripts.grown.shapes import SHAPES
 
 HEAD: dict[str, Any] = dict(depth=4, draft_vocab_size=2048, fc_norm=True, norm_output=True)
 PROMPT, LENGTH = 100, 256

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eval.command import Parser, count, exit_status
-from scripts.model_shapes import SHAPES
+from scripts.grown.shapes import SHAPES
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -212,7 +212,8 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
-        BertModel(BertConfig(128, 32, 2, 2, 32)).save_pretrained(path)
+        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+        BertModel(BertConfig(vocab_size=128, **sizes)).save_pretrained(path)  # type: ignore[arg-type]
     elif kind == "truncated":
         shutil.copytree(tiny_target_dir, path)
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])

@@ -28,7 +28,6 @@ from transformers.pytorch_utils import Conv1D
 
 from heads.base import Batch, DraftHead, HeadLoss
 from heads.checkpoint import file_hash
-from heads.draft_model import Draft, LoraSettings
 from heads.errors import UserError
 from heads.labels import supervised
 from heads.losses import draft_loss
@@ -201,30 +200,22 @@ def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:
         return get_peft_model(target.model, config)
 
 
-def add_adapters(head: nn.Module) -> None:
+def add_adapters(head: DraftHead) -> None:
     """Put adapters, which change nothing yet, into a head that asks for them; all else is frozen."""
-    if not isinstance(head, Draft) or head.config.lora is None:
+    model: Any = head.language_model
+    if model is None or (settings := head.config.lora) is None:
         return
     from peft import LoraConfig, inject_adapter_in_model
 
-    settings = head.config.lora
-    names = adapted_layers(head, settings)
-    untyped: Any = head.model
+    names = linear_layers(model, model.get_output_embeddings(), settings.modules, "head.lora.modules", "the draft")
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_alpha=settings.alpha,
         target_modules=names,
-        fan_in_fan_out=any(isinstance(untyped.get_submodule(name), Conv1D) for name in names),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
     )
-    head.requires_grad_(False)
-    inject_adapter_in_model(config, untyped)
-
-
-def adapted_layers(head: Draft, settings: LoraSettings) -> list[str]:
-    """The full names of the layers that get an adapter. UserError for a name that fits none."""
-    untyped: Any = head.model
-    output = untyped.get_output_embeddings()
-    return linear_layers(head.model, output, settings.modules, "head.lora.modules", "the draft")
+    cast(nn.Module, head).requires_grad_(False)
+    inject_adapter_in_model(config, model)
 
 
 def linear_layers(
@@ -255,9 +246,10 @@ def _fits(layer: str, name: str) -> bool:
 
 def merged_weights(head: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of a head with adapters as that of the same head without."""
-    if not isinstance(head, Draft) or head.config.lora is None:
+    drafts = cast(DraftHead, head)
+    if drafts.language_model is None or (settings := drafts.config.lora) is None:
         return weights
-    scale = head.config.lora.alpha / head.config.lora.rank
+    scale = settings.alpha / settings.rank
     merged = {}
     for name, weight in weights.items():
         if ".lora_" in name:

@@ -109,7 +109,7 @@ def fit(recipe: Recipe) -> Outcome:
             head = _make_head(recipe.head, target, counts)
             module = cast(nn.Module, head).to(target.device, torch.float32)
             measured = copy.deepcopy(module).to(target.dtype).eval()
-            add_adapters(module)
+            add_adapters(head)
             trained = module
             if recipe.target.adapter is not None:
                 trained = Joint(module, make_adapter(target, recipe.target.adapter, seed))

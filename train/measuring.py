@@ -55,13 +55,14 @@ class Evaluation:
     def measure(self, head: nn.Module) -> Measured:
         """tau and acceptance by depth over all requests."""
         settings, target, requests = self.settings, self.target, self.requests
-        if head.own_tree is not None:
-            grow_own_tree(target, head, requests, settings.batch_size)
-        shape = shape_for(settings.tree, head)
+        drafts = cast(DraftHead, head)
+        if drafts.own_tree is not None:
+            grow_own_tree(target, drafts, requests, settings.batch_size)
+        shape = shape_for(settings.tree, drafts)
         longest = max(len(request.prompt) for request in requests) + settings.max_new_tokens + shape.nodes
         engine = Engine(
             target,
-            head,
+            drafts,
             EngineOptions(
                 shape=shape, batch_size=min(settings.batch_size, len(requests)), max_length=longest, rule=settings.rule
             ),

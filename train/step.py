@@ -54,8 +54,8 @@ class Stepper:
         accelerator: Accelerator,
     ):
         """`trained`: a head, alone or jointly with an adapter of the target."""
-        joint = trained if isinstance(trained, Joint) else None
-        self.plain_head, self.adapter = (trained, None) if joint is None else (joint.head, joint.adapter)
+        self.plain_head: nn.Module = trained.head if isinstance(trained, Joint) else trained
+        self.adapter = trained.adapter if isinstance(trained, Joint) else None
         self.module, self.head = trained, cast(DraftHead, trained)
         self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
         self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)

@@ -103,14 +103,14 @@ def run_bench(
     if several:
         owned = zip(measured.owners, judged.measurements, strict=True)
         results |= {"exact": exact, "measurements": [{"head": names[n], **figures} for n, figures in owned]}
-        searches = [{"head": names[n], **search} for n, search in searches]
+        found = [{"head": names[n], **search} for n, search in searches]
     else:
         best = headline(judged.measurements)
         results |= {**judged.measurements[best], "exact": exact, "suites": judged.suites[best]}
         results |= {"measurements": judged.measurements, "samples": judged.samples[best]}
-        searches = [search for _, search in searches]
-    if searches:
-        results["auto"] = searches
+        found = [search for _, search in searches]
+    if found:
+        results["auto"] = found
     if with_roofline:
         results["roofline"] = parts_of_headline(target, drafters[0], prompts, settings, results)
     if out is not None:

@@ -153,7 +153,7 @@ def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
         ({"parameters": {"tree": {"values": []}}}, "parameters.tree: values: expected a list"),
         ({"parameters": {"top_p": {"min": 0.5, "max": 1}}}, "parameters.top_p: a server draws from min, max"),
         ({"parameters": {"out": {"value": "x"}}}, "parameters.out: every setting has a folder"),
-        ({"parameters": {"tree": {"value": "chain:5"}}}, "expected a head, once"),
+        ({"parameters": {"tree": {"value": "chain:5"}}}, "expected a head"),
         ({"parameters": {"head": {"value": "runs/none"}}}, "runs/none"),
         ({"parameters": {"head": {"value": "lookup:2"}, "tree": {"values": ["chain:2", "chian:2"]}}}, "chian:2"),
         ({"parameters": {"head": {"value": "lookup:2"}, "trees": {"value": 1}}}, "--trees"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import compare
+from eval import bench
 from eval.command import exit_status
 from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
@@ -33,7 +33,7 @@ def test_target_and_head_are_grown_and_fit(
     assert shape_of(grown.config).hidden_size == 48 and grown.config.grown_from == target.name
     words = [out / "eagle3", out / "medusa", "--tree", "chain:2", "--out", tmp_path / "out"]
     words += ["--num-prompts", "2", "--repeats", "1", "--max-prompt-tokens", "200", "--max-new-tokens", "8"]
-    assert exit_status(lambda: compare.main([str(word) for word in words])) == 0
+    assert exit_status(lambda: bench.main([str(word) for word in words])) == 0
     measured = capsys.readouterr().out
     assert measured.count("2 of 2") == 2 and "(grown from" in measured
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
-from eval.benchmark.opening import open_head
+from eval.benchmark.opening import open_target_of
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
@@ -172,7 +172,10 @@ def test_a_head_trains_on_a_quantised_target(
     settings = form_settings(INT8)
     settings["target"]["quantize"] = "int8"
     folder = train_and_audit(settings, write_recipe)
-    opened = [open_head(parse_arguments([str(folder), *asked])).target for asked in ([], ["--quantize", "none"])]
+    opened = []
+    for asked in ([], ["--quantize", "none"]):
+        options = parse_arguments([str(folder), *asked])
+        opened.append(open_target_of(options.heads[0], options)[0])
     assert [target.quantize for target in opened] == ["int8", None]
     assert weight_bytes(opened[0].layers) < 0.5 * weight_bytes(opened[1].layers)
 

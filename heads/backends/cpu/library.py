@@ -114,7 +114,7 @@ def load() -> ctypes.CDLL | None:
     """The compiled library; None where there is no compiler."""
     library = compiled(*(Path(__file__).with_name(name) for name in SOURCES))
     if library is not None:
-        for name, (result, *arguments) in FUNCTIONS.items():
+        for name, kinds in FUNCTIONS.items():
             function = getattr(library, name)
-            function.restype, function.argtypes = TYPES[result], [TYPES[kind] for kind in arguments]
+            function.restype, *function.argtypes = [TYPES[kind] for kind in kinds]
     return library

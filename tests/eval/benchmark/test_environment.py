@@ -1,6 +1,7 @@
 """Cores that others use are told of before anything is computed on them."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ def test_it_is_said_where_a_thread_has_no_core(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     file.write_text(stat(90))
     assert idle_seconds() == (threads - 1) * 100 / os.sysconf("SC_CLK_TCK")
-    monkeypatch.setattr(environment.time, "sleep", lambda _: None)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     said = contention(CPU)  # not a tick went by idle
     assert said is not None and f"cores on which {threads} threads are to run" in said
-    monkeypatch.setattr(environment.time, "sleep", lambda _: file.write_text(stat(10**9)))
+    monkeypatch.setattr(time, "sleep", lambda _: file.write_text(stat(10**9)))
     assert contention(CPU) is None
 
 

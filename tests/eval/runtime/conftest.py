@@ -2,7 +2,7 @@
 over."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations, product
 from typing import Any
@@ -18,6 +18,7 @@ from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
+from tests.switches import as_on_a_gpu
 
 VOCAB, EOS = 61, 2
 BASE = dict(
@@ -357,3 +358,9 @@ def few_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(pending, name, value)
 
     return limit
+
+
+@pytest.fixture
+def gpu_steps() -> Iterator[None]:
+    with as_on_a_gpu():
+        yield

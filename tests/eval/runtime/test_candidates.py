@@ -16,7 +16,6 @@ from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
-from tests.switches import as_on_a_gpu
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -219,6 +218,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     assert shares[1]["chain:4"] > 0.7 * sum(shares[1].values())
 
 
+@pytest.mark.usefixtures("gpu_steps")
 def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
@@ -229,7 +229,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     candidates = engine.candidates
     assert candidates is not None
     candidates.paused_state.pending.may_ask = False  # as on a GPU
-    with torch.inference_mode(), as_on_a_gpu():
+    with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
             for candidate in (3, 3, 0, 3, 1):

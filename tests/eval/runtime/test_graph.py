@@ -3,7 +3,7 @@ the same text."""
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +19,6 @@ from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
-from tests.switches import as_on_a_gpu
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -53,12 +52,6 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-@pytest.fixture(autouse=True)
-def gpu_steps() -> Iterator[None]:
-    with as_on_a_gpu():
-        yield
-
-
 def make_drafter(name: str, target: FrozenTarget) -> Any:
     if ":" in name:
         return build_untrained(name, target)
@@ -75,6 +68,7 @@ def make_drafter(name: str, target: FrozenTarget) -> Any:
         )
 
 
+pytestmark = pytest.mark.usefixtures("gpu_steps")
 REQUESTS = [
     Request([5, 6, 7], 18),
     Request([9, 8, 7, 6, 5], 14, Sampling(temperature=0.9, seed=3)),

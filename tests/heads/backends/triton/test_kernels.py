@@ -73,11 +73,12 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
         seen[0, i, torch.randperm(P)[:3]] = True
     words = pack_bits(torch.nn.functional.pad(seen, (0, 0, 0, P - N)))[:, :N]
     q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
+    keys, values = cache
     at = torch.tensor([length])
-    clean = tree_attention(q, *cache, words, at, None, behind=P, split=64)
+    clean = tree_attention(q, keys, values, words, at, None, behind=P, split=64)
     cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
     cache[:, :, length + P :] = torch.nan
-    assert torch.equal(tree_attention(q, *cache, words, at, None, behind=P, split=64), clean)
+    assert torch.equal(tree_attention(q, keys, values, words, at, None, behind=P, split=64), clean)
 
 
 def test_the_twin_is_softmax_over_the_path() -> None:
