@@ -2,7 +2,7 @@
 DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too little.
 With a GPU for it, so that what runs later finds them in Triton's cache; without one for an H100 or H200.
 
-    python scripts/gpu/compile_ahead.py [--few]    # two sizes of step instead of ten
+    python -m scripts.gpu.compile_ahead [--few]    # two sizes of step instead of ten
 """
 
 import multiprocessing
@@ -23,8 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from eval.runtime.state import Commit
 from heads.backends.selection import TRITON
 from heads.backends.triton import runtime as backend
 
@@ -105,7 +104,6 @@ def step(empty: Empty, N: int) -> None:
 
 def commit() -> None:
     """States of rounds of several depths, by lists of ends of texts of several lengths."""
-    from eval.runtime.state import Commit
     from heads.backends.round_state import RoundState
 
     for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):

@@ -15,14 +15,15 @@ import torch
 from eval.benchmark.environment import device_facts, versions
 from eval.files import write_json
 from heads.errors import UserError
-from scripts.gpu.parts import GROUPS, Bench, Part
+from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 
 SECONDS = {"checks": 300, "identity": 180, "compiled": 120, "rounds": 360, "kernels": 150, "library": 240}
 """For each group, after which it begins no long part."""
 GRACE, ALL = 30, 570
 """Seconds that a group may take beyond its own to end what it began; and for all of a command."""
-COMPILER = Path(__file__).with_name("compile_ahead.py")
+COMPILER = [sys.executable, "-m", "scripts.gpu.compile_ahead"]
+"""A module, not a script: its folder would come first on `sys.path`, and kernels.py hide another."""
 
 
 def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], device: dict[str, Any]) -> int:
@@ -34,9 +35,10 @@ def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], 
     for group in groups:
         started = time.monotonic()
         allowed = min(SECONDS[group] + GRACE, begun + ALL - started)
-        command = [sys.executable, str(script), group, "--group", "--out", str(options.out), "--shape", options.shape]
-        command += ["--head", str(options.head)] if options.head else []
-        trouble = run_process([sys.executable, str(COMPILER)] if group == "compiled" else command, allowed)
+        command = [sys.executable, str(script), group, "--group", "--out", str(options.out.absolute())]
+        command += ["--shape", options.shape]
+        command += ["--head", str(options.head.absolute())] if options.head else []
+        trouble = run_process(COMPILER if group == "compiled" else command, allowed)
         record = read_record(options.out)
         record[f"{group} seconds"] = time.monotonic() - started
         record.pop(f"{group} error", None)
@@ -54,7 +56,7 @@ def run_process(command: list[str], allowed: float) -> str | None:
     if allowed <= GRACE:
         return "left out: no time was left"
     try:
-        ended = subprocess.run(command, timeout=allowed)
+        ended = subprocess.run(command, timeout=allowed, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return f"took more than {allowed:.0f} s"
     return f"ended with status {ended.returncode}" if ended.returncode else None

@@ -40,6 +40,7 @@ class LinearHead(nn.Module):
     Settings = LinearSettings
     aux_layer_ids: tuple[int, ...] = ()
     own_tree = None
+    language_model = None
 
     def __init__(self, config: LinearConfig):
         super().__init__()

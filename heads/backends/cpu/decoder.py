@@ -133,7 +133,7 @@ def compiled_decoder(model: LanguageModel, *, draft: bool = False) -> CompiledDe
     native = native_decoder(model, draft=draft)
     if native is None or native in _made:
         return None if native is None else _made[native]
-    blocks = [[in_c(part, draft=draft) for part in vars(layer).values()] for layer in native.layers]
+    blocks: list[Any] = [tuple(in_c(part, draft=draft) for part in vars(layer).values()) for layer in native.layers]
     made = _made[native] = CompiledDecoder(
         config=native.config,
         embedding=native.embedding,

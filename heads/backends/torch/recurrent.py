@@ -57,13 +57,13 @@ class TorchRecurrent(RecurrentSteps):
         return forms[0], forms[1]
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
-        return self.head.start(aux_hidden_states, hidden)
+        return self.head.start(aux_hidden_states, hidden)  # type: ignore[no-any-return]
 
     def normed(self, recycled: Tensor) -> Tensor:
-        return self.head.normed(recycled)
+        return self.head.normed(recycled)  # type: ignore[no-any-return]
 
     def logits(self, normed: Tensor) -> Tensor:
-        return self.head.logits(normed, self.lm_head_weight)
+        return self.head.logits(normed, self.lm_head_weight)  # type: ignore[no-any-return]
 
     def step(
         self,

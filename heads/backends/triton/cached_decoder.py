@@ -97,7 +97,8 @@ class TritonDecoder(CachedDecoder):
             slots, cos_sin = positions + row * self.spec.capacity, self.passes.cos_sin(positions)
             return Tree(positions[:1], C, words, depths, paths=None, slots=slots, cos_sin=cos_sin)
         at, window = stand(places, behind=self.spec.scratch), self.passes.window
-        depths, paths = None, None
+        depths: Tensor | None = None
+        paths: Tensor | None = None
         if isinstance(places, Drafted):
             length, behind, words = places.length, self.spec.scratch, at.words
             if window:  # which is asked of positions, and slots say them of a node's own path only

@@ -141,16 +141,16 @@ def test_a_chain_verified_is_a_chain_decoded_to_the_bit(variant: str, threads: i
 def test_slots_move_all_at_once() -> None:
     decoder, _ = decoders("llama one key head")
     cache = decoder.new_cache(batch_size=2, capacity=192)
-    for store in (cache.keys, cache.values):  # type: ignore[union-attr]
+    for store in (cache.keys, cache.values):
         store.copy_(torch.randn_like(store))
-    keys = cache.keys.transpose(-1, -2).flatten(3, 4).clone()  # type: ignore[union-attr]  # (L, B, Hkv, S, d)
-    values = cache.values.clone()  # type: ignore[union-attr]
+    keys = cache.keys.transpose(-1, -2).flatten(3, 4).clone()  # (L, B, Hkv, S, d)
+    values = cache.values.clone()
     cache.compact(torch.tensor([[60, 66, 63], [190, 191, 188]]), torch.tensor([[60, 61, 66], [126, 127, 128]]))
     for row, moves in enumerate([{60: 60, 66: 61, 63: 66}, {190: 126, 191: 127, 188: 128}]):
         for source, goal in moves.items():
-            moved = cache.keys.transpose(-1, -2).flatten(3, 4)[:, row, :, goal]  # type: ignore[union-attr]
+            moved = cache.keys.transpose(-1, -2).flatten(3, 4)[:, row, :, goal]
             assert torch.equal(moved, keys[:, row, :, source])
-            assert torch.equal(cache.values[:, row, :, goal], values[:, row, :, source])  # type: ignore[union-attr]
+            assert torch.equal(cache.values[:, row, :, goal], values[:, row, :, source])
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

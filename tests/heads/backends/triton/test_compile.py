@@ -15,7 +15,8 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[4]
     made = subprocess.run(
-        [sys.executable, str(root / "scripts/gpu/compile_ahead.py"), "--few"],
+        [sys.executable, "-m", "scripts.gpu.compile_ahead", "--few"],
+        cwd=root,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@ Llama-3.1-8B, of tensors that have no memory."""
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.runtime.target_step import TargetStep
@@ -35,7 +36,8 @@ def large_target() -> FrozenTarget:
     shape = SHAPES["llama-3.1-8b"]
     config = LlamaConfig(**vars(shape) | {"num_hidden_layers": LAYERS}, max_position_embeddings=1 << 17)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config)
+        nn.Module.to(model, torch.bfloat16)
     return FrozenTarget(model, "large")
 
 
