@@ -82,20 +82,20 @@ class TritonDecoder(CachedDecoder):
     def tree(self, places: Places, row: int | None) -> Tree:
         """What each of the tokens sees, and where it stands."""
         if isinstance(places, Verified):
-            words, paths = ancestor_words(places.parents, places.depths, places.levels)
+            words, strict = ancestor_words(places.parents, places.depths, places.levels)
             slots = (places.slots() + self.cache.row_starts).flatten()
             cos_sin = self.passes.cos_sin((places.length[:, None] + places.depths).flatten())
             N = places.parents.shape[1]
             return Tree(
                 places.length, N, words, places.depths,
-                paths=paths if self.spec.strict else None, slots=slots, cos_sin=cos_sin,
+                paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin,
             )  # fmt: skip
         if row is not None:  # a target's prompt
             positions, C = places.positions[0], places.positions.shape[1]
-            depths = torch.arange(C, device=positions.device)[None]
-            words, _ = ancestor_words((depths - 1).clamp_min(0), depths, C - 1)
+            levels = torch.arange(C, device=positions.device)[None]
+            words, _ = ancestor_words((levels - 1).clamp_min(0), levels, C - 1)
             slots, cos_sin = positions + row * self.spec.capacity, self.passes.cos_sin(positions)
-            return Tree(positions[:1], C, words, depths, paths=None, slots=slots, cos_sin=cos_sin)
+            return Tree(positions[:1], C, words, levels, paths=None, slots=slots, cos_sin=cos_sin)
         at, window = stand(places, behind=self.spec.scratch), self.passes.window
         depths: Tensor | None = None
         paths: Tensor | None = None
