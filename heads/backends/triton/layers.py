@@ -157,7 +157,8 @@ def _rope_write(  # type: ignore[no-untyped-def]
     row, head, i = tl.program_id(0), tl.program_id(1), tl.arange(0, PAD)
     inside = i < HALF
     source = QKV + row * row_stride + head * 2 * HALF
-    kind, by_part = QUERIES.dtype.element_ty, tl.num_programs(0) * row_stride
+    kind = QUERIES.dtype.element_ty
+    by_part = tl.num_programs(0) * row_stride
     first = _load_sum(source + i, inside, by_part, PARTS, kind)
     second = _load_sum(source + HALF + i, inside, by_part, PARTS, kind)
     slot = tl.load(SLOTS + row)

@@ -116,7 +116,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
             decoder.head.extend = lambda *arguments: None  # type: ignore[method-assign]
         with Launches() as launches:
             decoder.round(64)
-    assert {"_settle", "_best_of_tile"} <= launches.names.keys()
+    assert {"_commit", "_best_of_tile"} <= launches.names.keys()
     assert launches.names.total() <= most, launches.names
 
 
