@@ -21,7 +21,7 @@ from heads.base import HEAD_TREE
 
 TREES = ("chain:5",)
 TREES_OF_SEVERAL = ("chain:5", "chain:3", HEAD_TREE)
-"""Something for heads that reach no depth of 5, too."""
+"""Default trees, one of which suits heads of a depth below 5."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

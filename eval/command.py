@@ -106,7 +106,7 @@ def draft_tree(text: str) -> str:
 
 
 def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[TreeShape]:
-    """The shapes that texts name for a head. UserError for one that drafts nothing."""
+    """Return the tree shapes of texts for a head. UserError for one that drafts nothing."""
     shapes = [shape_for(text, head) for text in texts]
     if any(shape.nodes == 1 for shape in shapes):
         raise UserError("expected trees that draft something, such as chain:5; plain decoding is always measured")
@@ -160,13 +160,13 @@ def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str])
     return False
 
 
-def tell(text: str | None) -> None:
+def print_line(text: str | None) -> None:
     """Print a line on standard error, if there is one, from the first process of a launch alone."""
     if text and os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr)
 
 
-def exit_status(act: Callable[[], int], say: Callable[[str], None] = tell) -> int:
+def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
     an interrupt, else 1."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.

@@ -153,7 +153,7 @@ class DraftHead(Drafter, Protocol):
     """
 
     Settings: ClassVar[type[Any]]
-    """What a recipe may say of the head, with defaults; None follows the target."""
+    """Settings of the head in a recipe, with defaults; None follows the target."""
     format: ClassVar[Format]
     """The folder that it is saved as."""
     config: Any

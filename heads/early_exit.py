@@ -55,7 +55,7 @@ class FirstLayers(nn.Module):
 
 
 class EarlyExit(Drafter):
-    """Drafts as a draft model does, by layers that are the target's."""
+    """A draft model made of the target's own layers."""
 
     aux_layer_ids: tuple[int, ...] = ()
 

@@ -41,10 +41,10 @@ class BlockSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(BlockSettings):
-    """One decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
+    """Settings of one decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
 
     hidden_size: int
-    """Width of the residual stream: the target's."""
+    """Width of the residual stream, the same as the target's."""
     intermediate_size: int = field()
     num_attention_heads: int = field()
     num_key_value_heads: int = field()
@@ -53,7 +53,7 @@ class BlockConfig(BlockSettings):
     rope_theta: float = field()
 
     def check_block(self) -> None:
-        """UserError for a block that cannot be: of the wrong kinds of number, or of no size."""
+        """Raise UserError for a block of invalid settings: of a wrong type, or of no size."""
         for part in fields(BlockConfig):
             value, whole = getattr(self, part.name), part.type is int
             if not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not 0 < value < MOST:

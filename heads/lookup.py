@@ -47,7 +47,7 @@ class LookupState:
 
 
 class Lookup(Drafter):
-    """Drafts chains by n-gram matches in the text so far."""
+    """Drafter of chains by n-gram matches in the text so far."""
 
     aux_layer_ids: tuple[int, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What C gives on this CPU: each piece of a round with it and with torch's operations alone, in turns.
+"""Gain of C on this CPU: each piece of a round with it and with torch's operations alone, in turns.
 
     python scripts/bench_backends.py recipes/quickstart/target
     python scripts/bench_backends.py recipes/quickstart/target --shape 0.4b      # random weights of that shape

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from eval.command import asks_usage, exit_status, tell
+from eval.command import asks_usage, exit_status, print_line
 from train.usage import recipe_keys
 
 LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
@@ -34,7 +34,7 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
 def say_why(text: str) -> None:
     """Print why the process ends; of several processes only the first to end does."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        tell(text)
+        print_line(text)
         return
     from train.launch import tell_first
 

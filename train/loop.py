@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
-from eval.command import tell
+from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.draft_model import Draft
@@ -75,7 +75,7 @@ def fit(recipe: Recipe) -> Outcome:
             target, tokenizer = load_recipe_target(recipe.target, accelerator)
             tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
             if accelerator.num_processes == 1:  # one process of a launch would see the others
-                tell(contention(accelerator.device))
+                print_line(contention(accelerator.device))
             unfilled = _make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
             recipe = recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], unfilled.config)})
             outcome = Outcome(recipe, folder, target, tokenizer, accelerator, tracker)

@@ -279,6 +279,6 @@ def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokeniz
 
 
 def withhold_speed(measurements: Sequence[Results]) -> None:
-    """Where the audit failed, no speedup is stated anywhere."""
+    """Remove every speedup, because the audit failed."""
     for measurement in measurements:
         measurement["speedup"] = None

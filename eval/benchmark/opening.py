@@ -12,7 +12,7 @@ from eval.benchmark.environment import setup_line
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
-from eval.command import AUTO, tell
+from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.identity import is_narrow
 from heads.base import Drafter
@@ -83,7 +83,7 @@ def open_target(
         quantize=None if scheme == "none" else scheme,
     )
     target.backend = None if options.backend == AUTO else options.backend
-    tell(setup_line(target))
+    print_line(setup_line(target))
     return target, tokenizer
 
 
@@ -133,7 +133,7 @@ def prompt_room(target: FrozenTarget, max_new_tokens: int, most_nodes: int) -> i
 
 
 def check_target(settings: BenchSettings, target: FrozenTarget) -> None:
-    """UserError for a setting that has no effect on this target."""
+    """Raise UserError for a setting that has no effect on this target."""
     if settings.strict and not is_narrow(target):
         raise UserError(
             "--strict: has no effect but in bfloat16 or float16 on a GPU: elsewhere every output is plain "

@@ -22,7 +22,7 @@ import numpy as np
 from eval.benchmark.corpus import read_split
 from eval.benchmark.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
 from eval.benchmark.records import Record, read_hub, read_records
-from eval.command import tell
+from eval.command import print_line
 from eval.files import is_file
 from heads.errors import UserError, shown
 
@@ -99,7 +99,7 @@ def load_prompts(
         if len(prompts) < len(records):
             longer = len(records) - len(prompts)
             said = f"{longer} of {len(records)} prompts have more than {max_prompt_tokens} tokens and are left out"
-            tell(f"{suite_or_path}: {said}")
+            print_line(f"{suite_or_path}: {said}")
     if not prompts:
         raise UserError(f"{suite_or_path}: no prompt of at most {max_prompt_tokens} tokens; nothing to measure")
     return prompts

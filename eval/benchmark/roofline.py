@@ -128,7 +128,7 @@ def fill_batch(engine: Engine, length: int) -> None:
 
 
 def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
-    """The same for an engine of which no plain one is at hand."""
+    """Run `roofline` for an engine, with a new engine for plain decoding."""
     options = EngineOptions(
         batch_size=engine.options.batch_size, max_length=engine.options.max_length, backend=engine.options.backend
     )
@@ -243,7 +243,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
     if decoder.head is not None:
         whole = device_seconds(partial(run, decoder), device)
         reads = decoder.head.bytes_per_round(decoder.head_state)
-        parts.append(Part("the head told", reads.extend, max(0.0, whole - seconds)))
+        parts.append(Part("the head extended", reads.extend, max(0.0, whole - seconds)))
     state.done.copy_(done)
     state.root.copy_(root)
     return parts

@@ -30,7 +30,7 @@ from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
 from eval.benchmark.roofline import lines, run_roofline
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.benchmark.tune import can_draft
-from eval.command import draft_shapes, tell
+from eval.command import draft_shapes, print_line
 from eval.files import check_folder
 from eval.reporting.compare_report import print_comparison, write_comparison
 from eval.reporting.format import is_exact, short_name
@@ -57,7 +57,7 @@ def bench_command(options: argparse.Namespace) -> int:
     trained = [path for path in paths if not untrained_kind(path)]
     target, tokenizer = open_target_of((trained or paths)[0], options)
     heads = {path: fitting_head(path, target) for path in paths}
-    tell(contention(target.device))
+    print_line(contention(target.device))
     with own_folder(parent, settings, options) as out:
         results = run_bench(target, heads, tokenizer, settings, out=out, with_roofline=options.roofline)
     print(f"written to {out}", file=sys.stderr)

@@ -19,7 +19,7 @@ from eval.benchmark.metrics import tau
 from eval.benchmark.opening import Opened, open_head, prompt_room
 from eval.benchmark.prompts import render
 from eval.benchmark.tune import can_draft
-from eval.command import draft_shapes, tell
+from eval.command import draft_shapes, print_line
 from eval.reporting.format import number, plural
 from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
@@ -156,7 +156,7 @@ class Conversation:
 
     def _tell(self, figures: str) -> None:
         if self.console is None:
-            tell(figures)
+            print_line(figures)
         else:
             self.console.print(figures, style=QUIET, highlight=False)
 
@@ -238,7 +238,7 @@ def chat(options: argparse.Namespace) -> int:
             with interruptible() as is_interrupted:
                 conversation.answer(prompt, is_interrupted)
         except UserError as error:  # of this prompt; the next may be shorter
-            tell(f"error: {error}")
+            print_line(f"error: {error}")
             conversation.messages.clear()
     return 0
 

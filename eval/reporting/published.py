@@ -37,7 +37,7 @@ OTHERS = (
         "chat_template.jinja",
     ),
 )
-"""What may lie beside a head's two files: a draft model is a whole Hugging Face directory."""
+"""Files of a Hugging Face model directory that may accompany a head's two files: a draft model is one."""
 
 BASE = "TARGET"
 """Name of an unnamed target in commands."""

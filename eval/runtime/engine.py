@@ -147,9 +147,9 @@ class Engine:
             self.candidates = Candidates(self.decoder) if adaptive else None
         self.capture = open_capture(target.device) if options.graphs else None
         self.rounds: dict[str, Rounds] = {}
-        """By the name of the draft."""
+        """Rounds by the name of the draft."""
         self.ahead = 0 if on_host or adaptive else 1
-        """Looks that are put off while rounds run."""
+        """Number of polls postponed while rounds run."""
         self.reports = Reports(self.decoder.state.report, self.ahead + 2)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
         """Rounds launched and not yet polled: their number, and the requests in their rows."""

@@ -1,4 +1,4 @@
-"""What a backend is: a cached forward pass of a decoder, and the steps of a draft.
+"""Interface of a backend: a cached forward pass of a decoder, and the steps of a draft.
 
 There are four: `huggingface` (the model's own code), `torch` (our decoders; the reference, always complete), `cpu` (C)
 and `triton` (kernels for a GPU). `heads.backends.selection` chooses one, once; it is passed down from there, so that
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LanguageModel(Protocol):
-    """What a decoder is made from: a `FrozenTarget`, or the parts of a draft model."""
+    """Source of a decoder: a `FrozenTarget`, or the parts of a draft model."""
 
     @property
     def base(self) -> nn.Module: ...
@@ -56,7 +56,7 @@ class CachedDecoder(ABC):
     native: Any = None
     """Its layers as `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
     reads_masks: bool = True
-    """Whether a tree's pass needs `heads.backends.slot_mapping.ancestors`."""
+    """True if a tree's pass needs `heads.backends.slot_mapping.ancestors`."""
 
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         self.model, self.spec = model, spec
@@ -98,7 +98,7 @@ class CachedDecoder(ABC):
 
 
 class RecurrentSteps(ABC):
-    """What a head that recycles its state keeps of a batch, and its steps."""
+    """State of a batch of a head that recycles its state, and its steps."""
 
     weight_bytes: int | None = None
     """Bytes of one weight, as it is read; None for the head's own."""
@@ -109,7 +109,7 @@ class RecurrentSteps(ABC):
 
     @abstractmethod
     def normed(self, recycled: Tensor) -> Tensor:
-        """What the output head reads of a recycled state."""
+        """Return the input of the output head for a recycled state."""
 
     @abstractmethod
     def logits(self, normed: Tensor) -> Tensor:
@@ -159,9 +159,9 @@ class Backend:
 
     name: str
     is_required: bool = False
-    """Whether it was named, so that no other may take its place."""
+    """True if it was named, so that no other may take its place."""
     on_host: bool = True
-    """Whether tensors lie in the host's memory: it may look at them at any time, and padding only costs."""
+    """True if tensors lie in the host's memory: it may look at them at any time, and padding only costs."""
     native: Callable[[LanguageModel], Any]
     """Layers of our own, `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
     decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]

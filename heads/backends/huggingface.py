@@ -26,7 +26,7 @@ class DraftParts:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Of the architectures that have a native decoder."""
+        """True for architectures with a native decoder."""
         base: Any = self.base
         layers: nn.ModuleList = base.layers
         return layers
@@ -76,5 +76,5 @@ class HFDecoder(CachedDecoder):
 
 
 def positions_of(config: Any) -> int:
-    """How many positions a model reads; without a limit of its own, as many as anyone could ask for."""
+    """Return the number of positions that a model reads; without a limit of its own, more than anyone asks for."""
     return getattr(config, "max_position_embeddings", None) or sys.maxsize

@@ -41,7 +41,7 @@ class ModuleParts:
     read_norm: nn.Module | None = None
     state_first: bool = False
     zero_first: bool = False
-    """Whether e is zero for the token at position 0."""
+    """True if e is zero for the token at position 0."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (part for part in vars(self).values() if isinstance(part, nn.Module))
@@ -65,7 +65,7 @@ class HeadParts:
 
     @property
     def plain(self) -> bool:
-        """Whether products are nothing but that, and all weights of one type and in one place."""
+        """True if products are plain ones, and all weights of one dtype and on one device."""
         parts = [part for module in self.modules for part in module] + [*self.aux_norms]
         parts += [] if self.fuse is None else [self.fuse]
         products = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RoundState:
-    """What a batch has decided so far."""
+    """Decisions of a batch so far."""
 
     length: Tensor  # (B,) int64, tokens in the target's cache
     root: Tensor  # (B,) int64
@@ -51,7 +51,7 @@ class RoundState:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What became known in a round; stands until the next."""
+    """New tokens of a round; valid until the next."""
 
     tokens: Tensor  # (B, M + 1) int64, the root before the round, then what was emitted
     start: Tensor  # (B,) int64, tokens in the target's cache before it

@@ -92,7 +92,7 @@ def fastest(target: FrozenTarget) -> Backend:
 
 
 def why_not_backend(target: FrozenTarget, name: str) -> str | None:
-    """What keeps a target from a backend, or None."""
+    """Return the reason why a backend cannot run a target, or None."""
     if name == "huggingface":
         return None
     if name == "cpu" and target.device.type != "cpu":
@@ -103,7 +103,7 @@ def why_not_backend(target: FrozenTarget, name: str) -> str | None:
 
 
 def why_not_triton(target: FrozenTarget) -> str | None:
-    """What keeps a target from the kernels of a GPU, or None."""
+    """Return the reason why a GPU's kernels cannot run a target, or None."""
     if target.device.type == "cuda":
         reason = why_not(target.device)
     else:

@@ -54,9 +54,9 @@ class CacheSpec:
     vocab_size: int | None = None
     """Tokens that logits are formed of, the first of the vocabulary; None for all."""
     draft: bool = False
-    """Whether the target judges what is computed, so that bfloat16 weights will do, and weights may be in training."""
+    """True if the target judges what is computed, so that bfloat16 weights will do, and weights may be in training."""
     strict: bool = False
-    """Whether trees are to be bit-identical to plain decoding on a GPU, too."""
+    """True if trees must be bit-identical to plain decoding on a GPU, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Drafted:
     paths: Tensor  # (B, W, level) int64, of `heads.growth.Expand`
     slot: Tensor  # (S,) int64, 0 .. S - 1
     chain: bool
-    """Whether one node is expanded a level, so that it sees all slots up to its own."""
+    """True if one node is expanded in a level, so that it sees all slots up to its own."""
 
     @cached_property
     def place(self) -> Tensor:

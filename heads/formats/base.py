@@ -35,7 +35,7 @@ Command = Callable[[str, str, int], str]
 
 @dataclass(frozen=True)
 class Folder:
-    """What is compared."""
+    """A folder to compare with the readers."""
 
     config: Mapping[str, Any]
     """config.json."""
@@ -81,7 +81,7 @@ def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
 
 
 def vllm(method: str) -> Command:
-    """Of vLLM."""
+    """Return the command of vLLM."""
 
     def run(target: str, head: str, steps: int) -> str:
         settings = json.dumps({"method": method, "model": head, "num_speculative_tokens": steps})
@@ -91,7 +91,7 @@ def vllm(method: str) -> Command:
 
 
 def sglang(algorithm: str) -> Command:
-    """Of SGLang: chains, as vLLM drafts them."""
+    """Return the command of SGLang: chains, as vLLM drafts them."""
 
     def run(target: str, head: str, steps: int) -> str:
         return (

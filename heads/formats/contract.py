@@ -21,23 +21,23 @@ PORTABLE = (
     "the portable form is an EAGLE-3 file, with eagle_config.use_aux_hidden_state: false where the head reads the last "
     "hidden state alone"
 )
-"""What both engines load for the most targets."""
+"""Advice on the form that both engines load for the most targets."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one reader makes of one folder."""
+    """Result of checking a folder against one reader."""
 
     reader: str
     command: str
     lacks: str | None
     """Why the reader takes no such head, whatever its folder holds."""
     faults: tuple[str, ...]
-    """What of the folder it would refuse or misread."""
+    """Contents of the folder that it would refuse or misread."""
 
     @property
     def serves(self) -> bool:
-        """Whether the command serves the head."""
+        """True if the command serves the head."""
         return self.lacks is None and not self.faults
 
     @property

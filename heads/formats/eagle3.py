@@ -58,7 +58,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Loader:
-    """How one reader loads an EAGLE-3 head."""
+    """Loading of an EAGLE-3 head by one reader."""
 
     targets: frozenset[str]
     """Classes of targets whose residual streams it hands to a head."""
@@ -67,7 +67,7 @@ class Eagle3Loader:
     offset: int = 0
     """The stream that enters layer k is number k + offset."""
     last: bool = False
-    """Whether it captures what the last layer puts out."""
+    """True if it captures the output of the last layer."""
     fewest: int = 1
     """The fewest layers that it fuses."""
     options: frozenset[str] = frozenset()

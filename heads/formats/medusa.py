@@ -19,7 +19,7 @@ OLD_VLLM = "vLLM 0.32.0"
 """The last one with Medusa, which SGLang never had."""
 MEDUSA = "the Medusa repository (11af0aa)"
 MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
-"""What the Medusa repository runs. It unpickles medusa_lm_head.pt, which holds the same tensors."""
+"""Loading of Medusa heads by the Medusa repository. It unpickles medusa_lm_head.pt, which holds the same tensors."""
 MEDUSA_FIELDS: dict[str, Any] = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
 MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
 

@@ -31,23 +31,23 @@ from heads.target.hub import repo_and_revision
 INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""What DeepSeek's modules store again although it is the target's own: its embeddings and output head."""
+"""The target's own embeddings and output head, of which DeepSeek's modules store copies."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one family names a module's tensors."""
+    """Names of a module's tensors in one family."""
 
     prefix: str
-    """Of module i; n is the number of the target's decoder layers."""
+    """Prefix of module i; n is the number of the target's decoder layers."""
     parts: tuple[str, str, str, str]
     """The names of PARTS."""
     block: str
     """Between the prefix and the names of the decoder block."""
     hidden_first: bool
-    """Which half of the projection reads the hidden state."""
+    """True if the first half of the projection reads the hidden state."""
     zero_first: bool = False
-    """Whether engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
+    """True if engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)
@@ -181,7 +181,7 @@ def tensor_files(path: str) -> dict[str, Path]:
 
 
 def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
-    """How many modules of this layout are among the tensors, from the first on; one where all share a prefix."""
+    """Return the number of modules of this layout among the tensors, from the first on; one if all share a prefix."""
     held, count = set(names), 0
     while f"{layout.of_module(count, layers)}{layout.parts[2]}.weight" in held:
         count += 1
@@ -218,7 +218,7 @@ def mtp_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[s
 
 @dataclass(frozen=True)
 class MtpLoader:
-    """How engines load the modules of one class of targets."""
+    """Loading of the modules of one class of targets by the engines."""
 
     layout: str
     """One of LAYOUTS."""
@@ -236,7 +236,7 @@ def block_norms(D: int) -> Shapes:
 
 
 def qwen2_block(c: Any) -> Shapes:
-    """Of MiMo: queries, keys and values with biases."""
+    """Return the shapes of MiMo: queries, keys and values with biases."""
     D, d = c.hidden_size, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     queries, keys = c.num_attention_heads * d, c.num_key_value_heads * d
     shapes = block_norms(D) | gated_mlp("mlp", D, c.intermediate_size)
@@ -246,7 +246,7 @@ def qwen2_block(c: Any) -> Shapes:
 
 
 def deepseek_block(c: Any) -> Shapes:
-    """Of DeepSeek-V3: latent attention and experts."""
+    """Return the shapes of DeepSeek-V3: latent attention and experts."""
     D, H, latent, rope = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
     queries = H * (c.qk_nope_head_dim + rope)
     shapes = block_norms(D) | {
@@ -268,7 +268,7 @@ def deepseek_block(c: Any) -> Shapes:
 
 
 def qwen3_next_block(c: Any) -> Shapes:
-    """Of Qwen3-Next and of Qwen3.5's mixtures of experts: gated attention with norms, and experts."""
+    """Return the shapes of Qwen3-Next and of Qwen3.5's mixtures of experts: gated attention with norms, and experts."""
     D = c.hidden_size
     return {
         **gated_attention(c),
@@ -280,7 +280,7 @@ def qwen3_next_block(c: Any) -> Shapes:
 
 
 def qwen3_5_block(c: Any) -> Shapes:
-    """Of Qwen3.5's dense models."""
+    """Return the shapes of Qwen3.5's dense models."""
     return gated_attention(c) | gated_mlp("mlp", c.hidden_size, c.intermediate_size)
 
 

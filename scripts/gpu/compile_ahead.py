@@ -182,7 +182,7 @@ def draft(dtype: torch.dtype) -> None:
 
 
 def resources(made: Any) -> dict[str, int]:
-    """What the assembler says of one kernel: registers, and bytes a thread spills."""
+    """Return a kernel's registers, and the bytes a thread spills, by the assembler."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()

@@ -1,4 +1,4 @@
-"""How much of a round the device stands idle, by the profiler's clock of every kernel."""
+"""Share of a round in which the device is idle, by the profiler's clock of every kernel."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -85,7 +85,7 @@ def kernel_parts(
 
 
 def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacity: int, device: torch.device) -> None:
-    """What follows acceptance in a tree of `rows` nodes, every token of the path to be moved."""
+    """Time the steps after acceptance in a tree of `rows` nodes, every token of the path to be moved."""
     D, K = shape.hidden_size, ACCEPTED
     wide = 2 * shape.num_key_value_heads * shape.head_dim
     cache = torch.zeros(shape.num_hidden_layers, 1, capacity, wide, dtype=torch.bfloat16, device=device)

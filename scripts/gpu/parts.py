@@ -31,12 +31,12 @@ from scripts.grown.shapes import ModelShape
 ROOT = Path(__file__).resolve().parents[2]
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
-"""What it finds it writes down at once, so that a part that breaks leaves what it had."""
+"""Record of a part, written at once, so that a part that breaks leaves what it had."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of what is measured."""
 
     trees: tuple[str, str] = ("chain:5", "tree:6x8x32")
     prompt: int = 96
@@ -64,7 +64,7 @@ class Sizes:
 
 @dataclass
 class Bench:
-    """What the parts share."""
+    """State that the parts share."""
 
     device: torch.device
     shape: ModelShape
@@ -173,7 +173,7 @@ def identity(bench: Bench, found: Found) -> None:
 
 
 def compare(engine: Engine, requests: list[Request]) -> Found:
-    """How many texts are the reference's, and what the others' first flips are."""
+    """Return the number of texts that equal the reference, and the first flips of the others."""
     pinned = pinned_engine(engine)
     ours, theirs = engine.generate(requests), pinned.generate(requests)
     differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.tokens != b.tokens]
@@ -212,7 +212,7 @@ def plain(bench: Bench, found: Found) -> None:
 
 
 def idle(bench: Bench, found: Found) -> None:
-    """How long the device stands idle inside rounds and between them."""
+    """Measure the time in which the device is idle, inside rounds and between them."""
     for tree in ("none", *bench.sizes.trees):
         engine = bench.engine(bench.grown, tree)
         fill_batch(engine, bench.sizes.prompt)

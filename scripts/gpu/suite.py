@@ -52,7 +52,7 @@ def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], 
 
 
 def run_process(command: list[str], allowed: float) -> str | None:
-    """What went wrong with it, if anything."""
+    """Its fault, or None."""
     if allowed <= GRACE:
         return "left out: no time was left"
     try:
@@ -63,7 +63,7 @@ def run_process(command: list[str], allowed: float) -> str | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What commands before this one wrote."""
+    """Return the record of earlier commands."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
 

@@ -15,7 +15,7 @@ from heads.tree import Proposal
 
 
 class Chain:
-    """What a call of `draft_chain` or `model_chain` takes of one round, whichever head drafts."""
+    """Arguments of `draft_chain` or `model_chain` for one round, the same for every head."""
 
     def __init__(
         self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
@@ -35,7 +35,7 @@ class Chain:
         self.reference = ctypes.byref(self.struct)
 
     def proposal(self) -> Proposal:
-        """What `heads.growth.grow` would have made of it, once it is drafted."""
+        """Return the chain as `heads.growth.grow` does, once it is drafted."""
         return Proposal(self.tokens, *chain_nodes(len(self.tokens), self.depth), self.scores)
 
 

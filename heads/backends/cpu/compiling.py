@@ -73,12 +73,12 @@ def run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
 
 
 def short_hash(path: Path) -> str:
-    """Of a file's bytes."""
+    """Return a hash of a file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def processor() -> str:
-    """What `-march=native` depends on: one home folder may serve several machines."""
+    """Return the processor's features, on which `-march=native` depends: one home folder may serve several machines."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "") + os.uname().machine

@@ -19,12 +19,12 @@ SERIAL_VALUES = 1 << 16
 
 
 def library_for(like: Tensor) -> ctypes.CDLL | None:
-    """What takes tensors of this device."""
+    """Return the library for tensors of this device, or None."""
     return load() if like.device.type == "cpu" else None
 
 
 def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None:
-    """As `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
+    """Compute `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
     library = library_for(seeds)
     if library is None:
         return None

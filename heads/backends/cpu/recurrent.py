@@ -91,7 +91,7 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
 
 
 class CpuRecurrent(RecurrentSteps):
-    """What the modules keep of a batch, and a step over it."""
+    """State of a batch of the modules, and a step over it."""
 
     weight_bytes = 2
     padding_slot = -1
@@ -182,7 +182,7 @@ class CpuRecurrent(RecurrentSteps):
 
     @property
     def single(self) -> bool:
-        """Whether to observe and to draft a chain are one call each: for one module, where embeddings are a table's
+        """True if extending and drafting a chain are one call each: for one module, with embeddings from a table's
         rows."""
         return len(self.references) == 1 and self.table is not None
 

@@ -1,4 +1,4 @@
-"""Which architectures have a native decoder, and how it is read from the Hugging Face model."""
+"""Architectures with a native decoder, and its construction from the Hugging Face model."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ _made: "WeakKeyDictionary[Any, tuple[object, NativeDecoder]]" = WeakKeyDictionar
 
 
 def why_not_native(target: LanguageModel) -> str | None:
-    """What keeps a target from a native decoder, or None."""
+    """Return the reason why a target has no native decoder, or None."""
     base: Any = target.base
     name = type(base).__name__
     if name not in GROUPED | LATENT:

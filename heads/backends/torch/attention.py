@@ -17,7 +17,7 @@ from heads.backends.torch.linear import Norm, Product, unit
 
 @dataclass
 class Step:
-    """What all layers of one pass share."""
+    """Arguments that all layers of one pass share."""
 
     cache: KVCache
     batch_size: int

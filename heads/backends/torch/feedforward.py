@@ -1,4 +1,4 @@
-"""What stands behind attention in a native decoder: a gated MLP, or a mixture of them behind a router.
+"""Feed-forward parts of a native decoder: a gated MLP, or a mixture of them behind a router.
 
 Letters: R rows, D hidden, I intermediate width, X experts, A experts active for a token.
 """
@@ -21,7 +21,7 @@ STATIC_ROWS = 64
 
 
 class Router(Protocol):
-    """Which experts a token visits."""
+    """Choice of the experts of a token."""
 
     weight: Tensor
     """(X, D)."""
@@ -99,7 +99,7 @@ class SoftmaxRouter:
         self.A, self.renormalise = int(config.num_experts_per_tok), renormalise
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """As `Router`."""
+        """Route as `Router` does."""
         weights, ids = multiply(x, self.weight).float().softmax(-1).topk(self.A, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if self.renormalise else weights), ids
 
@@ -116,7 +116,7 @@ class GroupedRouter:
         self.renormalise = self.bias is not None and config.norm_topk_prob
 
     def __call__(self, x: Tensor, multiply: Multiply = linear) -> tuple[Tensor, Tensor]:
-        """As `Router`."""
+        """Route as `Router` does."""
         logits = multiply(x.float(), self.weight)
         scores = logits.softmax(-1) if self.bias is None else logits.sigmoid()
         ranks = scores if self.bias is None else scores + self.bias

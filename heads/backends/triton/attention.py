@@ -30,8 +30,9 @@ CHUNK = 16
 
 
 def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """What each node of trees of at most `depth` (K) levels sees: words (B, N, W) int64, whose word j // 64 has bit
-    j % 64 set where node j is the node itself or above it; and paths (B, N, K + 1) int64, these nodes, root first.
+    """Return the ancestors of each node in trees of at most `depth` (K) levels: words (B, N, W) int64, whose word j //
+    64 has bit j % 64 set if node j is the node itself or above it; and paths (B, N, K + 1) int64, these nodes, root
+    first.
 
     parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
     """

@@ -41,7 +41,7 @@ class TritonDecoder(CachedDecoder):
         output, lm_head = native.output, model.lm_head
         plain = isinstance(lm_head, OutputHead) and lm_head.scale == 1 and lm_head.soft_cap is None
         self.is_product = plain and type(model.head) is nn.Linear and (spec.draft or model.head.bias is None)
-        """Whether the output head is a product, so that the target's choice comes from its tiles."""
+        """True if the output head is a product, so that the target's choice comes from its tiles."""
         self.nodes = max(spec.widths, default=0)
         """Of a verify step, to which smaller trees are padded."""
         self.rows = spec.batch_size * self.nodes
@@ -80,7 +80,7 @@ class TritonDecoder(CachedDecoder):
         return pad(tokens, missing), replace(places, parents=parents, depths=depths, above=None)
 
     def tree(self, places: Places, row: int | None) -> Tree:
-        """What each of the tokens sees, and where it stands."""
+        """Return the slots that each token sees, and its own."""
         if isinstance(places, Verified):
             words, strict = ancestor_words(places.parents, places.depths, places.levels)
             slots = (places.slots() + self.cache.row_starts).flatten()

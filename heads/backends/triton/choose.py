@@ -23,7 +23,7 @@ TILE = 64
 """Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
 DEPTH = 64
 ROWS = 64
-"""Of hidden states that a program takes, at most: more would not fit its registers."""
+"""Maximum number of hidden states in a program; more would not fit its registers."""
 
 
 def choose(

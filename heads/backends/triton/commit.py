@@ -1,4 +1,4 @@
-"""What a round decided, taken into the state of all rows by one kernel: `eval.runtime.state` on a GPU.
+"""Commit of a round into the state of all rows by one kernel: `eval.runtime.state` on a GPU.
 
 A program is one row and one warp: each fact is read before it is written, which a single warp does in that order.
 
@@ -14,7 +14,7 @@ from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 def commit(
     state: RoundState, eos: Tensor, result: CommitResult, accepted: Tensor, emitted: Tensor, depths: Tensor | None
 ) -> None:
-    """As `eval.runtime.state.Commit`, in place; what becomes known goes to `result`.
+    """Commit in place, as `eval.runtime.state.Commit` does; the new tokens go to `result`.
 
     eos (any number of them,) int64; accepted (B,), emitted (B, M), depths (B, N) or None int64.
     """

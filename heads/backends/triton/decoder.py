@@ -34,7 +34,7 @@ from heads.target.frozen import Features
 
 SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 MOST_BYTES = 1 << 29
-"""Of the parts of one attention."""
+"""Maximum number of bytes of the parts of one attention."""
 DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
@@ -55,7 +55,7 @@ class Tree:
     """Slots of one split of attention."""
 
     def of(self, rows: slice) -> "Tree":
-        """What attention must know of some rows."""
+        """Slots and masks of some rows for attention."""
         depths = None if self.depths is None else self.depths[rows]
         paths = None if self.paths is None else self.paths[rows]
         return replace(self, length=self.length[rows], words=self.words[rows], depths=depths, paths=paths)
@@ -114,7 +114,7 @@ def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
 
 
 class DecoderPass:
-    """The passes of one batch over one cache."""
+    """Passes of one batch over one cache."""
 
     def __init__(
         self,
@@ -183,8 +183,8 @@ class DecoderPass:
         return Features(aux.view(B, N, -1), hidden.view(B, N, -1))
 
     def compact(self, length: Tensor, path: Tensor, accepted: Tensor) -> None:
-        """What stands `path` (B, K + 1) slots behind the length (B,) moves to the first of these slots, in order, as
-        far as accepted (B,)."""
+        """Move the slots `path` (B, K + 1) behind the length (B,) to the first slots there, in order, as far as
+        accepted (B,)."""
         L, _, width = self.cache.store.shape
         compact(self.cache.store.view(L, self.cache.batch_size, self.cache.capacity, width), length, path, accepted)
 

@@ -17,7 +17,7 @@ OUTS, DEPTH = 64, 128
 
 
 def expert_mm(x: Tensor, ids: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
-    """What each token's experts make of it: (M, A, N) in x's dtype, summed in float32.
+    """Return the products of each token with its experts: (M, A, N) in x's dtype, summed in float32.
 
     x (M, K), one input a token, or (M, A, K), one a visit; ids (M, A) int64, a token's all different; weight (X, N, K);
     M at most 64. `tile`: tokens that a program makes room for, at least M, if not as many as there are: parts of one

@@ -19,7 +19,7 @@ from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program takes of a weight at a time."""
+    """Sizes of a weight's tile in a program."""
 
     outs: int
     depth: int

@@ -1,4 +1,4 @@
-"""What a step of a draft begins and ends with, one kernel each.
+"""First and last operations of a draft's step, one kernel each.
 
     stand        where the tokens stand, and the bits of what they see
     enter        the same for a head that recycles its state, and beside it the tokens' embeddings and the states that
@@ -24,7 +24,7 @@ from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_
 
 @dataclass(frozen=True)
 class Stand:
-    """What `stand` gives."""
+    """Result of `stand`."""
 
     positions: Tensor  # (R,) int64
     slots: Tensor  # (R,) int64, in flat storage
@@ -33,7 +33,7 @@ class Stand:
 
 @dataclass(frozen=True)
 class Entry:
-    """What `enter` gives."""
+    """Result of `enter`."""
 
     x: Tensor  # (R, 2 D)
     stream: Tensor  # (R, D)
@@ -64,7 +64,7 @@ def stand_twin(places: Observed | Drafted, *, behind: int) -> Stand:
 
 
 def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
-    """What is to be filled in, and the arguments of the kernels that do, which `_place` takes."""
+    """Return the tensors to fill in, and the arguments of the kernels that do, for `_place`."""
     S = len(places.slot)
     if isinstance(places, Drafted):
         first, paths, count = places.length, places.paths, None
@@ -146,7 +146,7 @@ def enter_twin(
 
 
 STEPS = ("W", "S", "level", "path_b", "path_w")
-"""What differs from level to level."""
+"""Return the arguments that differ from level to level."""
 
 
 @partial(jit, plain=STEPS)
@@ -163,7 +163,7 @@ def _place(  # type: ignore[no-untyped-def]
     r, FIRST, COUNT, PATHS, POSITIONS, SLOTS, BITS, W, S, level, path_b, path_w,
     DRAFTED: constexpr, ALL: constexpr, WORDS: constexpr, LEVELS: constexpr,
 ):  # fmt: skip
-    """Of one token; -> its position."""
+    """Write the position, slot and mask of one token. Return its position."""
     b, w = r // W, r % W
     first = tl.load(FIRST + b)
     if DRAFTED:

@@ -5,7 +5,7 @@ from heads.backends.triton.runtime import jit, tl
 
 @jit
 def key_of(seed, position):  # type: ignore[no-untyped-def]
-    """What the noise of all tokens at one position comes of."""
+    """Return the key of the noise of all tokens at one position."""
     return _mix(_mix(seed.to(tl.uint64)) + position.to(tl.uint64) * _golden())
 
 

@@ -27,17 +27,17 @@ BLOCK = 1024
 """Columns that a program takes, at most: noise is long arithmetic, which many programs share."""
 
 COMPARED = 1 << 13
-"""Of the blocks' best columns, as many as one program compares at most; more take torch's operations."""
+"""Maximum number of the blocks' best columns that one program compares. With more, torch's operations run."""
 
 
 def serves(logits: Tensor, count: int) -> bool:
-    """Whether the kernels pick so many children (R) of each node from logits (B, W, V)."""
+    """Return True if the kernels can pick so many children (R) of each node from logits (B, W, V)."""
     return runs_kernels(logits) and triton.cdiv(logits.shape[2], TILE // NODES) * count <= COMPARED
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What the noise of a level's nodes comes of, and how much it weighs."""
+    """Inputs of the noise of a level's nodes, and its weight."""
 
     positions: Tensor  # (B, W) int64, of the tokens to be picked
     temperature: Tensor  # (B,) float32; at 0 there is none
@@ -147,5 +147,5 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _finite(top):  # type: ignore[no-untyped-def]
-    """What is taken off before exp; of columns that all have no chance, nothing."""
+    """Return the value to subtract before exp: 0 if no column has a chance."""
     return tl.where(top > -float("inf"), top, 0.0)

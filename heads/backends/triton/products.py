@@ -1,4 +1,4 @@
-"""Which code forms each matrix product of a step: the library's, or the kernel for few rows.
+"""Choice of the code for each matrix product of a step: the library's, or the kernel for few rows.
 
 The library is kept where it is at least as fast and its rows are independent: each row's sums made in the same order
 whatever stands in the other rows. Only then does a node of a chain get, bit for bit, what plain decoding through a step
@@ -28,11 +28,11 @@ from heads.errors import first_line, warn_once
 logger = logging.getLogger("draftsmith")
 
 Shape = tuple[int, int, torch.dtype]
-"""Of a weight: N, K, dtype."""
+"""Shape of a weight: N, K, dtype."""
 COLD = 1 << 28
 """Bytes of weights taken in turn: several times what a card caches."""
 MOST_COPIES = 64
-"""Of a weight that is too small to matter much."""
+"""Maximum number of copies of a weight that is too small to matter much."""
 _chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
@@ -76,7 +76,7 @@ class Products:
 
 
 def shape_of(weight: Tensor) -> Shape:
-    """Of a weight (N, K)."""
+    """Return the shape of a weight (N, K)."""
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
@@ -113,7 +113,7 @@ def choice_file(weight: Tensor, rows: int) -> Path | None:
 
 
 def kept_choice(path: Path | None, choose: Callable[[], str]) -> str:
-    """What the file says, else what is chosen now, which is written to it. Of several processes that choose at once the
+    """Return the file's choice, or a new one, which is written to it. Of several processes that choose at once the
     first to write decides for all."""
     if path is None:
         return "library"
@@ -148,7 +148,7 @@ def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
 
 
 def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: int) -> bool:
-    """Whether a row's product is the same, bit for bit, wherever it stands and whatever stands beside it."""
+    """Return True if a row's product is the same, bit for bit, in every row and beside any others."""
     draw = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=draw).to(weight)
     made = multiply(x, weight)

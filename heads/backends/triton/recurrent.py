@@ -33,7 +33,7 @@ from heads.tree import TreeShape, level_widths, scratch_slots
 
 
 class TritonRecurrent(RecurrentSteps):
-    """What the module keeps of a batch, and a step over it, by its weights as they were when this was made; fused ones
+    """Cache of the module for one batch, and a step over it, by its weights as they were when this was made; fused ones
     are copies."""
 
     @classmethod

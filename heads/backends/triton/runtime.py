@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run.
+"""Availability of Triton kernels.
 
 Every kernel has a twin in torch operations, which is its specification and runs where the kernel cannot. In Triton's
 interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for tests.
@@ -26,13 +26,13 @@ ON_CPU = False
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Whether kernels can take tensors that live where `x` does."""
+    """Return True if kernels can take tensors on the device of `x`."""
     return triton is not None and (ON_CPU or (x.is_cuda and why_not(x.device) is None))
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """What keeps kernels from a GPU, or None."""
+    """Return the reason why kernels cannot run on a GPU, or None."""
     if triton is None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)

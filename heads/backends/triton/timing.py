@@ -1,4 +1,4 @@
-"""How long the device takes for something, launches left out."""
+"""Time of some work on the device, without launches."""
 
 import math
 import time

@@ -35,7 +35,7 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     read = {name: p.numel() * width for name, p in head.named_parameters()}
     whole, output, fuse = sum(read.values()), read["lm_head.weight"], read["fc.weight"]
     assert parts["draft"]["bytes"] == 3 * output + 2 * (whole - output - fuse)  # the first level was made beforehand
-    assert parts["the head told"]["bytes"] == whole - output
+    assert parts["the head extended"]["bytes"] == whole - output
     assert record["glue_us"] > parts["accept, compact, state"]["us"] > 0
     assert parts["output head and choice"]["bytes"] == tiny_target.lm_head_weight.numel() * size
     cache = 2 * 40 * 8 * 2 * (2 * 8) * size  # rows, tokens, layers, keys and values, two heads of 8
@@ -43,7 +43,7 @@ def test_the_parts_of_a_round(tree: str, tiny_target: FrozenTarget) -> None:
     assert record["round_floor_us"] == pytest.approx(sum(part["floor_us"] for part in record["round"]))
     assert record["speedup"]["now"] == pytest.approx(2.0 * record["plain_us"] / record["round_us"])
     assert record["speedup"]["floor"] == pytest.approx(2.0 * record["plain_floor_us"] / record["round_floor_us"])
-    differences = ("gaps", "the head told", "attention, norms and the rest of the target")
+    differences = ("gaps", "the head extended", "attention, norms and the rest of the target")
     assert all(part["us"] > 0 for part in record["round"] if part["part"] not in differences)
     record["plain_share_of_bandwidth"] = 0.9
     assert len(lines(record)) == len(record["round"]) + len(record["plain"]) + 6
