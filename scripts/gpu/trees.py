@@ -18,7 +18,7 @@ COLUMNS = 32000
 
 
 def works(text: str, device: torch.device, columns: int = COLUMNS) -> list[tuple[str, int, Callable[[], Any]]]:
-    """Return the work of a tree beside its head's passes, to be timed: names, the bytes it must read and write, work."""
+    """Return the work of a tree beside its head's passes, to be timed: names, bytes read and written, work."""
     shape = parse_shape(text)
     K, drawn = shape.top_k, 1 + shape.top_k + (shape.depth - 1) * shape.top_k**2
     distributions = torch.randn(shape.depth, 1, shape.nodes, K, device=device).log_softmax(-1)
