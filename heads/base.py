@@ -83,7 +83,7 @@ class DraftState(Protocol):
     """The static tensors one batch of sequences drafts with; made by the head, opaque to the runtime but for `shape`.
 
     A dataclass whose tensors change in place only: `dataclasses.replace(state, shape=shorter)` drafts a shorter chain
-    from the same tensors, and whichever of the two is told what became known, both know it.
+    from the same tensors, and extending either extends both.
     """
 
     shape: TreeShape

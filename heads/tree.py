@@ -46,7 +46,7 @@ class TreeShape:
 
 
 ROOT_ONLY = TreeShape(depth=0, top_k=0, nodes=1, text="none")
-"""True for plain decoding, which drafts nothing."""
+"""Shape of plain decoding, which drafts nothing."""
 
 
 @dataclass(frozen=True)

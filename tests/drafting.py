@@ -65,7 +65,7 @@ def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float3
 def head_rounds(
     head: Recurrent, shape: str, backend: Backend, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> list[Proposal]:
-    """What a head drafts, by that backend, for two rows: after the prompt of each, one after the other, and
+    """Return the drafts of a head by that backend for two rows: after the prompt of each, one after the other, and
     after rounds of a few tokens until the first row's cache is full. `table`: whether it sees the target's embeddings
     as such."""
     D, V = head.config.hidden_size, head.config.vocab_size
@@ -121,7 +121,7 @@ def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt:
 
 
 def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, backend: Backend) -> list[Proposal]:
-    """What it drafts for two rows of which paths are accepted, of all lengths; then one after rounds without drafts."""
+    """Return drafts for two rows; paths are accepted, of all lengths; then one after rounds without drafts."""
     state = head.new_state(target.shared, batch_size=2, capacity=prompt + 40, shape=parse_shape(shape), backend=backend)
     assert isinstance(state.decoder, TritonDecoder) == (backend is TRITON)
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)

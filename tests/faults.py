@@ -1,4 +1,4 @@
-"""What befalls a run in its midst: a signal, a full disk."""
+"""Faults in the midst of a run: a signal, a full disk."""
 
 import errno
 import os

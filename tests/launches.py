@@ -1,4 +1,4 @@
-"""What a GPU is given to do by a piece of work, counted where there is none: in Triton's interpreter, whose tensors may
+"""Launches on a GPU by a piece of work, counted where there is none: in Triton's interpreter, whose tensors may
 be of no memory if nothing is run."""
 
 from collections import Counter

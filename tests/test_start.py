@@ -1,4 +1,4 @@
-"""What happens before a command works: --help imports nothing heavy, and no library speaks before we do."""
+"""Start of a command: --help imports nothing heavy, and no library speaks before we do."""
 
 import json
 import os

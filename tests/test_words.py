@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("folder", ["heads", "eval", "train", "scripts"])
+@pytest.mark.parametrize("folder", ["heads", "eval", "train", "scripts", "tests"])
 def test_no_docstring_begins_as_a_question(folder: str) -> None:
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):

@@ -176,7 +176,7 @@ def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: Ben
 
 
 def head_names(paths: Sequence[str]) -> list[str]:
-    """Short names, or the paths where those are not told apart. UserError where one is named twice."""
+    """Return short names, or the paths if those are not distinct. UserError if one is named twice."""
     if len(set(paths)) < len(paths):
         raise UserError(f"{max(paths, key=list(paths).count)}: named twice; name each head once")
     names = [path if untrained_kind(path) else short_name(path) for path in paths]

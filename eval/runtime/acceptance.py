@@ -11,7 +11,6 @@ from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
 from heads.backends.triton import accept as triton
-from heads.backends.triton.runtime import runs_kernels
 from heads.tree import Acceptance, Proposal
 
 
@@ -32,8 +31,8 @@ def match(proposal: Proposal, choice: Tensor, above: Tensor, depth: int) -> Acce
 
 
 def match_by_kernel(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """Accept by one kernel, which needs no ancestors; where kernels cannot run, by ancestors."""
-    if runs_kernels(choice) and choice.shape[1] <= triton.MOST_NODES:
+    """Accept by one kernel, which needs no ancestors; larger trees than it takes, by ancestors."""
+    if choice.shape[1] <= triton.MOST_NODES:
         return triton.accept(proposal, choice, depth)
     return match(proposal, choice, ancestors(proposal.parents, depth), depth)
 

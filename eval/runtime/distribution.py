@@ -81,9 +81,7 @@ class RowSampling:
     ) -> tuple[Tensor, Tensor]:
         """Run `pick` on a GPU, or by tensor operations where there are no kernels."""
         W = logits.shape[1]
-        if (
-            W > 1 and logits.stride(1) == positions.stride(1) == 0
-        ):  # a level with one distribution, as independent heads have
+        if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
         if not serves(logits, count):

@@ -26,7 +26,7 @@ class DraftParts:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """True for architectures with a native decoder."""
+        """Decoder layers, where the architecture has a native decoder."""
         base: Any = self.base
         layers: nn.ModuleList = base.layers
         return layers

@@ -1,7 +1,7 @@
 """The loader contract: a head's folder compared with what its format says of each reader.
 
 Only config.json and the names and shapes of the tensors are read. Every reader of a head's kind gets a verdict: the
-command that serves the head, or why there is none. Two things are told apart: `lacks`, a reader that takes no such head
+command that serves the head, or why there is none. Two cases differ: `lacks`, a reader that takes no such head
 whatever its folder holds, and `faults`, a folder that a reader would refuse or, worse, load as another head.
 """
 

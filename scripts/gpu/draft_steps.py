@@ -28,7 +28,7 @@ def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor |
 
 @torch.no_grad()
 def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: Callable[..., float]) -> list[Part]:
-    """A draft step of one node and of eight, with its picks, and what it takes to tell a head of six tokens; by kernels
+    """A draft step of one node and of eight, with its picks, and the time to extend a head by six tokens; by kernels
     and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
     cache = 4 * length * shape.num_key_value_heads * shape.head_dim
     parts = []
@@ -45,7 +45,7 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
                 size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
                 parts.append(Part(f"{name} draft step by {form}, {width} rows", size, seconds(work, device)))
             size, work = 2 * own + cache, partial(head.extend, state, some_news(state, 6))
-            parts.append(Part(f"{name} told by {form}, 6 rows", size, seconds(work, device)))
+            parts.append(Part(f"{name} extended by {form}, 6 rows", size, seconds(work, device)))
     return parts
 
 
@@ -89,7 +89,7 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
 
 
 def some_news(state: RecurrentState, number: int) -> Observation:
-    """So many tokens, none of them true, so that they may be told again and again."""
+    """Return an observation of so many tokens with a count of 0, so that it can be repeated."""
     aux_hidden_states = state.recycled[0].new_zeros(1, number, 3 * state.recycled[0].shape[1])
     hidden, count = aux_hidden_states[..., : state.recycled[0].shape[1]].clone(), torch.zeros_like(state.length)
     return Observation(state.slot[: number + 1][None], aux_hidden_states, hidden, state.length.clone(), count, None)

@@ -99,7 +99,7 @@ def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacit
     add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, aux_hidden_states, hidden, path))
     state = RoundState.new(batch_size=1, capacity=capacity, depth=K, device=device)
     commit = Commit(state, torch.tensor([2], device=device), K)
-    add("settle", state.report.numel() * 8, partial(commit, accepted, path, path))
+    add("commit", state.report.numel() * 8, partial(commit, accepted, path, path))
 
 
 def each(multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> list[Tensor]:

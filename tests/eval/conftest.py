@@ -120,7 +120,7 @@ def pair_head(tiny_target: FrozenTarget, tiny_prompts: list[Prompt]) -> Any:
 
 
 def figures(tree: str, depth: int, nodes: int, temperature: float, speed: float) -> dict[str, Any]:
-    """What results.json says of one setting."""
+    """One measurement of results.json."""
     spread = {"p50": 2.0, "p95": 3.0, "p99": 4.0}
     return {
         "tree": tree,

@@ -1,4 +1,4 @@
-"""What nothing but a GPU can show, in the order of worth: graphs, waiting, and rows that depend on no other row."""
+"""Proofs that need a GPU, the most valuable first: graphs, waiting, and rows that depend on no other row."""
 
 from collections.abc import Callable
 from typing import Any

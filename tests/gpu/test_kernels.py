@@ -87,7 +87,7 @@ def test_products_choice_and_layers(M: int, K: int, N: int, device: torch.device
 
 
 def test_states(device: torch.device) -> None:
-    """What rounds decide, taken into random states."""
+    """Commits of rounds into random states."""
     draw = torch.Generator().manual_seed(0)
     random = partial(integers, draw, device)
     B = 64

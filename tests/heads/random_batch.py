@@ -1,4 +1,4 @@
-"""What the tests of several heads train and draft on."""
+"""Random batches that the tests of several heads share."""
 
 import torch
 

@@ -234,7 +234,7 @@ def test_a_save_that_fails_between_its_renames_puts_the_old_head_back(
 
 
 def test_a_save_killed_between_its_renames_loses_nothing(folder: Path) -> None:
-    """What a kill leaves there: the old head out of the way, the new one not yet in place."""
+    """The state that a kill leaves: the old head out of the way, the new one not yet in place."""
     before, aside = load_head(folder).state_dict(), folder.parent / ".head.saving"
     shutil.copytree(folder, aside / "new")
     folder.rename(aside / "old")

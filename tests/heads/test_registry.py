@@ -1,4 +1,4 @@
-"""How a head is made for a target: what the recipe leaves out follows the target."""
+"""Construction of a head for a target: settings that the recipe leaves out follow the target."""
 
 from dataclasses import fields
 from pathlib import Path

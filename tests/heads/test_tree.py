@@ -142,7 +142,7 @@ def paths(proposal: Proposal, b: int) -> list[Path]:
 
 
 def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
-    """What verification relies on."""
+    """The order of nodes on which verification relies."""
     B, N = batch, shape.nodes
     for field in (proposal.tokens, proposal.parents, proposal.depths, proposal.scores):
         assert field.shape == (B, N)

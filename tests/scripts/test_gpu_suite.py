@@ -102,7 +102,7 @@ def test_a_part_runs_through_by_kernels(name: str, interpreted_bench: parts.Benc
     numbers = json.loads(json.dumps(found))
     if name == "kernels":
         timed = {part["part"].split(",")[0].split(" by ")[0] for part in numbers["16"]}
-        named = {"qkv", "choose with noise", "tree_attention strict at 70", "compact 7", "take_path 7", "settle"}
+        named = {"qkv", "choose with noise", "tree_attention strict at 70", "compact 7", "take_path 7", "commit"}
         assert named <= timed
     if name == "drafting":
         assert numbers["tree:2x2x5"]["glue_us"] > 0
@@ -111,7 +111,7 @@ def test_a_part_runs_through_by_kernels(name: str, interpreted_bench: parts.Benc
 @pytest.mark.slow
 @no_triton
 def test_chains_are_the_references_bit_for_bit(interpreted_bench: parts.Bench) -> None:
-    """What the part `identity` does with each of its settings."""
+    """Work of the part `identity` for each of its settings."""
     bench = interpreted_bench
     found = parts.compare(bench.engine(bench.small, "chain:2"), bench.requests(2, 4, 1.0))
     assert found["identical"] == found["prompts"] == 2 and found["flips"] == 0

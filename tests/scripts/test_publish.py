@@ -1,5 +1,4 @@
-"""What is published of a run loads again by its hub id, names no path of this machine, and what must not go out does
-not."""
+"""A published run loads again by its hub id and names no path of this machine; nothing else of it goes out."""
 
 import hashlib
 import json

@@ -63,9 +63,7 @@ class CompiledPick:
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         nodes = logits.shape[1]
-        if (
-            nodes > 1 and logits.stride(1) == positions.stride(1) == 0
-        ):  # one distribution for all, as independent heads have
+        if nodes > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             logits, positions = logits[:, :1], positions[:, :1]
         B, W, V = logits.shape
         logits, positions = logits.float().contiguous(), positions.contiguous()

@@ -1,4 +1,4 @@
-"""What one wide tree tells of the smaller ones, and what a calibration measures."""
+"""Estimates of small trees from one wide tree, and measurements of a calibration."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def grown(text: str, table: Tensor) -> Proposal:
 
 
 def accepted(proposal: Proposal, truth: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """How deep it is accepted by a target whose token after x is truth[x], and the path."""
+    """Return the depth accepted by a target whose token after x is truth[x], and the path."""
     acceptance = match(proposal, truth[proposal.tokens], ancestors(proposal.parents, depth), depth)
     return acceptance.accepted, acceptance.path
 

@@ -122,7 +122,7 @@ def no_waiting() -> type[NoWaiting]:
 
 @dataclass
 class Story:
-    """What a scripted head knows of its rows."""
+    """State of a scripted head."""
 
     shape: TreeShape
     histories: list[list[int]]

@@ -24,9 +24,9 @@ class World:
     shape: str
     alpha: Alpha
     level: float = 0.12
-    """What a level of a draft costs, a plain step being 1."""
+    """Cost of one level of a draft, in plain steps."""
     fixed: float = 0.1
-    """What a round costs more as soon as anything is drafted."""
+    """Cost of drafting anything at all, in plain steps."""
     batch_size: int = 1
     poll_interval: int = 1
     noise: float = 0.05
@@ -40,7 +40,7 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     seconds: float = 0.0
     plain_seconds: float = 0.0
-    """What as many plain rounds had taken in their place."""
+    """Return the time that as many plain rounds would have taken."""
     tokens: int = 0
     candidates: Counter[str] = field(default_factory=Counter)
 

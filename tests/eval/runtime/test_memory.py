@@ -1,4 +1,4 @@
-"""What does not fit a CPU is refused before it is taken, with what would fit."""
+"""A batch that does not fit a CPU is refused beforehand, with one that would fit."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a resting head is told later is what was observed: every token once, in order, whoever kept it."""
+"""A paused head is extended later by what was observed: every token once, in order, whoever kept it."""
 
 from collections.abc import Callable
 

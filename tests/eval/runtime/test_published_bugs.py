@@ -40,7 +40,7 @@ def warm(rows: int, temperature: float = 1.0) -> RowSampling:
 def judged(
     name: str, shape: TreeShape, tokens: list[int], p: Tensor, q: Tensor, *, rows: int = 1, position: int = 5
 ) -> tuple[Verdict, Acceptance]:
-    """What a rule makes of a tree: p (N, V) and q (I, V), the same for every row; seeds 0, 1, 2, .."""
+    """Apply a rule to a tree: p (N, V) and q (I, V), the same for every row; seeds 0, 1, 2, .."""
     rule = Rejection(name, shape, warm(rows), CPU)
     rule.draws.distributions = [q.log().expand(rows, -1, -1)]
     paths = shape.paths or tuple((0,) * n for n in range(1, shape.nodes))

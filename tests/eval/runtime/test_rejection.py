@@ -39,7 +39,7 @@ def with_replacement(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
 
 
 def draws_of(shape: TreeShape) -> list[int]:
-    """How many children `grow` asks for at each node that it draws for."""
+    """Number of children that `grow` asks for at each node."""
     if shape.paths is None:
         return [shape.top_k] * (1 + (shape.depth - 1) * shape.top_k)
     counts = []

@@ -38,7 +38,7 @@ def sampled_rows(rows: int, sampling: Sampling) -> RowSampling:
 
 
 def chi_square_limit(cells: int) -> float:
-    """What a chi-square statistic exceeds by chance once in a million times (Wilson and Hilferty's approximation)."""
+    """Return the chi-square value that chance exceeds once in a million times (Wilson and Hilferty's approximation)."""
     free = cells - 1
     return float(free * (1 - 2 / (9 * free) + 4.75 * (2 / (9 * free)) ** 0.5) ** 3)
 

@@ -195,7 +195,7 @@ def test_bad_settings_are_refused(settings: dict[str, float], words: str) -> Non
 
 @pytest.mark.parametrize("shared", [False, True], ids=["distributions of their own", "one distribution"])
 def test_a_level_at_one_position_is_picked_as_its_nodes_would_be_alone(shared: bool) -> None:
-    """Whether the rows of a level are views of one, as a tree's positions are, or copies of it."""
+    """True if the rows of a level are views of one, as a tree's positions are, or copies of it."""
     rows = RowSampling(2)
     rows.set_row(0, Sampling(temperature=0.7, seed=5))
     generator = torch.Generator().manual_seed(1)

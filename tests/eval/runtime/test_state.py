@@ -1,4 +1,4 @@
-"""What a round decides, taken into the state in C and by a kernel, against the same in tensor operations."""
+"""Commit of a round in C and by a kernel, against tensor operations."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, fields
@@ -36,7 +36,7 @@ def copy_of(state: RoundState) -> RoundState:
 
 @pytest.fixture(params=["compiler", "kernel"])
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which form takes rounds into states."""
+    """Form of the commit."""
     if request.param == "compiler":
         need_c()
         yield "compiler"

@@ -26,7 +26,7 @@ WAITS = {
     *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
     *("aten::item", "aten::unique_dim", "aten::_unique2", "aten::bincount", "aten::lift_fresh"),
 }
-"""What a GPU's host waits for: sizes or values that only the device knows, and constants that the host sends."""
+"""Operations for which a GPU's host waits: sizes or values that only the device knows, and constants it sends."""
 
 
 class Watch(TorchDispatchMode):

@@ -32,7 +32,7 @@ def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """What engines were asked to decode."""
+    """Requests that engines were given."""
     noted: list[Request] = []
 
     class Noting(Engine):

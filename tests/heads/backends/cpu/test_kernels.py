@@ -211,5 +211,5 @@ def test_a_header_that_changed_makes_another_library(tmp_path: Path, monkeypatch
 
 
 def homeless() -> Path:
-    """What `Path.home` does for a user of whom the system knows nothing."""
+    """Fail as `Path.home` does for a user without an entry in the system."""
     raise RuntimeError("Could not determine home directory.")

@@ -1,4 +1,4 @@
-"""What chooses a tree's nodes, kernels in Triton's interpreter, against its twins and plain Python."""
+"""Kernels that choose a tree's nodes, in Triton's interpreter, against their twins and plain Python."""
 
 import math
 from collections.abc import Iterator
