@@ -96,7 +96,7 @@ def save_head(
     ours: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind_of(head),
-        "config": asdict(head.config),
+        "config": with_names(asdict(head.config)),
         "target": {key: value for key, value in target.items() if key != "config"},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
     }

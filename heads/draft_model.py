@@ -47,7 +47,6 @@ from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
-from heads.target.hub import name_of
 from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths, scratch_slots
 
 
@@ -174,8 +173,6 @@ class Draft(nn.Module, DraftHead):
         }
         model = make[sources[0]]()
         common = fit_vocabulary(model, target.vocab_size)
-        if settings.path is not None:
-            said["path"] = name_of(settings.path)
         config = DraftConfig(**said, model=model_record(model), vocab_size=target.vocab_size, common_size=common)
         return cls(config, model)
 
