@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from eval import bench
@@ -21,11 +20,13 @@ from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
 from tests.faults import full_disk
+from tests.native_mtp import change_config, change_weights
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 CHAT = "data.sources=[{kind: chat, path: bad.jsonl}]"
 BAD = "data.sources.0.path=bad.jsonl"
+LONG = b'{"text": "%s"}\n' % (b"sea " * 600)
 WEIGHTS = "model.safetensors"
 
 
@@ -40,14 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         "target": {"path": str(tiny_target_dir)},
         "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
         "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
-        "train": {
-            "max_steps": 2,
-            "batch_size": 2,
-            "lr": 0.01,
-            "precision": "fp32",
-            "log_every": 1,
-            "checkpoint_every": 1,
-        },
+        "train": dict(max_steps=2, batch_size=2, lr=0.01, precision="fp32", log_every=1, checkpoint_every=1),
         "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -120,55 +114,46 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
     ("changes", "fault"),
     [
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
-        (["train.max_stps=3"], "unknown key; did you mean 'max_steps'?"),
         (["head.dept=3"], "unknown key for head kind eagle3; did you mean 'depth'?"),
         (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
-        (["train.lr=.nan"], "train.lr: should be a finite number"),
-        (["eval.top_k=5"], "eval.top_k: has no effect at eval.temperature 0"),
-        (["train.decay_fraction=0.5"], "has no effect with schedule cosine"),
         (["target.path=''"], "target.path: String should have at least 1 character"),
-        (["output_dir=''"], "output_dir: String should have at least 1 character"),
         (["eval.tree=chian:5"], "tree 'chian:5'"),
         (["head.depth=0"], "head.depth: expected 1 to 1024"),
         (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
         (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
+        (["head.kind=[1]"], "head.kind: unknown kind [1]"),
+        (["data.sources=[{}]"], "data.sources.0.kind: is missing; one of python, text, chat"),
+        (["head.depth=48"], "head.depth: expected less than data.context_length (48)"),
+        (["train.lr=1e300"], "train.lr: should be less than or equal to 100"),
+        (["eval.temperature=1e-30"], "eval.temperature: temperature: expected 0 (greedy) or"),
+        (["eval.report.temperatures=[1e-30]"], "eval.report.temperatures.0: temperature: expected 0 (greedy) or"),
     ],
 )
 def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
     assert fault in refused(lambda: train(*changes))
 
 
-def test_a_bad_head_is_given_before_any_data_is_read(here: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.loop.load_data", lambda *_: 1 / 0)
-    assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]"))
+def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
+    assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]", "data.sources.0.path=no.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("data", "changes", "fault"),
     [
         (b"", [BAD], "bad.jsonl: the file is empty"),
-        (b"\n\n", [BAD], "bad.jsonl: the file is empty"),
         (b'{"text": "a"}\n{"text": \n', [BAD], "bad.jsonl:2: expected a JSON record (Expecting value at column 9)"),
         (b'{"text": "a"}\n[1]\n', [BAD], "bad.jsonl:2: expected a JSON object with keys, got list"),
         (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
         (b'{"text": "\xff"}\n', [BAD], "bad.jsonl:1: expected UTF-8 text"),
         (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
-        (
-            b'{"messages": [{"role": "user", "content": "hi"}]}\n',
-            [CHAT],
-            "1 of 1 records are left out: 1 without an answer",
-        ),
+        (b'{"messages": [{"role": "user", "content": "hi"}]}\n', [CHAT], "1 of 1 records are left out: 1 without"),
         (b'{"messages": [{"role": ["user"], "content": "hi"}]}\n', [CHAT], "bad.jsonl:1: messages[0]: expected a role"),
         (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
-        (b'{"text": "%s"}\n' % (b"sea " * 600), ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
+        (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
         (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
-        (
-            b'{"text": "%s"}\n' % (b"sea " * 600),
-            ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"],
-            "need 1814 positions, the target has 512",
-        ),
+        (LONG, ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"], "need 1814 positions, the target has 512"),
     ],
 )
 def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Path, refused: Any) -> None:
@@ -188,6 +173,7 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
         ("no tokenizer", "no tokenizer that can be loaded"),
         ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
+        ("not finite", "its logits are not finite"),
         ("shallow", "too shallow for the default auxiliary layers"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
     ],
@@ -200,15 +186,8 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
         path.write_text("mine")
     elif kind in ("code", "cut short"):
         shutil.copytree(tiny_target_dir, path)
-        change = {
-            "code": {
-                "model_type": "own",
-                "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
-            },
-            "cut short": {"num_hidden_layers": 6},
-        }
-        config = json.loads((path / "config.json").read_text()) | change[kind]
-        (path / "config.json").write_text(json.dumps(config))
+        own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+        change_config(path, **own if kind == "code" else {"num_hidden_layers": 6})
     elif kind == "no tokenizer":
         shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
     elif kind == "no language model":
@@ -217,6 +196,9 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
     elif kind == "truncated":
         shutil.copytree(tiny_target_dir, path)
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
+    elif kind == "not finite":
+        shutil.copytree(tiny_target_dir, path)
+        change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
     elif kind == "shallow":
         make_target(path, tiny_target_dir, num_hidden_layers=2)
     elif kind == "another's tokenizer":
@@ -254,32 +236,19 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
     assert "ask for bfloat16" in refused(lambda: measure("faint-run", "--dtype", "float16"))
 
 
-def drop(weights: dict[str, torch.Tensor]) -> None:
-    del weights["fc.weight"]
-
-
-def add(weights: dict[str, torch.Tensor]) -> None:
-    weights["more"] = torch.zeros(1)
-
-
-def reshape(weights: dict[str, torch.Tensor]) -> None:
-    weights["fc.weight"] = weights["fc.weight"].T.contiguous()
-
-
-def poison(weights: dict[str, torch.Tensor]) -> None:
-    weights["fc.weight"][0, 0] = torch.nan
-
-
-def point_elsewhere(weights: dict[str, torch.Tensor]) -> None:
-    weights["d2t"] = torch.arange(128)
-
-
-@pytest.mark.parametrize("change", [drop, add, reshape, poison, point_elsewhere])
-def test_tampered_weights(change: Callable[[dict[str, torch.Tensor]], None], here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fc__weight": None},
+        {"more": torch.zeros(1)},
+        {"fc__weight": torch.zeros(96, 32)},
+        {"fc__weight": torch.full((32, 96), torch.nan)},
+        {"d2t": torch.arange(128)},
+    ],
+    ids=["dropped", "added", "transposed", "not finite", "pointing elsewhere"],
+)
+def test_tampered_weights(changes: dict[str, torch.Tensor | None], here: Path, refused: Any) -> None:
+    change_weights(here / "run/head", **changes)
     assert "run/head" in refused(measure)
 
 

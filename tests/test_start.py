@@ -36,14 +36,6 @@ def run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_every_command_is_an_entry() -> None:
-    named = {str(entry) for entry in ENTRIES}
-    assert named >= {f"train/{name}.py" for name in ("eagle", "medusa", "mtp", "distill")}
-    assert named >= {f"eval/{name}.py" for name in ("bench", "chat", "compare", "report", "scaling", "sweep")}
-    scripts = [path for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
-    assert named >= {f"scripts/{path.name}" for path in scripts}
-
-
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_help_imports_nothing_heavy(entry: Path) -> None:
     done = run("-c", LOOK, entry, ",".join(HEAVY))

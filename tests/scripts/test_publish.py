@@ -121,14 +121,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     (run / "recipe.yaml").write_text(f"output_dir: {run}\n")
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "x = [1, 2"}\n')
     settings = BenchSettings(prompts=str(run.parent / "prompts.jsonl"), trees=("chain:2",), max_new_tokens=8, repeats=1)
-    run_bench(
-        target,
-        {str(run / "head"): load_head(run / "head")},
-        tokenizer,
-        settings,
-        out=run,
-        console=Console(quiet=True),
-    )
+    heads = {str(run / "head"): load_head(run / "head")}
+    run_bench(target, heads, tokenizer, settings, out=run, console=Console(quiet=True))
     return run
 
 
@@ -148,6 +142,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
 
 def call(*words: object) -> int:
     return exit_status(lambda: publish.main([str(word) for word in words]))
+
+
+def change_target(run: Path, **changes: Any) -> None:
+    """Change the head's record of its target."""
+    record = read_config(run / "head")
+    change_config(run / "head", draftsmith=record | {"target": record["target"] | changes})
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
@@ -247,8 +247,7 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
 def test_what_an_engine_would_misread_is_published_at_request_alone(
     change: dict[str, Any], said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = run / "head/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    change_config(run / "head", **change)
     assert call(run, REPO) == 2
     error = capsys.readouterr().err
     assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
@@ -273,10 +272,7 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub) -> None:
 
 
 def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub: StandInHub) -> None:
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    config["draftsmith"]["target"]["name"] = "org/target"
-    file.write_text(json.dumps(config))
+    change_target(run, name="org/target")
     assert call(run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
     (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
@@ -285,17 +281,12 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub:
 
 
 def test_a_path_that_nobody_cleans_stops_it(run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "made_in": os.path.expanduser("~/work")}))
+    change_config(run / "head", made_in=os.path.expanduser("~/work"))
     assert call(run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: config.json: would name a path") and not hub.repos
 
 
-def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "HfApi", lambda token: pytest.fail("the hub was asked"))
+def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "plots/acceptance.png").unlink()
     assert call(run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -366,10 +357,7 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     (adapter / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "/home/ann/target"}')
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
-    file.write_text(json.dumps(config))
+    change_target(run, adapter={"sha256": "0"})
     assert call(run, REPO) == 0
     held = hub.repos[REPO]
     assert held["adapter/adapter_model.safetensors"] == b"weights"
@@ -411,7 +399,8 @@ def test_what_goes_wrong_between_is_one_line_without_the_token(
 def test_without_a_token_nothing_is_tried(
     run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "get_token", lambda: None)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
     assert call(run, REPO) == 2
     assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
 
