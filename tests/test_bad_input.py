@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench
 from eval.benchmark.measurements import folders_of, newest_results
@@ -20,7 +20,7 @@ from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
 from tests.faults import full_disk
-from tests.native_mtp import change_config, change_weights
+from tests.native_mtp import change_weights
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -141,18 +141,13 @@ def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "changes", "fault"),
     [
-        (b"", [BAD], "bad.jsonl: the file is empty"),
         (b'{"text": "a"}\n{"text": \n', [BAD], "bad.jsonl:2: expected a JSON record (Expecting value at column 9)"),
-        (b'{"text": "a"}\n[1]\n', [BAD], "bad.jsonl:2: expected a JSON object with keys, got list"),
         (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
-        (b'{"text": "\xff"}\n', [BAD], "bad.jsonl:1: expected UTF-8 text"),
         (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
-        (b'{"messages": [{"role": "user", "content": "hi"}]}\n', [CHAT], "1 of 1 records are left out: 1 without"),
-        (b'{"messages": [{"role": ["user"], "content": "hi"}]}\n', [CHAT], "bad.jsonl:1: messages[0]: expected a role"),
         (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
-        (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
         (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
+        (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
         (LONG, ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"], "need 1814 positions, the target has 512"),
     ],
 )
@@ -161,67 +156,32 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
     assert fault in refused(lambda: train(*changes))
 
 
-@pytest.mark.filterwarnings("ignore:.*is_decoder")
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
         ("missing", "neither a folder here nor found on the hub"),
-        ("empty", "found no config.json in it"),
-        ("file", "found no config.json in it"),
-        ("code", "comes with Python code of its own"),
-        ("cut short", "18 of its weights have no place in the LlamaForCausalLM of 6 layers"),
-        ("no tokenizer", "no tokenizer that can be loaded"),
-        ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
         ("not finite", "its logits are not finite"),
-        ("shallow", "too shallow for the default auxiliary layers"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
+        ("another's weights", "with fingerprint of the weights"),
+        ("shallow", "too shallow for the default auxiliary layers"),
     ],
 )
 def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refused: Any) -> None:
     path = here / "other"
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("mine")
-    elif kind in ("code", "cut short"):
+    if kind in ("truncated", "not finite"):
         shutil.copytree(tiny_target_dir, path)
-        own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
-        change_config(path, **own if kind == "code" else {"num_hidden_layers": 6})
-    elif kind == "no tokenizer":
-        shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
-    elif kind == "no language model":
-        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-        BertModel(BertConfig(vocab_size=128, **sizes)).save_pretrained(path)  # type: ignore[arg-type]
-    elif kind == "truncated":
-        shutil.copytree(tiny_target_dir, path)
+    if kind == "truncated":
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
     elif kind == "not finite":
-        shutil.copytree(tiny_target_dir, path)
         change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
-    elif kind == "shallow":
-        make_target(path, tiny_target_dir, num_hidden_layers=2)
-    elif kind == "another's tokenizer":
-        make_target(path, tiny_target_dir, vocab_size=100)
-    assert fault in refused(lambda: train("target.path=other"))
+    elif kind != "missing":
+        sizes = {"another's tokenizer": {"vocab_size": 100}, "shallow": {"num_hidden_layers": 2}}
+        make_target(path, tiny_target_dir, **sizes.get(kind, {}))
+    if kind != "another's weights":
+        assert fault in refused(lambda: train("target.path=other"))
     if kind != "shallow":
         assert fault in refused(lambda: measure("run", "--target", "other"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"hidden_size": 64}, "with hidden size 32, but other has 64"),
-        ({"vocab_size": 256}, "with vocabulary 128, but other has 256"),
-        ({"num_hidden_layers": 9}, "with number of layers 8, but other has 9"),
-        ({}, "with fingerprint of the weights"),
-    ],
-)
-def test_a_head_for_another_target(
-    changes: dict[str, int], fault: str, here: Path, tiny_target_dir: Path, refused: Any
-) -> None:
-    make_target(here / "other", tiny_target_dir, **changes)
-    assert fault in refused(lambda: measure("run", "--target", "other"))
 
 
 def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
@@ -234,35 +194,6 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
     assert measure("faint-run", "--dtype", "bfloat16") == 0
     shutil.rmtree(here / "out")
     assert "ask for bfloat16" in refused(lambda: measure("faint-run", "--dtype", "float16"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"fc__weight": None},
-        {"more": torch.zeros(1)},
-        {"fc__weight": torch.zeros(96, 32)},
-        {"fc__weight": torch.full((32, 96), torch.nan)},
-        {"d2t": torch.arange(128)},
-    ],
-    ids=["dropped", "added", "transposed", "not finite", "pointing elsewhere"],
-)
-def test_tampered_weights(changes: dict[str, torch.Tensor | None], here: Path, refused: Any) -> None:
-    change_weights(here / "run/head", **changes)
-    assert "run/head" in refused(measure)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated_weights(keep: int, here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:keep])
-    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(measure)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": {"kind": "medusa"}}'])
-def test_a_damaged_record_of_a_head(text: str, here: Path, refused: Any) -> None:
-    (here / "run/head/config.json").write_text(text)
-    assert "run/head/config.json" in refused(measure)
 
 
 @pytest.mark.parametrize(
@@ -360,10 +291,13 @@ def test_results_are_of_the_head_that_lies_there_and_of_the_settings_asked_for(h
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 
 
-def test_a_head_that_was_cut_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
+def test_a_head_that_was_damaged_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
     file = here / "run/head" / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(lambda: train("output_dir=run"))
+    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(measure)
+    (here / "run/head/config.json").write_text("{}")
+    assert "run/head/config.json" in refused(measure)
 
 
 def test_results_that_were_damaged_are_measured_again(here: Path) -> None:

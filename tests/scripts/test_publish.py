@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,9 +81,8 @@ class StandInHub:
     ) -> SimpleNamespace:
         for operation in operations:
             data = operation.path_or_fileobj
-            self.repos[repo_id][operation.path_in_repo] = (
-                data if isinstance(data, bytes) else Path(str(data)).read_bytes()
-            )
+            whole = data if isinstance(data, bytes) else Path(str(data)).read_bytes()
+            self.repos[repo_id][operation.path_in_repo] = whole
         commit = hashlib.sha1(repr(sorted(self.repos[repo_id].items())).encode()).hexdigest()
         self.commits.append(commit)
         folder = self.cache / f"models--{repo_id.replace('/', '--')}"
@@ -142,6 +141,22 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
 
 def call(*words: object) -> int:
     return exit_status(lambda: publish.main([str(word) for word in words]))
+
+
+@pytest.fixture
+def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused in one line, without the token, and with nothing published; the line."""
+
+    def run(*words: object) -> str:
+        before, commits = {name: dict(files) for name, files in hub.repos.items()}, len(hub.commits)
+        capsys.readouterr()
+        assert call(*words) == 2
+        shown = capsys.readouterr()
+        assert len(shown.err.splitlines()) == 1 and TOKEN not in shown.err + shown.out
+        assert hub.repos == before and len(hub.commits) == commits
+        return shown.err
+
+    return run
 
 
 def change_target(run: Path, **changes: Any) -> None:
@@ -245,12 +260,11 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     ],
 )
 def test_what_an_engine_would_misread_is_published_at_request_alone(
-    change: dict[str, Any], said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], said: str, run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
     change_config(run / "head", **change)
-    assert call(run, REPO) == 2
-    error = capsys.readouterr().err
-    assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
+    error = refused(run, REPO)
+    assert said in error and "--unserved" in error
     assert call(run, REPO, "--unserved") == 0
     assert said in hub.repos[REPO]["README.md"].decode()
 
@@ -280,10 +294,9 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub:
     assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
 
 
-def test_a_path_that_nobody_cleans_stops_it(run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_nobody_cleans_stops_it(run: Path, refused: Callable[..., str]) -> None:
     change_config(run / "head", made_in=os.path.expanduser("~/work"))
-    assert call(run, REPO) == 2
-    assert capsys.readouterr().err.startswith("error: config.json: would name a path") and not hub.repos
+    assert "config.json: would name a path" in refused(run, REPO)
 
 
 def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,11 +309,10 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pyte
 
 
 def test_a_head_without_results_is_published_as_unmeasured_only(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
     (run / "results.json").unlink()
-    assert call(run, REPO) == 2
-    assert "never measured" in capsys.readouterr().err and not hub.repos
+    assert "never measured" in refused(run, REPO)
     assert call(run / "head", REPO, "--unmeasured", "--private") == 0
     assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
 
@@ -342,14 +354,12 @@ def test_the_newest_measurement_is_published_or_the_one_that_is_named(
     ],
 )
 def test_results_that_do_not_vouch_for_the_head_stop_it(
-    run: Path, hub: StandInHub, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
+    run: Path, spoil: Any, said: str, refused: Callable[..., str]
 ) -> None:
     results = json.loads((run / "results.json").read_text())
     spoil(results)
     (run / "results.json").write_text(json.dumps(results))
-    assert call(run, REPO, "--unmeasured") == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1 and not hub.repos
+    assert said in refused(run, REPO, "--unmeasured")
 
 
 def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
@@ -367,12 +377,8 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
 @pytest.mark.parametrize(
     "repo_id", ["a-head", "ann/a/head", "ann/", "../head", "ann/a head", "https://hub/ann", "a--b/c"]
 )
-def test_what_is_no_repository_is_refused(
-    repo_id: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(run, repo_id) == 2
-    error = capsys.readouterr().err
-    assert "expected OWNER/NAME" in error and len(error.splitlines()) == 1 and not hub.repos
+def test_what_is_no_repository_is_refused(repo_id: str, run: Path, refused: Callable[..., str]) -> None:
+    assert "expected OWNER/NAME" in refused(run, repo_id)
 
 
 @pytest.mark.parametrize(
@@ -387,36 +393,29 @@ def test_what_is_no_repository_is_refused(
     ],
 )
 def test_what_goes_wrong_between_is_one_line_without_the_token(
-    fault: Exception, said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    fault: Exception, said: str, run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
     hub.fault = fault
-    assert call(run, REPO) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err and len(shown.err.splitlines()) == 1
-    assert TOKEN not in shown.err + shown.out and not hub.repos
+    assert said in refused(run, REPO)
 
 
 def test_without_a_token_nothing_is_tried(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    assert call(run, REPO) == 2
-    assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
+    assert "no token" in refused(run, REPO)
 
 
 def test_anothers_repository_and_another_model_are_left_alone(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
-    assert call(run, "bob/a-head") == 2
-    assert "bob/a-head: another's" in capsys.readouterr().err
+    assert "bob/a-head: another's" in refused(run, "bob/a-head")
     hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
     hub.private[REPO] = False
-    assert call(run, REPO) == 2
-    assert "holds another model" in capsys.readouterr().err
+    assert "holds another model" in refused(run, REPO)
     hub.repos[REPO] = {"README.md": b"soon"}
-    assert call(run, REPO, "--private") == 2
-    assert "is public" in capsys.readouterr().err and not hub.commits
+    assert "is public" in refused(run, REPO, "--private")
     assert call(run, REPO) == call(run, REPO, "--revision", "v2") == 0  # a head's own place
     assert call(run, "Good-People/a-head") == 0
 
