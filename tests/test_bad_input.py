@@ -14,7 +14,6 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench
-from eval.benchmark.measurements import folders_of, newest_results
 from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
@@ -232,12 +231,6 @@ def test_the_readme_of_something_else_is_not_replaced(here: Path, refused: Any) 
     assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report_command(here)))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 1}'])
-def test_a_results_file_that_is_none(text: str, here: Path, refused: Any) -> None:
-    (here / "results.json").write_text(text)
-    assert "results.json: " in refused(lambda: exit_status(lambda: report_command(here)))
-
-
 def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
     (here / "busy").mkdir()
     handle = os.open(here / "busy/.lock", os.O_RDWR | os.O_CREAT)
@@ -304,21 +297,6 @@ def test_results_that_were_damaged_are_measured_again(here: Path) -> None:
     (here / "run/results.json").write_text("{")
     assert train("output_dir=run") == 0
     assert read_results(here / "run/results.json")["exact"]["divergences"] == []
-
-
-def test_every_measurement_of_a_run_is_kept(here: Path) -> None:
-    """Prompts from a file with a comma in its name, too."""
-    (here / "prompts.jsonl").rename(here / "some, of mine.jsonl")
-    own = (here / "run/results.json").read_bytes()
-    given = ["run", "--prompts", "some, of mine.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
-    for _ in range(2):
-        assert exit_status(lambda: bench.main(given)) == 0
-    folders = sorted((here / "run/bench").iterdir())
-    assert len(folders) == 2 and all((folder / "report.html").is_file() for folder in folders)
-    assert all("chain-2_greedy_some-of-mine" in folder.name for folder in folders)
-    assert (here / "run/results.json").read_bytes() == own
-    newest = newest_results(folders_of(here / "run"))
-    assert newest is not None and newest[0] == folders[1] and newest[1]["suites"].keys() == {"some, of mine"}
 
 
 def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) -> None:

@@ -30,8 +30,8 @@ except SystemExit as ended:
 """
 
 
-def run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True)
 
