@@ -63,9 +63,9 @@ class Part:
         }
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written ones together."""
-    size = COPY_BYTES[device.type]
+def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes a second of a copy of `size` bytes, by default larger than any cache; read and written ones together."""
+    size = size or COPY_BYTES[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / device_seconds(lambda: target.copy_(source), device)

@@ -11,11 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from eval.benchmark.audit import find_divergences
-from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.figures import find_divergences
 from eval.benchmark.measure import Comparison, Variant, make_requests, trace
 from eval.benchmark.metrics import loop_share, tau
-from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
+from eval.benchmark.opening import Opened, chosen_prompts, facts_of, open_head
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
@@ -39,15 +38,8 @@ def audit(options: argparse.Namespace) -> int:
     for temperature in options.temperatures:
         rows += audit_temperature(opened, prompts, shapes, Sampling(temperature, seed=options.seed), options)
     print_table(rows)
-    record = {
-        "target": target_facts(opened.target),
-        "head": options.head,
-        **environment(opened.target),
-        **prompt_facts(options, prompts),
-        "rows": rows,
-    }
     if options.out:
-        write_results(record, options.out)
+        write_results({**facts_of(options, opened.target, prompts), "rows": rows}, options.out)
     divergences = [divergence for row in rows for divergence in row["divergences"]]
     for divergence in divergences[:20]:
         print(divergence_text(divergence))
@@ -105,13 +97,7 @@ def print_table(rows: list[Row]) -> None:
     for name in ("draft", "sampling", "batch", "identical", "tau", "loops", "seconds"):
         table.add_column(name, justify="left" if name in ("draft", "sampling") else "right")
     for row in rows:
-        table.add_row(
-            row["tree"],
-            sampling_text(row["temperature"]),
-            str(row["batch_size"]),
-            f"{row['identical']} of {row['prompts']}",
-            number(row["tau"]),
-            percent(row["loop_share"]),
-            number(row["seconds"], 1),
-        )
+        identical = f"{row['identical']} of {row['prompts']}"
+        figures = identical, number(row["tau"]), percent(row["loop_share"]), number(row["seconds"], 1)
+        table.add_row(row["tree"], sampling_text(row["temperature"]), str(row["batch_size"]), *figures)
     Console().print(table)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.figures import environment, target_facts
-from eval.benchmark.metrics import speedup, speedup_interval
-from eval.benchmark.opening import chosen_prompts, open_target, prompt_facts
+from eval.benchmark.metrics import ratio_interval, speedup
+from eval.benchmark.opening import chosen_prompts, facts_of, open_target
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.files import check_file
@@ -45,7 +44,7 @@ def compare(options: argparse.Namespace) -> int:
             theirs[i] += seconds
             tokens += len(found)
             different += found != expected
-    ratio, interval = speedup(theirs, ours), speedup_interval(theirs, ours)
+    ratio, interval = speedup(theirs, ours), ratio_interval(theirs, ours)
     print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
     print(f"transformers generate   {tokens / sum(theirs):10.1f} tokens/s")
     print(f"engine, plain           {tokens / sum(ours):10.1f} tokens/s")
@@ -53,9 +52,7 @@ def compare(options: argparse.Namespace) -> int:
     print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
     if options.out:
         record = {
-            "target": target_facts(target),
-            **environment(target),
-            **prompt_facts(options, prompts),
+            **facts_of(options, target, prompts),
             "tokens": tokens,
             "engine_seconds": sum(ours),
             "generate_seconds": sum(theirs),

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.bench import parse_arguments as parse_bench
 from eval.benchmark.prompts import split_prompts
-from eval.benchmark.results import Results, read_results
+from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
-from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
+from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, folder_name, ranked, read_sweep
 from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
@@ -31,9 +30,11 @@ from heads.registry import untrained_kind
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = "scripts/tracked.py"
 Row = dict[str, Any]
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+"""Read the arguments of the program, eval/bench.py."""
 
 
-def run_sweep(options: argparse.Namespace) -> int:
+def run_sweep(options: argparse.Namespace, parse: Parse) -> int:
     """Measure the settings, or let a server choose them; return the exit status."""
     sweep = read_sweep(options.sweep)
     if not is_file(sweep.program):
@@ -45,7 +46,9 @@ def run_sweep(options: argparse.Namespace) -> int:
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
         return subprocess.run(command, env=environment("online")).returncode
     settings = sweep.settings(options.count, options.seed)
-    places = [place_of(sweep, setting) for setting in settings]  # every setting is refused before any is measured
+    places = [
+        place_of(sweep, setting, parse) for setting in settings
+    ]  # every setting is refused before any is measured
     out = options.out or Path("runs") / f"sweep-{sweep.path.stem}"
     check_folder(out, "--out")
     rows: list[Row] = []
@@ -65,11 +68,11 @@ def run_sweep(options: argparse.Namespace) -> int:
     return 1 if 1 in statuses else 2 if 2 in statuses else 0
 
 
-def place_of(sweep: Sweep, setting: Setting) -> str:
+def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
     """A setting's folder, named for all that its figures depend on: arguments, head, prompt files. UserError for
     arguments that eval/bench.py would refuse."""
     try:
-        options = parse_bench(sweep.arguments(setting))
+        options = parse(sweep.arguments(setting))
         settings = to_settings(options)
         (head,) = options.heads
         weights = None

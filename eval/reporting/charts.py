@@ -125,7 +125,7 @@ def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     """Return the charts of speedup and tau of the measurements in a comparison's table."""
     tau = [row(m, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for m in shown]
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
-    found = [Chart("compare-tau", "tau", note, partial(draw_rows, rows=tau, colour="accept"), rows_height(tau))]
+    found = [row_chart("compare-tau", "tau", note, tau, "accept")]
     return [speedups("compare-speedup", shown), *found] if all(m["speedup"] for m in shown) else found
 
 
@@ -163,15 +163,15 @@ def speedups(name: str, measured: Sequence[Results]) -> Chart:
         text = speedup_text(m) if is_disturbed(m) else f"{number(speed['measured'])}x"
         rows.append(row(m, speed["measured"], speed["ci95"], text))
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
-    return Chart(name, "Speedup", note, partial(draw_rows, rows=rows), rows_height(rows))
+    return row_chart(name, "Speedup", note, rows, "draft")
 
 
-def rows_height(rows: Sequence[Row]) -> float:
-    """Return the height of a chart of rows, with its axis, in inches."""
-    return 0.5 + ROW * len(rows)
+def row_chart(name: str, title: str, note: str, rows: Sequence[Row], colour: str) -> Chart:
+    """Return a chart of rows, as high as they need with their axis."""
+    return Chart(name, title, note, partial(draw_rows, rows=rows, colour=colour), 0.5 + ROW * len(rows))
 
 
-def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None:
+def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str) -> None:
     """Draw each value as a dot on its interval, with its name and its figure above."""
     axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
     across = axes.get_yaxis_transform()
@@ -200,9 +200,8 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
     draw_bars(axes, range(1, len(alpha) + 1), [value or 0.0 for value in alpha], list(map(percent, alpha)), "draft")
     reach = [math.prod(value or 0.0 for value in alpha[:depth]) for depth in range(1, len(alpha) + 1)]
     ring: dict[str, Any] = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": ""}
-    rings = axes.plot(
-        range(1, len(alpha) + 1), reach, "o", label="share of all rounds that reached it", clip_on=False, **ring
-    )
+    depths, label = range(1, len(alpha) + 1), "share of all rounds that reached it"
+    rings = axes.plot(depths, reach, "o", label=label, clip_on=False, **ring)
     axes.set_ylim(0, 1.15)
     axes.set_xlabel("depth of the draft")
     bars = Patch(color=COLOURS["draft"], label="accepted, given the depths before")
@@ -244,15 +243,8 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     names = (f"one round, {number(tau)} tokens", whole), (f"plain decoding, {number(tau)} tokens", plain)
     for n, (name, milliseconds) in enumerate(names):
         axes.text(0, n - 0.33, name, color=COLOURS["soft"], fontsize=SMALL)
-        axes.annotate(
-            f"{number(milliseconds)} ms",
-            (milliseconds, n),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontweight="bold",
-            fontsize=SMALL,
-        )
+        figure = {"va": "center", "fontweight": "bold", "fontsize": SMALL}
+        axes.annotate(f"{number(milliseconds)} ms", (milliseconds, n), (6, 0), textcoords="offset points", **figure)
     axes.set(xticks=[], yticks=[], xlim=(0, 1.28 * max(plain, whole)), ylim=(1.3, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)
     put_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
@@ -265,17 +257,13 @@ class Dot:
     tree: str
     at: float
     """Depth of the draft, shifted slightly if other settings have the same."""
-    chain: bool
+    kind: str
+    """One of KINDS."""
     speedup: float
     low: float
     high: float
     token_ms: dict[str, float]
     """Time between tokens: p50, p95, p99."""
-
-    @property
-    def kind(self) -> str:
-        """One of KINDS."""
-        return "chain" if self.chain else "tree"
 
 
 @dataclass(frozen=True)
@@ -314,10 +302,9 @@ def depth_curves(results: Results) -> Curves | None:
         step = min(STEP, SPREAD / max(len(level) - 1, 1))
         at = m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2)
         speed = m["speedup"]["measured"]
-        chain = m["nodes"] == m["depth"] + 1
-        dots.append(
-            Dot(m["tree"], at, chain, speed, *shared(speed, m["speedup"]["ci95"]), m["speculative"]["token_ms"])
-        )
+        kind = "chain" if m["nodes"] == m["depth"] + 1 else "tree"
+        low, high = shared(speed, m["speedup"]["ci95"])
+        dots.append(Dot(m["tree"], at, kind, speed, low, high, m["speculative"]["token_ms"]))
     lines = {name: sorted(line.items()) for name, line in model.items()}
     return Curves(dots, lines, measured[0]["baseline"]["token_ms"])
 
@@ -365,16 +352,8 @@ def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
 
 def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:
     """Draw the legend above the axes, so that it covers nothing."""
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        borderpad=0,
-        handlelength=1,
-        ncols=columns,
-        fontsize=SMALL,
-    )
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
+    axes.legend(handles=handles, handlelength=1, ncols=columns, fontsize=SMALL, **place)
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark.measurements import RESULTS, folders_of, newest_results
-from eval.benchmark.results import Results
-from eval.reporting.card_data import front_matter, hub_datasets
+from eval.benchmark.results import RESULTS, Results, folders_of, newest_results
+from eval.reporting.card import CARD, front_matter, hub_datasets, model_card, quoted
 from eval.reporting.format import LOCAL_MODEL, is_exact
-from eval.reporting.report import CARD, model_card, quoted
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
 from heads.formats.base import ENGINES

@@ -1,7 +1,8 @@
 """A loaded tiny target, and a head of counted word pairs that drafts some of its text rightly."""
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.prompts import Prompt
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
+from heads.errors import UserError
 from heads.growth import grow
 from heads.registry import HEADS
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from heads.tree import Proposal, TreeShape
+from heads.tree import MOST_NODES, Proposal, TreeShape
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ class PairHead(nn.Module, Drafter):
 
     def __init__(self, config: PairConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config: Any = config
+        self.deepest, self.widest = MOST_NODES, MOST_NODES
+        self.strays = 0
+        """Positions by which its drafts lie beyond where they belong: a fault that changes the target's own choices."""
         self.table = nn.Parameter(torch.zeros(config.vocab_size, config.vocab_size), requires_grad=False)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
@@ -57,6 +62,8 @@ class PairHead(nn.Module, Drafter):
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
     ) -> PairState:
+        if shape.depth > self.deepest or shape.top_k > self.widest:
+            raise UserError("too large a tree")
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))
 
     def reset_rows(self, state: PairState, rows: Tensor) -> None:
@@ -72,7 +79,8 @@ class PairHead(nn.Module, Drafter):
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return self.table[tokens]
 
-        return grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
+        grown = grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
+        return replace(grown, depths=grown.depths + self.strays * (grown.depths > 0))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -253,8 +261,17 @@ def failed_results(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `auto` try few trees."""
-    for name, value in (("LONGEST_CHAIN", 3), ("WIDTHS", (2,)), ("DEEPEST_TREE", 2)):
-        monkeypatch.setattr(f"eval.benchmark.auto.{name}", value)
+@pytest.fixture(scope="session")
+def small_head(pair_head: Any) -> Any:
+    """The head of word pairs, drafting small trees only: a search among them is short."""
+    head = copy.copy(pair_head)
+    head.deepest, head.widest = 3, 2
+    return head
+
+
+@pytest.fixture(scope="session")
+def straying_head(pair_head: Any) -> Any:
+    """The head of word pairs, whose drafts make the target's text another one."""
+    head = copy.copy(pair_head)
+    head.strays = 5
+    return head

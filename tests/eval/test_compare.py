@@ -18,8 +18,8 @@ from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import exit_status
 from eval.commands.bench_run import fitting_shapes, head_names, run_bench
-from eval.reporting.compare_report import print_comparison, write_comparison
 from eval.reporting.format import NOT_RELIABLE
+from eval.reporting.report import print_report, write_report
 from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained
@@ -85,7 +85,7 @@ def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
     )
     for m in results["measurements"]:
         m["baseline"] |= {"ms_per_token": 9.0, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
-    write_comparison(results, tmp_path / "out")
+    write_report(results, tmp_path / "out")
     page, text = ((tmp_path / "out" / file).read_text() for file in ("compare.html", "compare.md"))
     assert "<img" not in page and html.escape(name) in page
     tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
@@ -94,16 +94,15 @@ def test_a_heads_name_is_shown_as_it_is_and_a_doubtful_speedup_is_marked(
     speed = f"{results['measurements'][0]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
     assert speed in shown and f'<td class="caution">{speed}</td>' in page
     console = Console(record=True, width=200)
-    print_comparison(results, console)
+    print_report(results, console)
     (row, _) = (line for line in console.export_text().splitlines() if line.endswith("3 of 3"))
     assert name in row and speed in row
 
 
-@pytest.mark.usefixtures("short_search")
 def test_auto_finds_each_heads_own_best(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_target: FrozenTarget, small_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    heads = {"pairs": pair_head, "lookup:3": build_untrained("lookup:3", tiny_target)}
+    heads = {"pairs": small_head, "lookup:3": build_untrained("lookup:3", tiny_target)}
     results, text = run(tiny_target, heads, tiny_tokenizer, settings(tmp_path, trees=("auto",)))
     assert [search["head"] for search in results["auto"]] == ["pairs", "lookup:3"]
     for search in results["auto"]:

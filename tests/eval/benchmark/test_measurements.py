@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.benchmark.measurements import folders_of, measurement_name, newest_results, own_folder
+from eval.benchmark.results import folders_of, measurement_name, newest_results, own_folder
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
 from eval.reporting.report import report_command

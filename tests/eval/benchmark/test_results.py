@@ -12,10 +12,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.figures import headline, pieces, pooled_exactness
-from eval.benchmark.results import read_results, write_results
-from eval.benchmark.sweep_file import figures_of
+from eval.benchmark.results import figures_of, read_results, write_results
 from eval.command import exit_status
-from eval.files import write_text
+from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts
 from eval.reporting.format import (
     audit_line,
@@ -29,7 +28,7 @@ from eval.reporting.format import (
     with_interval,
 )
 from eval.reporting.html import render_page
-from eval.reporting.report import model_card, print_report, report_command
+from eval.reporting.report import print_report, report_command
 from eval.runtime.engine import Output
 from heads.errors import UserError
 from tests.mutations import damage_bytes, mutate
@@ -100,19 +99,6 @@ def test_what_is_no_number_becomes_null(tmp_path: Path) -> None:
     write_results({"schema_version": 1, "tau": (math.nan, 1.5), "out": Path("x")}, path)
     assert json.loads(path.read_text()) == {"schema_version": 1, "tau": [None, 1.5], "out": "x"}
     assert [file.name for file in path.parent.iterdir()] == ["results.json"]
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UserError, match=r"could not be written \(No space left on device\)"):
-        write_text(path, "new")
-    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99}', "{"])
