@@ -199,6 +199,12 @@ def figures(
     tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
     timings = variant.timings_of(units)
     phases = comparison.breakdowns[comparison.drafting.index(variant)]
+    adaptive = {}
+    if variant.engine.candidates is not None:
+        rounds = sum((timing.candidates for timing in timings), Counter())
+        names = [str(shape) for shape in variant.engine.candidates.controller.shapes]  # the longest draft first
+        shares = {name: rounds[name] / max(rounds.total(), 1) for name in names}
+        adaptive = {"adaptive": {"shares": shares, "rounds": rounds.total()}}
     speedup = None
     if identical == len(indices):
         if comparison.in_distribution:  # the texts are others than plain decoding's, so rates are compared
@@ -232,7 +238,7 @@ def figures(
             "plain_step_ms": 1e3 * phases["plain"],
         },
         "speedup": speedup,
-        **({} if variant.engine.candidates is None else {"adaptive": adaptive_record(variant, timings)}),
+        **adaptive,
         "loop_share": metrics.loop_share([output.tokens for output in outputs]),
         "tokens": sum(len(output.tokens) for output in outputs),
         "undecoded": sum(len(output.tokens) == 1 for output in outputs),
@@ -242,14 +248,6 @@ def figures(
 def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
     """The spread of the time between tokens."""
     return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
-
-
-def adaptive_record(variant: Variant, timings: Sequence[Timing]) -> Results:
-    """Return the share of rounds of each draft, the longest first."""
-    assert variant.engine.candidates is not None
-    rounds = sum((timing.candidates for timing in timings), Counter())
-    names = [str(shape) for shape in variant.engine.candidates.controller.shapes]
-    return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
 
 
 def split_near_ties(divergences: Sequence[Divergence]) -> tuple[list[Divergence], Results]:
@@ -291,17 +289,17 @@ def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Div
     return {**record, "near_ties": near} if near else record
 
 
+def withhold_speed(measurements: Sequence[Results]) -> None:
+    """Remove every speedup, because the audit failed."""
+    for measurement in measurements:
+        measurement["speedup"] = None
+
+
 def in_distribution_record(prompts: int, compared: int, identical: int, divergences: list[Divergence]) -> Results:
     """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
     temperature 0, under `greedy`."""
     greedy = {"prompts": compared, "identical": identical}
-    return {
-        "kind": "distribution",
-        "prompts": prompts,
-        "identical": None,
-        "greedy": greedy,
-        "divergences": divergences,
-    }
+    return {"kind": "distribution", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": divergences}
 
 
 def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:

@@ -37,25 +37,20 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
-    path = options.target or target_path(head)
+    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other.
+    UserError where neither names it."""
     if untrained_kind(head):
-        return open_target(path, options)
-    trained_as = read_config(find_head(head))["target"].get("quantize")
-    target, tokenizer = open_target(path, options, quantize=trained_as)
-    adapt_target(head, target)
-    return target, tokenizer
-
-
-def target_path(head: str) -> str:
-    """The target that a head was trained for. UserError where it does not say."""
-    if untrained_kind(head):
-        raise UserError(f"{head}: drafts for any target; give --target")
+        if not options.target:
+            raise UserError(f"{head}: drafts for any target; give --target")
+        return open_target(options.target, options)
     folder = find_head(head)
-    path = read_config(folder)["target"]["name"]
+    record = read_config(folder)["target"]
+    path = options.target or record["name"]
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
-    return path
+    target, tokenizer = open_target(path, options, quantize=record.get("quantize"))
+    adapt_target(head, target)
+    return target, tokenizer
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:

@@ -143,11 +143,7 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -
 
 
 def held_out_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    max_tokens: int,
-    seed: int,
-    roots: tuple[Path, ...] | None = None,
+    tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, roots: tuple[Path, ...] | None = None
 ) -> list[Prompt]:
     """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
 

@@ -66,7 +66,10 @@ def _read(path: str, split: str) -> Iterator[Record]:
         if name.endswith(JSON_FILES):
             return _read_json(file)
         if name.endswith(".txt"):
-            return iter([(f"{file}:1", {"text": _read_text(file)})])
+            text = read_given(file, "text")
+            if not text.strip():
+                raise UserError(f"{file}: the file is empty; expected text")
+            return iter([(f"{file}:1", {"text": text})])
         if name.endswith(".parquet"):
             return _read_parquet(file)
         raise UserError(f"{path}: expected a {FORMS}")
@@ -85,7 +88,8 @@ def _read_json(file: Path) -> Iterator[Record]:
                     return
                 if line.strip():
                     found = True
-                    yield f"{file}:{number}", _read_line(f"{file}:{number}", line)
+                    place, text = f"{file}:{number}", line.strip()
+                    yield place, _check(place, _parse(place, lambda: json.loads(text)), escaped=b"\\u" in line)  # noqa: B023
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
@@ -121,10 +125,6 @@ def _read_array(file: Path, data: bytes) -> Iterator[Record]:
         raise UserError(f"{file}: the array is empty; expected JSON records")
 
 
-def _read_line(place: str, line: bytes) -> dict[str, Any]:
-    return _check(place, _parse(place, lambda: json.loads(line.strip())), escaped=b"\\u" in line)
-
-
 def _parse(place: str, parse: Callable[[], Any]) -> Any:
     try:
         return parse()
@@ -138,27 +138,15 @@ def _parse(place: str, parse: Callable[[], Any]) -> Any:
 
 
 def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
-    if escaped and not _is_encodable(record):
-        raise UserError(f"{place}: expected UTF-8 text, got half of a surrogate pair; write the whole character")
+    try:
+        if escaped:  # JSON can name half a character, but no text can hold it
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        got = "half of a surrogate pair; write the whole character"
+        raise UserError(f"{place}: expected UTF-8 text, got {got}") from None
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
     return record
-
-
-def _is_encodable(record: Any) -> bool:
-    """Return False for half a character, which JSON can name, but no text can hold."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_text(file: Path) -> str:
-    text = read_given(file, "text")
-    if not text.strip():
-        raise UserError(f"{file}: the file is empty; expected text")
-    return text
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:

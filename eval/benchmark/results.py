@@ -49,15 +49,9 @@ Shares = Annotated[list[Share | None], Field(min_length=1)]
 Counts = Annotated[list[Whole], Field(min_length=1)]
 
 DIVERGENCE = {
-    "suite": str,
-    "prompt": str,
-    "tree": str,
-    "against": str,
-    "temperature": Number,
-    "position": Whole,
-    "plain_text": str | None,
-    "text": str | None,
-    "top_two_margin": Number,
+    **dict.fromkeys(("suite", "prompt", "tree", "against"), str),
+    **dict.fromkeys(("plain_text", "text"), str | None),
+    **{"temperature": Number, "position": Whole, "top_two_margin": Number},
 }
 EXACT = {
     "prompts": Whole,
@@ -101,14 +95,8 @@ SUITE = {  # its figures are null if no output has a second token
 FILE = FIGURES | {
     "measured_at": Time,
     "target": {
-        "name": str,
-        "architecture": str,
-        "fingerprint": str,
-        "weight_bytes": Whole,
-        "parameters": Whole,
-        "layers": Whole,
-        "hidden_size": Whole,
-        "vocab_size": Whole,
+        **dict.fromkeys(("name", "architecture", "fingerprint"), str),
+        **dict.fromkeys(("weight_bytes", "parameters", "layers", "hidden_size", "vocab_size"), Whole),
         "grown_from": str | None,
         "adapter": ({"parameters": Whole, "rank": Whole}, None),
     },
@@ -124,15 +112,8 @@ FILE = FIGURES | {
     "dtype": str,
     "versions": dict[str, str],
     "settings": {
-        "prompts": str,
-        "suites": [str],
-        "num_prompts": Whole,
-        "distinct_prompts": Whole,
-        "prompts_hash": str,
-        "max_new_tokens": Whole,
-        "batch_size": Whole,
-        "repeats": Whole,
-        "seed": Whole,
+        **{"prompts": str, "suites": [str], "prompts_hash": str},
+        **dict.fromkeys(("num_prompts", "distinct_prompts", "max_new_tokens", "batch_size", "repeats", "seed"), Whole),
     },
     "suites": {"*": SUITE},
     "measurements": [FIGURES],

@@ -49,11 +49,7 @@ def audit(options: argparse.Namespace) -> int:
 
 
 def audit_temperature(
-    opened: Opened,
-    prompts: list[Prompt],
-    shapes: list[TreeShape],
-    sampling: Sampling,
-    options: argparse.Namespace,
+    opened: Opened, prompts: list[Prompt], shapes: list[TreeShape], sampling: Sampling, options: argparse.Namespace
 ) -> list[Row]:
     """All settings at one temperature, against plain decoding one prompt at a time."""
     requests = make_requests(prompts, sampling, options.max_new_tokens, ignore_eos=True)

@@ -30,12 +30,13 @@ from heads.registry import untrained_kind
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = "scripts/tracked.py"
 Row = dict[str, Any]
+Run = Callable[..., Any]
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 """Read the arguments of the program, eval/bench.py."""
 
 
-def run_sweep(options: argparse.Namespace, parse: Parse) -> int:
-    """Measure the settings, or let a server choose them; return the exit status."""
+def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.run) -> int:
+    """Measure the settings, each in a process by `run`, or let a server choose them; return the exit status."""
     sweep = read_sweep(options.sweep)
     if not is_file(sweep.program):
         raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
@@ -55,7 +56,7 @@ def run_sweep(options: argparse.Namespace, parse: Parse) -> int:
     for n, (setting, place) in enumerate(zip(settings, places, strict=True), start=1):
         known = ", measured already" if found(out / place / "results.json") else ""
         print(f"{n}/{len(settings)}  {sweep.text(setting)}{known}", file=sys.stderr, flush=True)
-        rows.append(measure(sweep, setting, out / place, options.wandb))
+        rows.append(measure(sweep, setting, out / place, options.wandb, run))
         write_record(sweep, rows, out)
     print_table(sweep, ranked(rows, sweep))
     for row in rows:
@@ -87,7 +88,7 @@ def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
     return folder_name(sweep.text(setting), hashlib.sha256(said.encode()).hexdigest())
 
 
-def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
+def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) -> Row:
     """The row of a setting: of its results.json, where there is one, else measured now."""
     file, log = folder / "results.json", folder / "log.txt"
     status, error = 0, ""
@@ -97,7 +98,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
         command = [sys.executable, *tracked, sweep.program, *sweep.arguments(setting), f"--out={folder.resolve()}"]
         folder.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as stream:
-            done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
+            done = run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
         status, results = done.returncode, found(file)
         if status == 130:
             raise KeyboardInterrupt
@@ -165,12 +166,7 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
         table.add_column(name.replace("_per_second", "/s").replace("_", " "), justify="right", no_wrap=True)
     for row in rows:
         cells = [escape(str(row["setting"][name])) for name in varying] or ["the only one"]
-        digits = [figure_text(row, name) for name in shown]
+        digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
+        digits[shown.index("speedup")] += f", {NOT_RELIABLE}" if row["busy"] else ""
         table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
     Console().print(table)
-
-
-def figure_text(row: Row, name: str) -> str:
-    """A figure in the table; a speedup of a machine that was busy is marked."""
-    text = number(row["figures"].get(name), 1 if "second" in name else 2)
-    return f"{text}, {NOT_RELIABLE}" if name == "speedup" and row["busy"] else text

@@ -14,15 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
-from eval.reporting.format import (
-    is_disturbed,
-    number,
-    percent,
-    reached,
-    sampling_text,
-    setting_text,
-    speedup_text,
-)
+from eval.reporting.format import is_disturbed, number, percent, reached, sampling_text, setting_text, speedup_text
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11

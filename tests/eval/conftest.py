@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,11 @@ class PairHead(nn.Module, Drafter):
     def __init__(self, config: PairConfig) -> None:
         super().__init__()
         self.config: Any = config
-        self.deepest, self.widest = MOST_NODES, MOST_NODES
-        self.strays = 0
-        """Positions by which its drafts lie beyond where they belong: a fault that changes the target's own choices."""
+        self.deepest = MOST_NODES
+        self.memory = 1 << 40
+        """Slots of all rows for which it has memory."""
+        self.is_faulty = False
+        """Put another token in the place of the root: a fault that changes the target's own choices."""
         self.table = nn.Parameter(torch.zeros(config.vocab_size, config.vocab_size), requires_grad=False)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
@@ -62,8 +64,10 @@ class PairHead(nn.Module, Drafter):
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
     ) -> PairState:
-        if shape.depth > self.deepest or shape.top_k > self.widest:
+        if shape.depth > self.deepest or shape.top_k > self.deepest:
             raise UserError("too large a tree")
+        if batch_size * capacity > self.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))
 
     def reset_rows(self, state: PairState, rows: Tensor) -> None:
@@ -80,7 +84,9 @@ class PairHead(nn.Module, Drafter):
             return self.table[tokens]
 
         grown = grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
-        return replace(grown, depths=grown.depths + self.strays * (grown.depths > 0))
+        if self.is_faulty:
+            grown.tokens[:, 0] = (state.root + 1) % self.config.vocab_size
+        return grown
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -261,17 +267,27 @@ def failed_results(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def altered(head: Any, **attributes: Any) -> Any:
+    """The same head with other limits or a fault."""
+    found = copy.copy(head)
+    for name, value in attributes.items():
+        setattr(found, name, value)
+    return found
+
+
 @pytest.fixture(scope="session")
 def small_head(pair_head: Any) -> Any:
     """The head of word pairs, drafting small trees only: a search among them is short."""
-    head = copy.copy(pair_head)
-    head.deepest, head.widest = 3, 2
-    return head
+    return altered(pair_head, deepest=2)
 
 
 @pytest.fixture(scope="session")
-def straying_head(pair_head: Any) -> Any:
+def faulty_head(pair_head: Any) -> Any:
     """The head of word pairs, whose drafts make the target's text another one."""
-    head = copy.copy(pair_head)
-    head.strays = 5
-    return head
+    return altered(pair_head, is_faulty=True)
+
+
+@pytest.fixture(scope="session")
+def hungry_head(pair_head: Any) -> Any:
+    """The head of word pairs, without memory for three rows of more than a hundred tokens."""
+    return altered(pair_head, memory=300)

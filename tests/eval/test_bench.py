@@ -24,7 +24,6 @@ from eval.command import exit_status
 from eval.commands.bench_run import default_out, run_bench
 from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts, points
-from eval.reporting.drawing import inline_svg
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
 from eval.reporting.report import print_report, read_log, write_report
@@ -140,9 +139,9 @@ def test_auto_records_its_curve_and_its_choice(
 ) -> None:
     results, text = run(tiny_target, small_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"))
     (search,) = read_results(tmp_path / "results.json")["auto"]
-    assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2", "chain:3"]
+    assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2"]
     assert {p["tree"] for p in search["curve"] if p["width"] == 2} == {"tree:2x2x7"}
-    assert len(search["alpha"]) == 3 and all(cost["verify"] > 0 for cost in search["costs_ms"])
+    assert len(search["alpha"]) == 2 and all(cost["verify"] > 0 for cost in search["costs_ms"])
     measured = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"]}
     assert search["measured"] == measured and "static:2.1" in measured and set(search["proposed"]) <= set(measured)
     assert measured[search["chosen"]] == max(measured.values()) == results["speedup"]["measured"]
@@ -158,13 +157,13 @@ def test_a_failed_audit_withholds_every_speed(
     rule: str,
     tmp_path: Path,
     tiny_target: FrozenTarget,
-    straying_head: Any,
+    faulty_head: Any,
     tiny_tokenizer: PreTrainedTokenizerBase,
     prompt_file: Path,
 ) -> None:
     """Of a rule that is exact in distribution, too, which is then wrong at temperature 0."""
     chosen = {"rule": rule, "temperatures": (0.0 if rule == "match" else 1.0,)}
-    results, text = run(tiny_target, straying_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    results, text = run(tiny_target, faulty_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
     exact = results["exact"]
     assert exact["divergences"] and all(d["temperature"] == 0 for d in exact["divergences"])
     assert exact.get("greedy", exact)["identical"] == 4 - len(exact["divergences"])
@@ -254,10 +253,7 @@ def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Re
 
 
 def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     requests = []
     for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
@@ -279,30 +275,6 @@ def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
     again = read_results(tmp_path / "out/results.json")
     assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
     assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again, [])
-
-
-def test_a_long_draft_shows_the_depths_that_rounds_came_to(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    results |= {"alpha": [0.5, 0.25, *[None] * 98], "accepted_histogram": [4, 2, *[0] * 99]}
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    shown = [line for line in console.export_text().splitlines() if line.startswith("accepted at depth")]
-    assert [line.split() for line in shown] == [
-        ["accepted", "at", "depth", "1", "50.0%"],
-        ["accepted", "at", "depth", "2", "25.0%"],
-        ["accepted", "at", "depth", "3", MISSING],
-    ]
-    (chart,) = (chart for chart in head_charts(results) if chart.name == "acceptance")
-    assert re.findall(r">(\d+|\d+%|.)</text>", inline_svg(chart)) == ["1", "2", "3", "50%", "25%", MISSING]
-
-
-def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    results["target"]["grown_from"] = "recipes/quickstart/target"
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    for text in (console.export_text(), render_page(results, []), model_card(results)):
-        assert "(grown from quickstart/target)" in text
 
 
 NASTY = "</title><img src=x onerror=y> a|b `c` $d$ *e* _f_ [g](h) &amp; <b>\x1b[31m\n# i"

@@ -144,9 +144,7 @@ def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.
     assert "\x1b" not in said.out + said.err and " tokens, tau " in said.err.splitlines()[-1]
 
 
-def test_lines_are_answered_one_by_one_until_the_input_ends(
-    tiny_target_dir: Path,
-) -> None:
+def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
     """One that is too long among them, and an empty one."""
     words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
     given = {"input": "one\n\n" + "x " * 900 + "\ntwo\n", "env": {**os.environ, "PYTHONPATH": str(ROOT)}}

@@ -115,12 +115,7 @@ def test_a_tree_that_a_head_cannot_draft_is_named(
     tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"lookup:3: drafts none of tree:2x2x5; name a tree that it can"):
-        run(
-            tiny_target,
-            some_heads(tiny_target, pair_head),
-            tiny_tokenizer,
-            settings(tmp_path, trees=("tree:2x2x5",)),
-        )
+        run(tiny_target, some_heads(tiny_target, pair_head), tiny_tokenizer, settings(tmp_path, trees=("tree:2x2x5",)))
 
 
 def test_heads_of_different_targets_are_refused(

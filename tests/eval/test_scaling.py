@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +16,6 @@ from eval.benchmark.settings import ScalingSettings
 from eval.command import exit_status
 from eval.commands.scaling_run import measure_scaling, windows
 from eval.reporting.format import heading
-from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
@@ -80,31 +78,18 @@ def test_windows_are_as_long_as_asked_for_and_do_not_overlap(
         windows(str(suite), tiny_tokenizer, 1000, 5)
 
 
-class GreedyHead(Drafter):
-    """A head that asks for more memory than there is, where many long texts are decoded together."""
-
-    def __init__(self, head: Any) -> None:
-        self.head, self.aux_layer_ids, self.config = head, head.aux_layer_ids, head.config
-        self.propose, self.extend, self.reset_rows = head.propose, head.extend, head.reset_rows
-
-    def new_state(self, shared: Any, *, batch_size: int, capacity: int, **rest: Any) -> Any:
-        if batch_size == 3 and capacity > 32:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, **rest)
-
-
 def test_what_does_not_fit_is_left_out(
-    tmp_path: Path, tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
+    tmp_path: Path, tiny_target: FrozenTarget, hungry_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
 ) -> None:
-    results, text = run(tiny_target, GreedyHead(pair_head), tiny_tokenizer, suite, tmp_path)
+    results, text = run(tiny_target, hungry_head, tiny_tokenizer, suite, tmp_path, contexts=(8, 100))
     assert [bool(point["speedup"]) for point in results["points"]] == [True, True, True, False]
     assert text.count("out of memory") == 1 and (tmp_path / "scaling.png").exists()
 
 
 def test_no_speedup_where_an_output_is_not_the_targets_own(
-    tmp_path: Path, tiny_target: FrozenTarget, straying_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
+    tmp_path: Path, tiny_target: FrozenTarget, faulty_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, suite: Path
 ) -> None:
-    results, text = run(tiny_target, straying_head, tiny_tokenizer, suite, tmp_path, contexts=(8,))
+    results, text = run(tiny_target, faulty_head, tiny_tokenizer, suite, tmp_path, contexts=(8,))
     assert results["exact"]["divergences"] and all(point["speedup"] is None for point in results["points"])
     assert "withheld" in text and not (tmp_path / "scaling.png").exists()
     assert "top-two margin" in text and "no speedup is stated" in text

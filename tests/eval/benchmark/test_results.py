@@ -18,14 +18,8 @@ from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts
 from eval.reporting.format import (
     audit_line,
-    count,
     exact_cell,
     is_exact,
-    number,
-    percent,
-    sampling_text,
-    short_name,
-    with_interval,
 )
 from eval.reporting.html import render_page
 from eval.reporting.report import print_report, report_command
@@ -53,19 +47,6 @@ def test_a_cut_round_ends_on_a_drafted_piece(tiny_tokenizer: PreTrainedTokenizer
         *(False, True, False),
         *(True, True),
     ]
-
-
-class Halves:
-    """A tokenizer whose tokens 1 and 2 are the two bytes of one character."""
-
-    def decode(self, ids: list[int], **how: Any) -> str:
-        return b"".join({0: b"a", 1: b"\xc3", 2: b"\xa9"}[i] for i in ids).decode(errors="replace")
-
-
-def test_a_character_of_two_tokens_comes_whole() -> None:
-    tokenizer: Any = Halves()
-    found = pieces(output([0, 1, 2, 0], [1, 0]), tokenizer)
-    assert [piece["text"] for piece in found] == ["a", "", "é", "a"]
 
 
 def measurement(tree: str, temperature: float, speed: float | None) -> dict[str, Any]:
@@ -204,13 +185,3 @@ def test_mutated_results_are_rendered_or_refused_in_one_line(
         if count > 60 and n % 5 == 0:  # plots take half a second
             assert not refuse_in_one_line(path, capsys)
     assert count / 2 < refused < count
-
-
-def test_figures_are_put_into_words() -> None:
-    assert with_interval(1.618, [1.5, 1.75], unit="x") == "1.62x [1.50, 1.75]"
-    assert with_interval(1.618, None) == "1.62" and with_interval(1.618, [None, None]) == "1.62"
-    assert number(None) == percent(None) == "\N{EN DASH}" and percent(0.641) == "64%"
-    assert [count(n) for n in (12, 1_240, 7_300_000, 8e9)] == ["12", "1.2k", "7.3M", "8.0B"]
-    assert sampling_text(0) == "greedy" and sampling_text(0.7) == "T = 0.7"
-    paths = ["Qwen/Qwen3-8B", "recipes/quickstart/target", "/data/models/llama-8b/", "./x", "runs/a/head"]
-    assert [short_name(p) for p in paths] == ["Qwen/Qwen3-8B", "quickstart/target", "llama-8b", "x", "a/head"]
