@@ -7,26 +7,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.benchmark.results import Results
-from eval.reporting.format import (
-    LOCAL_MODEL,
-    as_markdown,
-    audit_line,
-    busy_warning,
-    code_span,
-    heading,
-    is_adapted,
-    number,
-    percent,
-    reached,
-    sampling_text,
-    setting_line,
-    setting_text,
-    short_name,
-    speculative_text,
-    speedup_text,
-    tau_text,
-    warnings,
-)
+from eval.reporting import format
+from eval.reporting.format import LOCAL_MODEL
 from heads.errors import UserError
 from heads.target.hub import is_hub_id, repo_and_revision
 
@@ -56,44 +38,44 @@ def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | N
         f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}. It proposes "
         f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
     )
-    if is_adapted(results):
+    if format.is_adapted(results):
         intro += (
             " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
             "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
             f"target. Its text is not that of {quoted(name)} as it is."
         )
     matter = front_matter(kind, name, results=results, **(data or {}))
-    parts = [matter, f"# {as_markdown(heading(results))}", intro, about.strip(), card_section(results)]
+    parts = [matter, f"# {format.as_markdown(format.heading(results))}", intro, about.strip(), card_section(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def quoted(target: str) -> str:
     """Return the name of a target in Markdown."""
-    return target if target == LOCAL_MODEL else code_span(short_name(target))
+    return target if target == LOCAL_MODEL else format.code_span(format.short_name(target))
 
 
 def card_section(results: Results) -> str:
     """Return the measured figures in Markdown."""
     rows = []
     for m in results["measurements"]:
-        plain = number(m["baseline"]["tokens_per_second"], 1)
-        cells = [as_markdown(m["tree"]), sampling_text(m["temperature"]), tau_text(m), plain]
-        rows.append(f"| {' | '.join([*cells, speculative_text(m), speedup_text(m)])} |")
-    alpha = ", ".join(percent(value) for value in reached(results["alpha"]))
+        plain = format.number(m["baseline"]["tokens_per_second"], 1)
+        cells = [format.as_markdown(m["tree"]), format.sampling_text(m["temperature"]), format.tau_text(m), plain]
+        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_text(m)])} |")
+    alpha = ", ".join(format.percent(value) for value in format.reached(results["alpha"]))
     lines = [
         "## Measured",
         "",
-        f"{as_markdown(setting_line(results))}.",
+        f"{format.as_markdown(format.setting_line(results))}.",
         "",
         "| draft | sampling | tau | plain tok/s | speculative tok/s | speedup |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
-        f"{audit_line(results)}.".capitalize(),
+        f"{format.audit_line(results)}.".capitalize(),
         "",
-        f"Acceptance by depth ({as_markdown(setting_text(results))}): {alpha}.",
+        f"Acceptance by depth ({format.as_markdown(format.setting_text(results))}): {alpha}.",
         "",
-        *(line for warning in warnings(results) for line in (f"Note: {as_markdown(warning)}.", "")),
+        *(line for warning in format.warnings(results) for line in (f"Note: {format.as_markdown(warning)}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
         "same prompts, in turns with the speculative runs. Brackets are 95% bootstrap intervals over prompts.",
         "",
@@ -119,7 +101,7 @@ def front_matter(
         base_model=repo if is_hub_id(target) else None,
         datasets=list(datasets) or None,
         library_name=LIBRARY,
-        model_name=(name or f"{kind} on {short_name(target)}") if figures else None,
+        model_name=(name or f"{kind} on {format.short_name(target)}") if figures else None,
         eval_results=figures or None,
         pipeline_tag=TASK,
         tags=["speculative-decoding", kind],
@@ -130,11 +112,11 @@ def front_matter(
 
 def eval_results(results: Results) -> list[EvalResult]:
     """The tau of every setting over all prompts, and its speedup where that is exact and reliable."""
-    prompts = ", ".join(short_name(name) for name in results["settings"]["prompts"].split(","))
-    undisturbed = busy_warning(results["measurements"]) is None
+    prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
+    undisturbed = format.busy_warning(results["measurements"]) is None
     found = []
     for m in results["measurements"]:
-        setting = f"{m['tree']}, {sampling_text(m['temperature'])}"
+        setting = f"{m['tree']}, {format.sampling_text(m['temperature'])}"
         speedup = m["speedup"] if undisturbed else None
         for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup and speedup["measured"])):
             if value is not None:

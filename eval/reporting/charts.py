@@ -235,7 +235,7 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     names = (f"one round, {number(tau)} tokens", whole), (f"plain decoding, {number(tau)} tokens", plain)
     for n, (name, milliseconds) in enumerate(names):
         axes.text(0, n - 0.33, name, color=COLOURS["soft"], fontsize=SMALL)
-        figure = {"va": "center", "fontweight": "bold", "fontsize": SMALL}
+        figure: dict[str, Any] = {"va": "center", "fontweight": "bold", "fontsize": SMALL}
         axes.annotate(f"{number(milliseconds)} ms", (milliseconds, n), (6, 0), textcoords="offset points", **figure)
     axes.set(xticks=[], yticks=[], xlim=(0, 1.28 * max(plain, whole)), ylim=(1.3, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)

@@ -260,16 +260,6 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
     )
 
 
-def slow_warning(measurements: Sequence[Results]) -> str | None:
-    """Return a warning that plain decoding is faster than every measured draft, or None."""
-    best: dict[float, float] = {}
-    for m in measurements:
-        if m["speedup"]:
-            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
-    slow = [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]
-    return f"plain decoding is faster than every draft measured ({', '.join(slow)})" if slow else None
-
-
 def few_warning(measurements: Sequence[Results]) -> str | None:
     """Return a warning that the figures rest on few prompts, or None. An output that ends with its first token has no
     figures."""
@@ -286,15 +276,6 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
     return "; ".join(parts) or None
 
 
-def repeat_warning(settings: Results) -> str | None:
-    """Return a warning that prompts are repeated, which makes intervals too narrow, or None."""
-    prompts = settings["num_prompts"]
-    distinct = settings.get("distinct_prompts", prompts)
-    if distinct == prompts:
-        return None
-    return f"{distinct} of {prompts} prompts are different: the intervals, which take each for another, are too narrow"
-
-
 def warnings(results: Results) -> list[str]:
     """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
@@ -303,13 +284,21 @@ def warnings(results: Results) -> list[str]:
         found = [f"head {head['name']}: {line}" for head, ms in own if (line := depth_warning(head, ms))]
     else:
         found = [line] if (line := depth_warning(results["head"], measurements)) else []
-    doubts = (
-        slow_warning(measurements),
-        few_warning(measurements),
-        repeat_warning(results["settings"]),
-        busy_warning(measurements),
-    )
-    return [*found, *(doubt for doubt in doubts if doubt)]
+    best: dict[float, float] = {}
+    for m in measurements:
+        if m["speedup"]:
+            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
+    if slow := [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]:
+        found.append(f"plain decoding is faster than every draft measured ({', '.join(slow)})")
+    if few := few_warning(measurements):
+        found.append(few)
+    prompts = results["settings"]["num_prompts"]
+    if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
+        different = f"{distinct} of {prompts} prompts are different"
+        found.append(f"{different}: the intervals, which take each for another, are too narrow")
+    if busy := busy_warning(measurements):
+        found.append(busy)
+    return found
 
 
 def adaptive_line(figures: Results) -> str:

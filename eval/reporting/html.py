@@ -9,33 +9,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from eval.benchmark.results import Results
+from eval.reporting import format
 from eval.reporting.drawing import COLOURS, Chart, inline_svg
-from eval.reporting.format import (
-    NOT_RELIABLE,
-    TURNS,
-    accepted_text,
-    adaptive_line,
-    audit_line,
-    count,
-    device_text,
-    divergence_text,
-    exact_cell,
-    fastest,
-    heading,
-    is_disturbed,
-    is_exact,
-    number,
-    percent,
-    search_line,
-    sentence,
-    setting_text,
-    short_name,
-    speculative_text,
-    speedup_text,
-    subtitle,
-    tau_text,
-    warnings,
-)
+from eval.reporting.format import NOT_RELIABLE, TURNS
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -82,7 +58,7 @@ class Table:
 def render_page(results: Results, charts: Sequence[Chart]) -> str:
     """Return the page of a results.json or of a compare.json."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"svg": inline_svg, "sentence": sentence, "number": number}
+    environment.filters |= {"svg": inline_svg, "sentence": format.sentence, "number": format.number}
     several = "heads" in results
     if several:
         page: dict[str, Any] = {"tiles": [], "tables": [comparison_table(results)], "samples": [], "loops": ""}
@@ -92,17 +68,18 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
             "tiles": tiles(results),
             "tables": [settings_table(results), *suites_table(results)],
             "samples": [sample_rounds(sample) for sample in results["samples"]],
-            "loops": percent(results["loop_share"]),
+            "loops": format.percent(results["loop_share"]),
         }
         heads = [("Head", head_facts(results["head"]))]
+    shown = "" if several else f" Headline setting: {format.setting_text(results)}."
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         **page,
-        heading=heading(results),
-        setting=f"{subtitle(results)}." + ("" if several else f" Headline setting: {setting_text(results)}."),
-        exact=is_exact(results),
-        audit=audit_line(results),
-        divergences=[divergence_text(found) for found in results["exact"]["divergences"][:MOST_DIVERGENCES]],
-        warnings=warnings(results),
+        heading=format.heading(results),
+        setting=f"{format.subtitle(results)}.{shown}",
+        exact=format.is_exact(results),
+        audit=format.audit_line(results),
+        divergences=[format.divergence_text(found) for found in results["exact"]["divergences"][:MOST_DIVERGENCES]],
+        warnings=format.warnings(results),
         charts=charts,
         facts=[("Target", target_facts(results["target"])), *heads, *measurement_facts(results)],
         is_in_distribution="kind" in results["exact"],
@@ -115,23 +92,23 @@ def render_page(results: Results, charts: Sequence[Chart]) -> str:
 def tiles(results: Results) -> list[Tile]:
     """Return the tiles of the headline's figures."""
     speed, plain, tau = results["speedup"], results["baseline"], results["tau"]
-    rate = f"tokens/s, {number(plain['ms_per_token'])} ms a token"
-    own = Tile("plain decoding", number(plain["tokens_per_second"], 0), rate)
+    rate = f"tokens/s, {format.number(plain['ms_per_token'])} ms a token"
+    own = Tile("plain decoding", format.number(plain["tokens_per_second"], 0), rate)
     note = interval_note(tau["ci95"], "plain decoding has 1")
-    length = Tile("tau, tokens per target pass", number(tau["mean"]), note)
+    length = Tile("tau, tokens per target pass", format.number(tau["mean"]), note)
     if speed is None:
         withheld = "withheld", "the audit failed"
         return [Tile("speedup", *withheld), length, own, Tile("speculative decoding", *withheld)]
     fast = results["speculative"]
-    rate = f"tokens/s, {number(fast['ms_per_round'])} ms a round"
-    caution = f"{NOT_RELIABLE}: the machine was busy" if is_disturbed(results) else ""
+    rate = f"tokens/s, {format.number(fast['ms_per_round'])} ms a round"
+    caution = f"{NOT_RELIABLE}: the machine was busy" if format.is_disturbed(results) else ""
     note = "" if caution else interval_note(speed["ci95"], "over plain decoding")
     slow = "plain decoding is faster" if speed["measured"] < 1 else ""
     return [
-        Tile("speedup", f"{number(speed['measured'])}×", note, caution or slow),  # noqa: RUF001
+        Tile("speedup", f"{format.number(speed['measured'])}×", note, caution or slow),  # noqa: RUF001
         length,
         own,
-        Tile("speculative decoding", number(fast["tokens_per_second"], 0), rate),
+        Tile("speculative decoding", format.number(fast["tokens_per_second"], 0), rate),
     ]
 
 
@@ -139,23 +116,24 @@ def interval_note(interval: Sequence[float | None] | None, otherwise: str) -> st
     """Return the ends of a 95% interval, or `otherwise` if there is none."""
     if interval is None or None in interval:
         return otherwise
-    return f"95% interval {number(interval[0])} to {number(interval[1])}"
+    return f"95% interval {format.number(interval[0])} to {format.number(interval[1])}"
 
 
 def settings_table(results: Results) -> Table:
     """Return the table of all measured settings."""
-    exact, rows = is_exact(results), []
+    exact, rows = format.is_exact(results), []
     for m in results["measurements"]:
-        speed, plain = m["speedup"], number(m["baseline"]["tokens_per_second"], 1)
-        last = f"{number(speed['predicted'])}x" if speed and exact else exact_cell(m)
-        rows.append([setting_text(m), speedup_text(m), tau_text(m), plain, speculative_text(m), last])
-    searches = [search_line(search) for search in results.get("auto", ()) if search["chosen"]]
-    adaptive = [adaptive_line(m) for m in results["measurements"] if "adaptive" in m]
+        speed, plain = m["speedup"], format.number(m["baseline"]["tokens_per_second"], 1)
+        last = f"{format.number(speed['predicted'])}x" if speed and exact else format.exact_cell(m)
+        cells = [format.setting_text(m), format.speedup_text(m), format.tau_text(m), plain]
+        rows.append([*cells, format.speculative_text(m), last])
+    searches = [format.search_line(search) for search in results.get("auto", ()) if search["chosen"]]
+    adaptive = [format.adaptive_line(m) for m in results["measurements"] if "adaptive" in m]
     turns = f"Plain and speculative decoding took turns on the same prompts. {BRACKETS}"
     headline = (results["tree"], results["temperature"])
     return Table(
         "Settings measured",
-        [*map(sentence, [*searches, *adaptive]), turns],
+        [*map(format.sentence, [*searches, *adaptive]), turns],
         ["draft", "speedup", "tau", "plain tok/s", "speculative tok/s", "predicted" if exact else "identical"],
         rows,
         frozenset(n for n, m in enumerate(results["measurements"]) if (m["tree"], m["temperature"]) == headline),
@@ -168,18 +146,19 @@ def suites_table(results: Results) -> list[Table]:
         return []
     rows = []
     for name, m in results["suites"].items():
-        shown = short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
-        rows.append([shown, speedup_text(m), tau_text(m), str(m["exact"]["prompts"]), percent(m["loop_share"])])
-    note = f"{setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
+        shown = format.short_name(name) if "/" not in name else f"\N{EN SPACE}{name.split('/', 1)[1]}"
+        cells = [shown, format.speedup_text(m), format.tau_text(m)]
+        rows.append([*cells, str(m["exact"]["prompts"]), format.percent(m["loop_share"])])
+    note = f"{format.setting_text(results)}. Loops: outputs whose end repeats itself, which are easy to draft."
     return [Table("By suite", [note], ["suite", "speedup", "tau", "prompts", "loops"], rows)]
 
 
 def comparison_table(results: Results) -> Table:
     """Return the table of several heads, without their kinds and sizes, which stand below."""
     rows = []
-    for m in fastest(results):
-        name = f"{m['head']}, {setting_text(m)}"
-        rows.append([name, speedup_text(m), tau_text(m), accepted_text(m), exact_cell(m)])
+    for m in format.fastest(results):
+        name = f"{m['head']}, {format.setting_text(m)}"
+        rows.append([name, format.speedup_text(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
     columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
     return Table("Heads and drafts", [f"{TURNS} {BRACKETS}"], columns, rows)
 
@@ -204,13 +183,13 @@ def target_facts(target: Results) -> Facts:
     facts: Facts = [("name", target["name"])]
     if grown := target.get("grown_from"):
         facts.append(("grown from", grown))
-    size = f"{count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
+    size = f"{format.count(target['parameters'])} parameters, {target['layers']} layers of {target['hidden_size']}"
     facts += [("architecture", target["architecture"]), ("size", size), ("vocabulary", f"{target['vocab_size']:,}")]
     if weights := target.get("weight_bytes"):
         facts.append(("weights", f"{weights / 1e6:,.1f} MB"))
     facts.append(("fingerprint", target["fingerprint"]))
     if adapter := target.get("adapter"):
-        lora = f"LoRA of rank {adapter['rank']}, {count(adapter['parameters'])} parameters"
+        lora = f"LoRA of rank {adapter['rank']}, {format.count(adapter['parameters'])} parameters"
         facts.append(("adapter", f"{lora}; the audit is of the adapted target"))
     return facts
 
@@ -218,7 +197,7 @@ def target_facts(target: Results) -> Facts:
 def head_facts(head: Results) -> Facts:
     """Return the facts of a head."""
     layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
-    size = f"{count(head['parameters'])} parameters"
+    size = f"{format.count(head['parameters'])} parameters"
     return [("kind", head["kind"]), ("path", head["path"]), ("size", size), ("aux_layer_ids", layers)]
 
 
@@ -234,4 +213,5 @@ def measurement_facts(results: Results) -> list[tuple[str, Facts]]:
         ("repeats", settings["repeats"]),
         ("seed", settings["seed"]),
     ]
-    return [("Measurement", measurement), ("Machine", [("device", device_text(results)), *results["versions"].items()])]
+    machine = [("device", format.device_text(results)), *results["versions"].items()]
+    return [("Measurement", measurement), ("Machine", machine)]

@@ -14,33 +14,9 @@ from rich.table import Table
 
 from eval.benchmark.results import Results, folders_of, newest_results, read_results
 from eval.files import write_text
+from eval.reporting import format
 from eval.reporting.card import CARD, check_card, model_card
-from eval.reporting.format import (
-    NOT_RELIABLE,
-    TURNS,
-    accepted_text,
-    adaptive_line,
-    as_markdown,
-    audit_line,
-    count,
-    divergence_text,
-    exact_cell,
-    fastest,
-    heading,
-    is_disturbed,
-    is_exact,
-    number,
-    percent,
-    reached,
-    sampling_text,
-    search_line,
-    setting_line,
-    setting_text,
-    speedup_text,
-    subtitle,
-    tau_text,
-    warnings,
-)
+from eval.reporting.format import NOT_RELIABLE, TURNS
 from heads.errors import UserError
 
 SHOWN_DIVERGENCES = 5
@@ -73,8 +49,8 @@ def print_report(results: Results, console: Console) -> None:
         console.print(escape(text), style=style, highlight=False, soft_wrap=True)
 
     say("")
-    say(heading(results), "bold")
-    say(subtitle(results), "dim")
+    say(format.heading(results), "bold")
+    say(format.subtitle(results), "dim")
     tables = [comparison_table(results)] if "heads" in results else [headline_table(results)]
     if "heads" not in results and len(results["measurements"]) > 1:
         tables.append(settings_table(results))
@@ -85,24 +61,24 @@ def print_report(results: Results, console: Console) -> None:
         console.print(table, highlight=False, crop=False)
         console.width = width
     say("")
-    for warning in warnings(results):
+    for warning in format.warnings(results):
         say(warning, "yellow")
     if "heads" not in results:
-        for search in results.get("auto", ()) if is_exact(results) else ():
-            say(search_line(search))
+        for search in results.get("auto", ()) if format.is_exact(results) else ():
+            say(format.search_line(search))
         for m in results["measurements"]:
             if "adaptive" in m:
-                say(adaptive_line(m))
+                say(format.adaptive_line(m))
     print_audit(results, console)
 
 
 def print_audit(results: Results, console: Console) -> None:
     """Print the result of the audit, and the first divergences."""
-    style = "green" if is_exact(results) else "bold red"
-    console.print(escape(audit_line(results)), style=style, highlight=False, soft_wrap=True)
+    style = "green" if format.is_exact(results) else "bold red"
+    console.print(escape(format.audit_line(results)), style=style, highlight=False, soft_wrap=True)
     for divergence in results["exact"]["divergences"][:SHOWN_DIVERGENCES]:
-        console.print(f"  {escape(divergence_text(divergence))}", highlight=False, soft_wrap=True)
-    if not is_exact(results):
+        console.print(f"  {escape(format.divergence_text(divergence))}", highlight=False, soft_wrap=True)
+    if not format.is_exact(results):
         console.print("no speedup is stated where an output is not the target's own", highlight=False)
 
 
@@ -118,16 +94,16 @@ def headline_table(results: Results) -> Table:
     """Return the table of the top-level figures, one a line."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
-    table.add_column(escape(setting_text(results)), justify="right", no_wrap=True)
-    table.add_row("tau, tokens per target pass", tau_text(results), style="bold")
-    for depth, alpha in enumerate(reached(results["alpha"]), start=1):
-        table.add_row(f"accepted at depth {depth}", percent(alpha, 1))
-    table.add_row("plain tokens/s", number(results["baseline"]["tokens_per_second"], 1))
+    table.add_column(escape(format.setting_text(results)), justify="right", no_wrap=True)
+    table.add_row("tau, tokens per target pass", format.tau_text(results), style="bold")
+    for depth, alpha in enumerate(format.reached(results["alpha"]), start=1):
+        table.add_row(f"accepted at depth {depth}", format.percent(alpha, 1))
+    table.add_row("plain tokens/s", format.number(results["baseline"]["tokens_per_second"], 1))
     if results["speedup"] is not None:
-        table.add_row("speculative tokens/s", number(results["speculative"]["tokens_per_second"], 1))
-        table.add_row("speedup", speedup_text(results), style=f"bold{' yellow' * is_disturbed(results)}")
+        table.add_row("speculative tokens/s", format.number(results["speculative"]["tokens_per_second"], 1))
+        table.add_row("speedup", format.speedup_text(results), style=f"bold{' yellow' * format.is_disturbed(results)}")
         table.add_row("speedup predicted by costs", f"{results['speedup']['predicted']:.2f}x")
-    table.add_row("outputs that end in a loop", percent(results["loop_share"]))
+    table.add_row("outputs that end in a loop", format.percent(results["loop_share"]))
     return table
 
 
@@ -137,8 +113,9 @@ def settings_table(results: Results) -> Table:
         ["draft", "sampling", "tau", "speedup", "exact" if "kind" in results["exact"] else "identical"]
     )
     for m in results["measurements"]:
-        cells = [escape(m["tree"]), sampling_text(m["temperature"]), tau_text(m), speedup_text(m), exact_cell(m)]
-        table.add_row(*cells, style="yellow" if is_disturbed(m) else None)
+        cells = [m["tree"], format.sampling_text(m["temperature"]), format.tau_text(m)]
+        cells += [format.speedup_text(m), format.exact_cell(m)]
+        table.add_row(*map(escape, cells), style="yellow" if format.is_disturbed(m) else None)
     return table
 
 
@@ -154,10 +131,11 @@ def comparison_rows(results: Results) -> list[list[str]]:
     """Return the cells below COLUMNS, one row for each measurement."""
     heads = {head["name"]: head for head in results["heads"]}
     rows = []
-    for m in fastest(results):
+    for m in format.fastest(results):
         head = heads[m["head"]]
-        names = [m["head"], head["kind"], count(head["parameters"]), m["tree"], sampling_text(m["temperature"])]
-        rows.append([*names, tau_text(m), accepted_text(m), speedup_text(m), exact_cell(m)])
+        names = [m["head"], head["kind"], format.count(head["parameters"])]
+        names += [m["tree"], format.sampling_text(m["temperature"])]
+        rows.append([*names, format.tau_text(m), format.accepted_text(m), format.speedup_text(m), format.exact_cell(m)])
     return rows
 
 
@@ -168,12 +146,12 @@ def write_report(results: Results, folder: Path) -> None:
     from eval.reporting.drawing import write_charts
     from eval.reporting.html import render_page
 
-    several, caption = "heads" in results, f"{heading(results)}; {setting_line(results)}"
+    several, caption = "heads" in results, f"{format.heading(results)}; {format.setting_line(results)}"
     if several:
-        charts = comparison_charts(fastest(results))
+        charts = comparison_charts(format.fastest(results))
     else:
         charts = head_charts(results, read_log(folder / "metrics.jsonl"))
-        caption += f"; {NOT_RELIABLE}: the machine was busy" * is_disturbed(results)
+        caption += f"; {NOT_RELIABLE}: the machine was busy" * format.is_disturbed(results)
     write_charts(charts, caption, folder / "plots")
     write_text(folder / ("compare.html" if several else "report.html"), render_page(results, charts))
     if several:
@@ -195,16 +173,16 @@ def read_log(file: Path) -> list[Results]:
 def markdown(results: Results) -> str:
     """Return the report of several heads as Markdown."""
     lines = [
-        f"# {as_markdown(heading(results))}",
+        f"# {format.as_markdown(format.heading(results))}",
         "",
-        f"{as_markdown(subtitle(results))}.",
+        f"{format.as_markdown(format.subtitle(results))}.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
-        *(f"| {' | '.join([as_markdown(row[0]), *row[1:]])} |" for row in comparison_rows(results)),
+        *(f"| {' | '.join([format.as_markdown(row[0]), *row[1:]])} |" for row in comparison_rows(results)),
         "",
-        *(f"* {as_markdown(line)}" for line in warnings(results)),
+        *(f"* {format.as_markdown(line)}" for line in format.warnings(results)),
         "",
-        f"{audit_line(results)}. {TURNS} Brackets are 95% bootstrap intervals over prompts.",
+        f"{format.audit_line(results)}. {TURNS} Brackets are 95% bootstrap intervals over prompts.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,12 +1,10 @@
 """The bench as a function: its results.json, its report, and what it withholds."""
 
 import copy
-import io
 import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from eval import bench as module
 from eval.benchmark.prompts import load_prompts
 from eval.benchmark.results import Results, read_results
-from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.commands.bench_run import default_out, run_bench
+from eval.commands.bench_run import default_out
 from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts, points
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
@@ -36,48 +33,6 @@ KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
 }
-
-
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    records = [
-        {"prompt": "def f(x):", "category": "def"},
-        {"prompt": "def g(y):", "category": "def"},
-        {"turns": ["import os", "and sys"], "category": "import"},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def run(
-    target: FrozenTarget,
-    head: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    out: Path | None,
-    **settings: Any,
-) -> tuple[Results, str]:
-    console = Console(file=io.StringIO(), width=140)
-    chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
-    results = run_bench(target, {"runs/x/head": head}, tokenizer, chosen, out=out, console=console)
-    assert isinstance(console.file, io.StringIO)
-    return results, console.file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def bench(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, prompt_file: Path
-) -> Bench:
-    return partial(run, tiny_target, pair_head, tiny_tokenizer, prompt_file)
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[Results, str, Path]:
-    out = tmp_path_factory.mktemp("measured") / "run"
-    trees = ("chain:2", "tree:2x2x4")
-    results, text = bench(out, trees=trees, temperatures=(0.0, 1.0))
-    return results, text, out
 
 
 def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, Path]) -> None:
@@ -130,14 +85,8 @@ def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path
     assert "in distribution" in text and results["speedup"] is not None
 
 
-def test_auto_records_its_curve_and_its_choice(
-    tmp_path: Path,
-    tiny_target: FrozenTarget,
-    small_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-) -> None:
-    results, text = run(tiny_target, small_head, tiny_tokenizer, prompt_file, tmp_path, trees=("auto", "static:2.1"))
+def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench, small_head: Any) -> None:
+    results, text = bench(tmp_path, small_head, trees=("auto", "static:2.1"))
     (search,) = read_results(tmp_path / "results.json")["auto"]
     assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2"]
     assert {p["tree"] for p in search["curve"] if p["width"] == 2} == {"tree:2x2x7"}
@@ -153,17 +102,9 @@ def test_auto_records_its_curve_and_its_choice(
 
 
 @pytest.mark.parametrize("rule", ["match", "ratio"])
-def test_a_failed_audit_withholds_every_speed(
-    rule: str,
-    tmp_path: Path,
-    tiny_target: FrozenTarget,
-    faulty_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-) -> None:
+def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: Bench, faulty_head: Any) -> None:
     """Of a rule that is exact in distribution, too, which is then wrong at temperature 0."""
-    chosen = {"rule": rule, "temperatures": (0.0 if rule == "match" else 1.0,)}
-    results, text = run(tiny_target, faulty_head, tiny_tokenizer, prompt_file, tmp_path, **chosen)
+    results, text = bench(tmp_path, faulty_head, rule=rule, temperatures=(0.0 if rule == "match" else 1.0,))
     exact = results["exact"]
     assert exact["divergences"] and all(d["temperature"] == 0 for d in exact["divergences"])
     assert exact.get("greedy", exact)["identical"] == 4 - len(exact["divergences"])
@@ -253,7 +194,7 @@ def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Re
 
 
 def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, bench: Bench
 ) -> None:
     requests = []
     for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
@@ -268,7 +209,7 @@ def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
     target = copy.copy(tiny_target)
     target.eos_token_ids = (ending[0],)
     files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
-    results, text = run(target, pair_head, tiny_tokenizer, Path(files), tmp_path / "out", trees=("chain:2",))
+    results, text = bench(tmp_path / "out", target=target, prompts=files, trees=("chain:2",))
     assert results["undecoded"] == 1 and "1 of 2 outputs (greedy) ended with the first token" in text
     assert results["tau"]["mean"] == results["suites"]["goes-on"]["tau"]["mean"] and results["tau"]["ci95"] is None
     assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
