@@ -7,9 +7,7 @@ import time
 from itertools import product
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from eval.benchmark.figures import find_divergences
 from eval.benchmark.measure import Comparison, Variant, make_requests, trace
@@ -20,6 +18,7 @@ from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import divergence_text, number, percent, sampling_text
+from eval.reporting.report import figure_table
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.sampling import Sampling
 from heads.tree import ROOT_ONLY, TreeShape
@@ -89,9 +88,7 @@ def audit_temperature(
 
 def print_table(rows: list[Row]) -> None:
     """The settings, a line each."""
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in ("draft", "sampling", "batch", "identical", "tau", "loops", "seconds"):
-        table.add_column(name, justify="left" if name in ("draft", "sampling") else "right")
+    table = figure_table(["draft", "sampling", "batch", "identical", "tau", "loops", "seconds"])
     for row in rows:
         identical = f"{row['identical']} of {row['prompts']}"
         figures = identical, number(row["tau"]), percent(row["loop_share"]), number(row["seconds"], 1)

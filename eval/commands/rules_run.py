@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from eval.benchmark.measure import check_decoded, trace
@@ -19,6 +17,7 @@ from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
+from eval.reporting.report import figure_table
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.judges import Rejection
 from eval.runtime.rejection import block, expected_tokens, ratio
@@ -158,9 +157,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
 def print_tables(record: Record) -> None:
     """tau of every rule, and the comparisons."""
     console = Console()
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in ("draft", "rule", "tau"):
-        table.add_column(name, justify="right" if name == "tau" else "left", no_wrap=True)
+    table = figure_table(["draft", "rule", "tau"])
     for run in record["runs"]:
         table.add_row(run["tree"], run["rule"], with_interval(run["tau"]["mean"], run["tau"]["ci95"], digits=3))
     console.print(table)

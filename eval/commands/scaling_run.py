@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.corpus import read_split
@@ -28,7 +27,7 @@ from eval.command import draft_shapes
 from eval.files import check_folder
 from eval.reporting.drawing import COLOURS, save, style, title
 from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
-from eval.reporting.report import print_audit
+from eval.reporting.report import figure_table, print_audit
 from heads.base import Drafter
 from heads.errors import UserError, first_line
 from heads.target.frozen import FrozenTarget
@@ -175,9 +174,7 @@ def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label
 def print_scaling(results: Results, console: Console) -> None:
     """Print a line for each point, and the audit."""
     console.print(f"\n[bold]{escape(heading(results))}[/bold]; {escape(device_text(results))}\n")
-    table = Table(box=None, pad_edge=False)
-    for name in ("context", "batch", "draft", "tau", "plain tokens/s", "speedup"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figure_table(["context", "batch", "draft", "tau", "plain tokens/s", "speedup"])
     for point in results["points"]:
         figures = ["", "", "out of memory"]
         if "out_of_memory" not in point:

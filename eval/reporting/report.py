@@ -21,9 +21,9 @@ from heads.errors import UserError
 
 SHOWN_DIVERGENCES = 5
 WIDE = 160
-NAMES = ("head", "kind", "draft", "sampling")
+NAMES = ("head", "kind", "draft", "sampling", "rule")
 """Columns of names; the others hold figures."""
-COLUMNS = (*NAMES[:2], "parameters", *NAMES[2:], "tau", "accepted by depth", "speedup", "identical")
+COLUMNS = ("head", "kind", "parameters", "draft", "sampling", "tau", "accepted by depth", "speedup", "identical")
 
 
 def report_command(path: Path) -> int:

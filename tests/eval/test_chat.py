@@ -147,7 +147,10 @@ def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.
 def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
     """One that is too long among them, and an empty one."""
     words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
-    given: dict[str, Any] = {"input": "one\n\n" + "x " * 900 + "\ntwo\n", "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    given: dict[str, Any] = {
+        "input": "one\n\n" + "x " * 900 + "\ntwo\n",
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+    }
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **given)
     _, *said = done.stderr.splitlines()  # the first says what decodes
     assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "5"]

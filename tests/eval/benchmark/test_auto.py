@@ -13,7 +13,6 @@ from eval.benchmark.auto import (
     Point,
     Search,
     beside,
-    between,
     calibrate,
     calibration_shapes,
     can_draft,
@@ -29,7 +28,7 @@ from heads.errors import UserError
 from heads.growth import grow
 from heads.lookup import Lookup, LookupConfig
 from heads.target.frozen import FrozenTarget
-from heads.tree import Proposal, TreeShape, parse_shape
+from heads.tree import Proposal, parse_shape
 
 PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""
@@ -67,12 +66,6 @@ def test_the_model_finds_the_depth_that_costs_and_acceptance_give(alpha: float) 
         cost = STEP * point.depth + PLAIN + NODE * point.nodes + FIXED
         assert point.round_ms == pytest.approx(1e3 * cost)
         assert point.speedup == pytest.approx(point.tokens * PLAIN / cost)
-
-
-def test_costs_lie_on_the_line_between_what_was_measured() -> None:
-    assert between(3, [(1, 10.0), (5, 30.0)]) == 20.0
-    assert between(3, [(1, 10.0), (3, 4.0), (3, 6.0), (5, 30.0)]) == 5.0
-    assert between(9, [(1, 10.0), (5, 30.0)]) == 30.0
 
 
 def point(tree: str, speedup: float) -> Point:
@@ -122,21 +115,20 @@ def test_a_failed_audit_or_a_winner_off_the_curve_ends_the_search() -> None:
     assert search.next_shapes() == [] and search.chosen == "static:2.2"
 
 
-def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head: Any) -> None:
+def test_only_what_a_head_drafts_is_probed(tiny_target: FrozenTarget, pair_head: Any, small_head: Any) -> None:
     texts = [str(shape) for shape in calibration_shapes(Lookup(LookupConfig()), tiny_target)]
     assert texts == ["chain:10", "chain:5", "chain:1"]
     texts = [str(shape) for shape in calibration_shapes(pair_head, tiny_target)]
     assert texts[3:] == ["tree:8x2x31", "tree:2x2x7", "tree:8x4x64", "tree:2x4x8", "tree:8x8x64", "tree:2x8x8"]
     texts = [str(shape) for shape in calibration_shapes(pair_head, tiny_target, "ratio")]
     assert texts == ["chain:10", "chain:5", "chain:1"], "no rule but match judges dynamic trees"
-
-    class Mute:
-        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> None:
-            raise UserError("never")
-
-    head: Any = Mute()
+    texts = [str(shape) for shape in calibration_shapes(small_head, tiny_target)]
+    assert texts == ["chain:2", "chain:1", "tree:2x2x7"]
+    small_head.deepest = 0
     with pytest.raises(UserError, match="drafts no chain"):
-        calibration_shapes(head, tiny_target)
+        calibration_shapes(small_head, tiny_target)
+    assert can_draft(pair_head, tiny_target, parse_shape("chain:3"), "match")
+    assert not can_draft(pair_head, tiny_target, parse_shape("tree:2x2x5"), "block")
 
 
 VOCAB, ROWS = 12, 16
@@ -211,15 +203,3 @@ def test_a_calibration_agrees_with_what_the_runtime_accepts(
         assert per_depth[-1] == pytest.approx(chained, abs=1e-5)
     if temperature == 0:
         assert calibrations[0].tokens(4, 5) > 1.2
-
-
-def test_what_a_head_refuses_is_not_tried(tiny_target: FrozenTarget, pair_head: Any) -> None:
-    class Short:
-        def new_state(self, shared: Any, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> None:
-            if shape.depth > 2:
-                raise UserError("too deep")
-
-    head: Any = Short()
-    assert can_draft(head, tiny_target, parse_shape("chain:2"), "match")
-    assert not can_draft(head, tiny_target, parse_shape("chain:3"), "match")
-    assert not can_draft(pair_head, tiny_target, parse_shape("tree:2x2x5"), "block")
