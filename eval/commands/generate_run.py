@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def compare(options: argparse.Namespace) -> int:
     prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
-    ways = (lambda prompt, count: run_engine(engine, prompt, count), lambda *given: run_generate(target, *given))
+    ways = partial(run_engine, engine), partial(run_generate, target)
     for way in ways:
         way(prompts[0], min(WARM_UP_TOKENS, options.max_new_tokens))
     seconds = [[0.0] * len(prompts) for _ in ways]

@@ -40,52 +40,32 @@ KINDS = {"chain": "draft", "tree": "verify"}
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one."""
-    setting = f"{results['tree']}, {sampling_text(results['temperature'])}"
+    setting = setting_text(results)
+    accepted = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
+    emitted = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
+    alpha = reached(results["alpha"])
     found = [
-        Chart(
-            "acceptance",
-            "Acceptance by depth",
-            f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting}).",
-            partial(draw_acceptance, alpha=reached(results["alpha"])),
-        ),
-        Chart(
-            "tokens",
-            "Tokens per round",
-            f"Share of rounds by the tokens they emitted, the target's own token included ({setting}).",
-            partial(draw_tokens, results=results),
-        ),
+        Chart("acceptance", "Acceptance by depth", accepted, partial(draw_acceptance, alpha=alpha)),
+        Chart("tokens", "Tokens per round", emitted, partial(draw_tokens, results=results)),
     ]
     if results["speedup"] is not None:
-        found.append(
-            Chart(
-                "round",
-                "Where a round's time goes",
-                "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
-                f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
-                f"{speedup_text(results)}.",
-                partial(draw_round, results=results),
-                height=2.4,
-            )
+        phases = (
+            "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
+            f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
+            f"{speedup_text(results)}."
         )
+        found.append(Chart("round", "Where a round's time goes", phases, partial(draw_round, results=results), 2.4))
         found.append(speedups("speedup", results["measurements"]))
     if (curves := depth_curves(results)) is not None:
         model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
-        found += [
-            Chart(
-                "depth",
-                "Speedup by depth",
-                f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals{model}. 1x is "
-                "plain decoding.",
-                partial(draw_depths, curves=curves),
-            ),
-            Chart(
-                "latency",
-                "Time between tokens",
-                "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
-                "line) reach. Dotted: the median of plain decoding.",
-                partial(draw_latency, curves=curves),
-            ),
-        ]
+        sampling = sampling_text(results["temperature"]).capitalize()
+        note = f"{sampling}: measured, with 95% intervals{model}. 1x is plain decoding."
+        found.append(Chart("depth", "Speedup by depth", note, partial(draw_depths, curves=curves)))
+        note = (
+            "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
+            "line) reach. Dotted: the median of plain decoding."
+        )
+        found.append(Chart("latency", "Time between tokens", note, partial(draw_latency, curves=curves)))
     return [*found, *training_charts(log)]
 
 
@@ -115,70 +95,51 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
 
 def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     """Return the charts of speedup and tau of the measurements in a comparison's table."""
-    tau = [row(m, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for m in shown]
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
-    found = [row_chart("compare-tau", "tau", note, tau, "accept")]
-    return [speedups("compare-speedup", shown), *found] if all(m["speedup"] for m in shown) else found
-
-
-@dataclass(frozen=True)
-class Row:
-    """A setting of a head and one figure with its interval."""
-
-    head: str
-    """Name of the head; empty if all rows are of one head."""
-    setting: str
-    value: float
-    interval: Sequence[float | None] | None
-    text: str
-
-    def label(self, room: int) -> str:
-        """Return the name of the row, with the head's name shortened to fit."""
-        left = room - len(self.setting) - 2
-        name = self.head
-        if len(name) > left:
-            half = max(left // 2, 3)
-            name = f"{name[:half]}…{name[1 - half :]}"
-        return f"{name}, {self.setting}" if name else self.setting
-
-
-def row(figures: Results, value: float, interval: Sequence[float | None] | None, text: str) -> Row:
-    """Return the row of a measurement."""
-    return Row(figures.get("head", ""), setting_text(figures), value, interval, text)
+    draw = partial(draw_rows, measured=shown, figure="tau", colour="accept")
+    tau = Chart("compare-tau", "tau", note, draw, rows_height(shown))
+    return [speedups("compare-speedup", shown), tau] if all(m["speedup"] for m in shown) else [tau]
 
 
 def speedups(name: str, measured: Sequence[Results]) -> Chart:
     """Return the chart of the speedup of each setting."""
-    rows = []
-    for m in measured:
-        speed = m["speedup"]
-        text = speedup_text(m) if is_disturbed(m) else f"{number(speed['measured'])}x"
-        rows.append(row(m, speed["measured"], speed["ci95"], text))
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
-    return row_chart(name, "Speedup", note, rows, "draft")
+    draw = partial(draw_rows, measured=measured, figure="speedup", colour="draft")
+    return Chart(name, "Speedup", note, draw, rows_height(measured))
 
 
-def row_chart(name: str, title: str, note: str, rows: Sequence[Row], colour: str) -> Chart:
-    """Return a chart of rows, as high as they need with their axis."""
-    return Chart(name, title, note, partial(draw_rows, rows=rows, colour=colour), 0.5 + ROW * len(rows))
+def rows_height(rows: Sequence[Results]) -> float:
+    """Return the height of a chart of rows, with its axis, in inches."""
+    return 0.5 + ROW * len(rows)
 
 
-def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str) -> None:
-    """Draw each value as a dot on its interval, with its name and its figure above."""
+def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: str) -> None:
+    """Draw `tau` or `speedup` of each setting as a dot on its interval, with its name and its figure above."""
     axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
     across = axes.get_yaxis_transform()
-    for n, row in enumerate(rows):
-        low, high = shared(row.value, row.interval)
+    for n, m in enumerate(measured):
+        value = m["tau"]["mean"] if figure == "tau" else m["speedup"]["measured"]
+        text = number(value) if figure == "tau" else speedup_text(m) if is_disturbed(m) else f"{number(value)}x"
+        low, high = shared(value, m[figure]["ci95"])
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
-        axes.plot(row.value, n, "o", color=COLOURS[colour], ms=7)
+        axes.plot(value, n, "o", color=COLOURS[colour], ms=7)
         look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
-        axes.text(0, n - GAP, row.label(LETTERS - len(row.text)), color=COLOURS["soft"], **look)
-        axes.text(1, n - GAP, row.text, ha="right", fontweight="bold", **look)
-    axes.set_ylim(len(rows) - 0.6, -0.85)
+        axes.text(0, n - GAP, row_name(m, LETTERS - len(text)), color=COLOURS["soft"], **look)
+        axes.text(1, n - GAP, text, ha="right", fontweight="bold", **look)
+    axes.set_ylim(len(measured) - 0.6, -0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+
+
+def row_name(figures: Results, room: int) -> str:
+    """Return the name of a row: the setting, after the head's name, shortened to fit, if there are several."""
+    setting, name = setting_text(figures), figures.get("head", "")
+    if len(name) > room - len(setting) - 2:
+        half = max((room - len(setting) - 2) // 2, 3)
+        name = f"{name[:half]}…{name[1 - half :]}"
+    return f"{name}, {setting}" if name else setting
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
