@@ -68,8 +68,7 @@ def measure(options: argparse.Namespace) -> int:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
     optimizer.step()
-    value = float(loss.detach())
-    seconds = time.perf_counter() - started
+    value, seconds = float(loss.detach()), time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else read_status("VmHWM")
     print(json.dumps({"loss": value, "step_bytes": peak - before, "process_bytes": peak, "seconds": seconds}))
     return 0

@@ -47,9 +47,7 @@ def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.r
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
         return subprocess.run(command, env=environment("online")).returncode
     settings = sweep.settings(options.count, options.seed)
-    places = [
-        place_of(sweep, setting, parse) for setting in settings
-    ]  # every setting is refused before any is measured
+    places = [place_of(sweep, setting, parse) for setting in settings]  # a setting is refused before any is measured
     out = options.out or Path("runs") / f"sweep-{sweep.path.stem}"
     check_folder(out, "--out")
     rows: list[Row] = []
@@ -115,15 +113,8 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) 
         status = 2 if status == 2 else 1
     else:
         status, error = 1, "left no results.json"
-    return {
-        "setting": setting,
-        "figures": figures,
-        "identical": identical,
-        "status": status,
-        "error": error,
-        "busy": results and busy_warning(results["measurements"]),
-        "folder": folder.name,
-    }
+    row: Row = {"setting": setting, "figures": figures, "identical": identical, "status": status, "error": error}
+    return {**row, "busy": results and busy_warning(results["measurements"]), "folder": folder.name}
 
 
 def found(file: Path) -> Results | None:

@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.benchmark.results import Results
 from eval.reporting import format
-from eval.reporting.format import LOCAL_MODEL
+from eval.reporting.format import BRACKETS, LOCAL_MODEL
 from heads.errors import UserError
 from heads.target.hub import is_hub_id, repo_and_revision
 
@@ -77,7 +77,7 @@ def card_section(results: Results) -> str:
         "",
         *(line for warning in format.warnings(results) for line in (f"Note: {format.as_markdown(warning)}.", "")),
         "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
-        "same prompts, in turns with the speculative runs. Brackets are 95% bootstrap intervals over prompts.",
+        f"same prompts, in turns with the speculative runs. {BRACKETS}",
         "",
         "![Acceptance by depth](plots/acceptance.png)",
     ]

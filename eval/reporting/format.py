@@ -17,7 +17,8 @@ FEW = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
-TURNS = "Plain decoding and all heads took turns on the same prompts."
+BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
+TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
 
 
 def number(value: float | None, digits: int = 2) -> str:

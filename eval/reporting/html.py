@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from eval.benchmark.results import Results
 from eval.reporting import format
 from eval.reporting.drawing import COLOURS, Chart, inline_svg
-from eval.reporting.format import NOT_RELIABLE, TURNS
+from eval.reporting.format import BRACKETS, NOT_RELIABLE, TURNS
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 DARK = {
@@ -28,7 +28,6 @@ DARK = {
 }
 """The colours of charts on a dark page."""
 MOST_DIVERGENCES = 20
-BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
 Facts = list[tuple[str, Any]]
 
 
@@ -160,7 +159,7 @@ def comparison_table(results: Results) -> Table:
         name = f"{m['head']}, {format.setting_text(m)}"
         rows.append([name, format.speedup_text(m), format.tau_text(m), format.accepted_text(m), format.exact_cell(m)])
     columns = ["head and draft", "speedup", "tau", "accepted by depth", "identical"]
-    return Table("Heads and drafts", [f"{TURNS} {BRACKETS}"], columns, rows)
+    return Table("Heads and drafts", [TURNS], columns, rows)
 
 
 def sample_rounds(sample: Results) -> Results:

@@ -183,6 +183,6 @@ def markdown(results: Results) -> str:
         "",
         *(f"* {format.as_markdown(line)}" for line in format.warnings(results)),
         "",
-        f"{format.audit_line(results)}. {TURNS} Brackets are 95% bootstrap intervals over prompts.",
+        f"{format.audit_line(results)}. {TURNS}",
     ]
     return "\n".join(lines) + "\n"
