@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
@@ -106,9 +105,15 @@ def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
     assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
     if np.count_nonzero(sums[1]) < 2:
         return None
-    drawn = drawn_units(size)
+    drawn = np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))  # units of each draw, always the same
     gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
-    return _quantiles((gains * other_costs)[costs * other_gains > 0] / (costs * other_gains)[costs * other_gains > 0])
+    below = costs * other_gains
+    ratios = (gains * other_costs)[below > 0] / below[below > 0]
+    if not ratios.size:
+        return None
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(ratios, [outside, 1 - outside])
+    return (float(low), float(high))
 
 
 def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float) -> float:
@@ -147,26 +152,8 @@ def loop_share(generations: Sequence[Sequence[int]]) -> float:
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
     """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
-    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
-    if np.count_nonzero(bottom) < 2:
-        return None
-    drawn = drawn_units(top.size)
-    sums = bottom[drawn].sum(axis=1)
-    return _quantiles(top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0])
-
-
-def drawn_units(size: int) -> NDArray[np.int64]:
-    """(draws, size): which of `size` units each draw of a bootstrap has; always the same."""
-    return np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))
-
-
-def _quantiles(ratios: NDArray[np.float64]) -> Interval | None:
-    if not ratios.size:
-        return None
-    outside = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(ratios, [outside, 1 - outside])
-    return (float(low), float(high))
+    ones = [1.0] * len(numerators)
+    return rate_ratio_interval((numerators, denominators), (ones, ones))
 
 
 def _ratio(numerator: float, denominator: float) -> float:
