@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ def test_what_is_no_number_becomes_null(tmp_path: Path) -> None:
     write_results({"schema_version": 1, "tau": (math.nan, 1.5), "out": Path("x")}, path)
     assert json.loads(path.read_text()) == {"schema_version": 1, "tau": [None, 1.5], "out": "x"}
     assert [file.name for file in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_results({"old": 1}, path)
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UserError, match="could not be written"):
+            write_results({"new": "x" * 100}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 99}', "{"])
