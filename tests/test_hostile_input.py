@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from eval.benchmark.messages import apply_template
 from eval.benchmark.prompts import held_out_prompts, suite_records
-from eval.benchmark.records import read_records
+from eval.benchmark.records import apply_template, read_records
 from eval.command import exit_status
 from eval.files import check_file, is_full_disk
 from eval.runtime.sampling import Sampling

@@ -20,8 +20,7 @@ import pytest
 import torch
 import yaml
 
-from eval.benchmark.messages import read_messages
-from eval.benchmark.records import read_records
+from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
