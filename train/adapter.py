@@ -16,7 +16,7 @@ Letters: B batch, T tokens, D hidden, V vocabulary, K depth, R labels.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
 from train.launch import SHARDED
 from train.recipe import Adapter
+from train.trained import Part, Trained
 
 
 class TargetAdapter(nn.Module):
@@ -89,25 +90,34 @@ class TargetAdapter(nn.Module):
         }
 
 
-class Joint(nn.Module):
+class Joint(Trained):
     """A head and its target's adapter as what the loop trains.
 
     Its last depth is no depth: there the loss is the adapted target's divergence from the target as it was, and its
     metrics give their agreement.
     """
 
-    def __init__(self, head: nn.Module, adapter: TargetAdapter) -> None:
-        super().__init__()
-        self.head, self.adapter = head, adapter
+    def __init__(self, head: nn.Module, target: FrozenTarget, settings: Adapter, seed: int) -> None:
+        """Put an adapter into the target, which changes nothing until it is trained."""
+        super().__init__(head)
+        torch.manual_seed(seed)
+        self.adapter = TargetAdapter(target, settings)
+        self.write_adapter = self.adapter.save
         self.begun = False
 
     @property
-    def drafts(self) -> DraftHead:
-        return cast(DraftHead, self.head)
+    def stored(self) -> nn.Module:
+        return self
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.drafts.aux_layer_ids
+    def parts(self) -> list[Part]:
+        settings = self.adapter.settings
+        return [
+            Part(self.head, rates={"lr_multiple": settings.head_lr_multiple}),
+            Part(self.adapter, by_muon=False, rates={"lr_from": settings.first_step}),
+        ]
+
+    def original_target(self) -> AbstractContextManager[None]:
+        return self.adapter.off()
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
@@ -176,12 +186,6 @@ def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead, acce
         raise UserError(f"target.adapter: needs whole weights; leave target.quantize={target.quantize} out")
     if not linear_layers(target.model, target.head, settings.modules, "target.adapter.modules", target.name):
         raise UserError(f"target.adapter: {target.name} has no linear layer to adapt; leave it out")
-
-
-def make_adapter(target: FrozenTarget, settings: Adapter, seed: int) -> TargetAdapter:
-    """Put an adapter into the target, which changes nothing until it is trained."""
-    torch.manual_seed(seed)
-    return TargetAdapter(target, settings)
 
 
 def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:

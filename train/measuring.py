@@ -110,13 +110,7 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
 
     prompts = load(settings.num_prompts)
     others = load(report.num_prompts) if report.num_prompts and settings.prompts != HELD_OUT_SUITE else []
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        seed=settings.seed,
-    )
+    sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
     longest = max(len(prompt.ids) for prompt in (*prompts, *others))
     if longest > room:
         raise UserError(

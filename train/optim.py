@@ -1,46 +1,38 @@
 """AdamW, or Muon with it, and learning rates as pure functions of the step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from train.adapter import Joint
 from train.recipe import Train
+from train.trained import Part
 
 
-def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def make_optimizer(
+    parts: Sequence[Part], settings: Train, products: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
-    with a head has groups of its own, with the entries by which `set_lr` changes the rate.
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
     """
-    muon = settings.optimizer == "muon"
-    if isinstance(head, Joint):
-        adapter = head.adapter.settings
-        inner, outer = _groups(head.head, settings.weight_decay, muon, lr_multiple=adapter.head_lr_multiple)
-        outer += _groups(head.adapter, settings.weight_decay, False, lr_from=adapter.first_step)[1]
-    else:
-        inner, outer = _groups(head, settings.weight_decay, muon)
+    inner: list[dict[str, Any]] = []
+    outer: list[dict[str, Any]] = []
+    for part in parts:
+        muon = part.by_muon and settings.optimizer == "muon"
+        trained = [(name, p, muon and p.dim() == 2 and not _is_end(name)) for name, p in part.module.named_parameters()]
+        trained = [row for row in trained if row[1].requires_grad]
+        rest = [p for _, p, is_inner in trained if not is_inner]
+        inner.append({"params": [p for _, p, is_inner in trained if is_inner], **part.rates})
+        outer.append({"params": [p for p in rest if p.dim() >= 2], "weight_decay": settings.weight_decay, **part.rates})
+        outer.append({"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, **part.rates})
+    inner, outer = ([group for group in groups if group["params"]] for groups in (inner, outer))
     adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
     if settings.optimizer == "adamw":
         return adamw
     return Paired(Muon(inner, lr=settings.lr, weight_decay=settings.weight_decay, products=products), adamw)
-
-
-def _groups(
-    module: nn.Module, weight_decay: float, muon: bool, **extra: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Muon's groups, if it is wanted, and AdamW's; each says `extra` too."""
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    inner = [p for name, p in trained if muon and p.dim() == 2 and not _is_end(name)]
-    outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
-    groups = [
-        {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay, **extra},
-        {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0, **extra},
-    ]
-    return [{"params": inner, **extra}] if inner else [], [group for group in groups if group["params"]]
 
 
 def _is_end(name: str) -> bool:

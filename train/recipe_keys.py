@@ -1,23 +1,18 @@
 """Every key that a recipe may have, with type, default and meaning: the tables of recipes/README.md.
 
-The schema is the source: pydantic settings, and the Config dataclass of each kind of head. The docstring under a field
-is its meaning.
+The schema is the source, and the docstring under a field is its meaning.
 """
 
-import ast
-import inspect
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from heads.registry import HEADS
 from train.recipe import Recipe
 from train.target_recipe import TargetRecipe
 from train.usage import HEADING, RECIPE_PART, TARGET_PART, find_part
@@ -47,26 +42,10 @@ class Section:
     keys: list[Key]
 
 
-def recipe_sections() -> list[Section]:
-    """The tables of a training recipe; `head` has one for each kind."""
-    sections = []
-    for section in model_sections(Recipe):
-        sections.append(section)
-        if section.title == "`target.adapter`":
-            sections += [made for kind in HEADS for made in head_sections(kind)]
-    return sections
-
-
-def head_sections(kind: str) -> list[Section]:
-    """The tables of one kind of head."""
-    about = f"The settings of a head of kind `{kind}`."
-    first, *inner = dataclass_sections(HEADS[kind].Settings, "head", kind, about)
-    first.keys.insert(0, Key("head.kind", f"`{kind}`", "required", "The method."))
-    return [first, *inner]
-
-
-def model_sections(model: type[BaseModel], prefix: str = "", title: str = "Top level") -> Iterator[Section]:
-    """The table of a section of settings, then those of the sections in it."""
+def model_sections(
+    model: type[BaseModel], prefix: str = "", title: str = "Top level", called: str = ""
+) -> Iterator[Section]:
+    """The table of a section of settings, then those of the sections in it. `called`: the kind that they belong to."""
     keys: list[Key] = []
     inner: list[tuple[type[BaseModel], str, str]] = []
     for name, field in model.model_fields.items():
@@ -78,22 +57,8 @@ def model_sections(model: type[BaseModel], prefix: str = "", title: str = "Top l
     yield Section(title, said(model.__doc__), keys)
     for part, start, key in inner:
         kind = part.model_fields.get("kind")
-        called = "" if kind is None else f", kind `{get_args(kind.annotation)[0]}`"
-        yield from model_sections(part, start, f"`{key}`{called}")
-
-
-def dataclass_sections(settings: type[Any], at: str, kind: str, about: str) -> list[Section]:
-    """The table of a dataclass's fields, which stand at the key `at`, and those of the dataclasses in it."""
-    hints, meanings = get_type_hints(settings, include_extras=True), field_docstrings(settings)
-    keys: list[Key] = []
-    inner: list[Section] = []
-    for field in fields(settings):
-        hint, key = hints[field.name], f"{at}.{field.name}"
-        keys.append(Key(key, type_text(hint), value_text(field.default), said(meanings.get(field.name))))
-        for part in (option for option in (hint, *get_args(hint)) if is_dataclass(option)):
-            assert isinstance(part, type)
-            inner += dataclass_sections(part, key, kind, said(part.__doc__))
-    return [Section(f"`{at}`, kind `{kind}`", about, keys), *inner]
+        whose = called if kind is None else f", kind `{get_args(kind.annotation)[0]}`"
+        yield from model_sections(part, start, f"`{key}`{whose}", whose)
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -123,7 +88,7 @@ def type_text(annotation: Any, constraints: Sequence[Any] = (), *, plural: bool 
         sizes &= {extra.max_length for extra in constraints if isinstance(extra, MaxLen)}
         count = "".join(f"{size} " for size in sizes)
         return f"list of {count}{type_text(arguments[0], plural=True)}"
-    if is_dataclass(annotation) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "sections" if plural else "section"
     name = NAMES[origin or annotation] + ("s" if plural else "")
     bounds = (bound for extra in constraints if (bound := bound_text(extra)))
@@ -149,19 +114,6 @@ def value_text(value: Any) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def field_docstrings(config: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__[:-1]):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
-
-
 def said(docstring: str | None) -> str:
     """A docstring as one line."""
     return " ".join((docstring or "").split())
@@ -182,7 +134,7 @@ def markdown(sections: Iterable[Section]) -> str:
 
 def with_tables(page: str) -> str:
     """The page with its generated parts made anew."""
-    for name, sections in ((RECIPE_PART, recipe_sections()), (TARGET_PART, model_sections(TargetRecipe))):
+    for name, recipe in ((RECIPE_PART, Recipe), (TARGET_PART, TargetRecipe)):
         part = find_part(page, name)
-        page = page[: part.start()] + markdown(sections) + page[part.end() :]
+        page = page[: part.start()] + markdown(model_sections(recipe)) + page[part.end() :]
     return page

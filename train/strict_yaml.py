@@ -8,12 +8,32 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from eval.files import read_given
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError, shown
 
 Key = tuple[str | int, ...]
+
+
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("holds characters that cannot be printed; name another")
+    return name
+
+
+MOST = 2**31
+"""No count, step or id is this large: below it no product of two of them overflows."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(BaseModel):

@@ -4,9 +4,10 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from eval.files import write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -14,10 +15,36 @@ from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.data.packing import Document
-from train.recipe import Regenerate
+from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Progress = Callable[[int, int, int], None]
 """(answers so far, answers wanted, tokens so far)."""
+
+
+class Answers(Settings):
+    """Prompts from the sources, and how the runtime has them answered."""
+
+    prompts: Annotated[int, Field(ge=1, le=10**8)]
+    """Number of prompts to take from the sources. The sources must hold as many."""
+    prompt_tokens: Count = 512
+    """Most tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left out."""
+    new_tokens: Count = 256
+    """Most tokens of an answer."""
+    batch_size: Count = 8
+    """Prompts answered together."""
+    seed: Seed = 0
+    """Seed of the sampling."""
+    train_on_prompts: bool = False
+    """Take the tokens of the prompts as labels too."""
+
+
+class Regenerate(Answers):
+    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text."""
+
+    temperature: Temperature = 0.0
+    """Sampling temperature of the answers; 0 is greedy."""
+    share: Share = 1.0
+    """Share of the training rows that are answers. The rest are the sources as they are."""
 
 
 def make_answers(
@@ -30,6 +57,7 @@ def make_answers(
     num_processes: int = 1,
     wait: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, tokens: None,
+    open_engine: Callable[..., Engine] = Engine,
 ) -> list[list[int]]:
     """The target's answer to each prompt. Every process answers its share; all of them return all the answers.
 
@@ -39,9 +67,12 @@ def make_answers(
     whole = folder / f"answers-{key}.jsonl"
     if not whole.is_file():
         parts = [folder / f"answers-{key}.{n}-of-{num_processes}.part" for n in range(num_processes)]
-        _answer_share(
-            target, prompts[process::num_processes], settings, parts[process], process, num_processes, progress
-        )
+        share = prompts[process::num_processes]
+        seeds = range(settings.seed + process, settings.seed + len(prompts), num_processes)
+        if (done := _repair_part(parts[process])) < len(share):
+            longest = max(map(len, share)) + settings.new_tokens + 1
+            engine = open_engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=longest))
+            _answer_share(engine, share, seeds, settings, parts[process], done, progress)
         wait()
         if process == 0:
             shares = [read_answers(part) for part in parts]
@@ -79,41 +110,28 @@ def answers_key(target: FrozenTarget, prompts: Sequence[list[int]], settings: Re
 
 
 def _answer_share(
-    target: FrozenTarget,
+    engine: Engine,
     prompts: Sequence[list[int]],
+    seeds: Sequence[int],
     settings: Regenerate,
     part: Path,
-    process: int,
-    num_processes: int,
+    done: int,
     progress: Progress,
 ) -> None:
-    done = _repair_part(part)
-    if done >= len(prompts):
-        return
-    engine = Engine(
-        target,
-        None,
-        EngineOptions(batch_size=settings.batch_size, max_length=max(map(len, prompts)) + settings.new_tokens + 1),
-    )
-    chunk = 8 * settings.batch_size
-    tokens = 0
+    """Append the answers to the prompts after the first `done`, a few batches at a time."""
+    chunk, tokens = 8 * settings.batch_size, 0
     with part.open("a", encoding="utf-8") as file:
         for start in range(done, len(prompts), chunk):
+            end = min(start + chunk, len(prompts))
             requests = [
-                Request(
-                    prompt=prompts[n],
-                    max_new_tokens=settings.new_tokens,
-                    sampling=Sampling(
-                        temperature=settings.temperature, seed=settings.seed + n * num_processes + process
-                    ),
-                )
-                for n in range(start, min(start + chunk, len(prompts)))
+                Request(prompts[n], settings.new_tokens, Sampling(temperature=settings.temperature, seed=seeds[n]))
+                for n in range(start, end)
             ]
             for output in engine.generate(requests):
                 file.write(json.dumps(output.tokens) + "\n")
                 tokens += len(output.tokens)
             file.flush()
-            progress(min(start + chunk, len(prompts)), len(prompts), tokens)
+            progress(end, len(prompts), tokens)
 
 
 def _repair_part(part: Path) -> int:
