@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE
 from eval.command import AUTO
-from eval.files import is_file
 from eval.runtime.rules import check_rule
 from heads.base import HEAD_TREE
 from heads.errors import UserError
@@ -257,7 +256,7 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     for n, source in enumerate(recipe.data.sources):
         if source.weight is None or len(recipe.data.sources) == 1:
             useless["data", "sources", n, "weight"] = "with one source"
-        if isinstance(source, RecordSource) and is_file(source.path):
+        if isinstance(source, RecordSource) and source.is_local:
             useless["data", "sources", n, "split"] = "on a file, which has no splits"
     return useless
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.corpus import read_split
 from eval.benchmark.messages import Message, RecordError, read_messages, read_text, read_tools
 from eval.benchmark.records import read_records
-from eval.files import read_given
+from eval.files import is_file, read_given
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 from train.data.packing import Document
@@ -94,6 +94,11 @@ class RecordSource(Settings):
 
     def __str__(self) -> str:
         return self.path
+
+    @property
+    def is_local(self) -> bool:
+        """True for a file, False for a data set on the Hub."""
+        return is_file(self.path)
 
 
 class TextSource(Texts, RecordSource):
