@@ -121,7 +121,7 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
     [
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
         (["train.max_stps=3"], "unknown key; did you mean 'max_steps'?"),
-        (["head.dept=3"], "unknown key for head kind eagle3; did you mean 'depth'?"),
+        (["head.dept=3"], "head.dept: unknown key; did you mean 'depth'?"),
         (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
         (["train.lr=.nan"], "train.lr: should be a finite number"),
         (["eval.top_k=5"], "eval.top_k: has no effect at eval.temperature 0"),

@@ -1,6 +1,5 @@
 """Targets of every attention form: a head trains on each through the one loop, and its output is the target's own."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,7 @@ from heads.checkpoint import check_fits, load_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.target.quantization import weight_bytes
 from heads.tree import Proposal, parse_shape
-from train.loop import fit
-from train.recipe import load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
+from tests.runs import Settings, WriteRecipe, lines, train
 
 BASE: dict[str, Any] = dict(
     vocab_size=128,
@@ -182,16 +177,14 @@ def test_a_head_trains_on_a_quantised_target(
 
 def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The folder of a run whose head learnt and whose drafts changed nothing."""
-    outcome = fit(load_recipe(write_recipe(settings)))
-    outcome.folder.unlock()
-    records = [json.loads(line) for line in (outcome.folder.path / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    recipe, target, _ = train(write_recipe(settings))
+    folder = Path(recipe.output_dir)
+    losses = [line["loss"] for line in lines(folder, "train")]
     assert losses[-1] < losses[0], losses
-    target = outcome.target
-    check_fits(outcome.folder.path, target)
-    drafted = audit(target, load_head(outcome.folder.path), encode(settings["target"]["path"]))
+    check_fits(folder, target)
+    drafted = audit(target, load_head(folder), encode(settings["target"]["path"]))
     assert drafted > 0, "an audit in which nothing drafted came out proves little"
-    return outcome.folder.path
+    return folder
 
 
 @pytest.mark.parametrize("form", WITH_EXPERTS)

@@ -1,9 +1,7 @@
 """Medusa trained on a tiny target: what is saved drafts, and every output is the target's own."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,8 @@ from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.frozen import load_target
 from heads.tree import ROOT_ONLY
+from tests.runs import Settings, WriteRecipe, lines, train_in
 from train.entry import attempt
-from train.loop import fit
-from train.recipe import load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
 
 
 @pytest.fixture
@@ -89,9 +83,7 @@ def test_tau_by_the_training_step_is_the_runtimes(small: Settings, write_recipe:
     small["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 8, "new_tokens": 40}
     small["train"] |= {"lr": 0.02, "max_steps": 60, "log_every": 30, "checkpoint_every": 60}
     small["eval"] |= {"tree": "chain:3", "max_new_tokens": 48, "report": {}}
-    fit(load_recipe(write_recipe(small))).folder.unlock()
-    lines = (Path(small["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-    measured = next(line for line in map(json.loads, lines) if line["kind"] == "eval")
+    (measured,) = lines(train_in(small, write_recipe), "eval")
     assert measured["tau"] > 1.05  # or nothing was drafted rightly
     assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=1e-6)
 
@@ -100,7 +92,7 @@ def test_a_tree_of_its_own_is_asked_of_heads_that_grow_one(small: Settings, writ
     small["head"]["tree_nodes"] = 0
     small["eval"]["tree"] = "chain:3"
     with pytest.raises(UserError, match="grow no static tree"):
-        fit(load_recipe(write_recipe(small)))
+        train_in(small, write_recipe)
 
 
 def test_the_same_weights_give_the_same_head(small: Settings, write_recipe: WriteRecipe) -> None:

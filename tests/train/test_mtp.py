@@ -1,9 +1,7 @@
 """Whole runs of multi-token prediction: from scratch and from a checkpoint's own modules, audited at their end."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +14,8 @@ from heads.target.frozen import load_target
 from heads.tree import parse_shape
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import write_native
+from tests.runs import Settings, WriteRecipe, the_error
 from train.entry import attempt
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
 
 
 @pytest.fixture
@@ -78,8 +74,7 @@ def test_a_checkpoint_without_its_modules_ends_at_once(
 ) -> None:
     small["head"] = {"kind": "mtp", "native": True}
     assert attempt("mtp", [str(write_recipe(small))]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "holds no module of multi-token prediction" in errors[0]
+    assert "holds no module of multi-token prediction" in the_error(capsys)
     assert not (Path(small["output_dir"]) / "head").exists()
 
 
