@@ -21,18 +21,21 @@ def make_optimizer(
     inner: list[dict[str, Any]] = []
     outer: list[dict[str, Any]] = []
     for part in parts:
-        muon = part.by_muon and settings.optimizer == "muon"
-        trained = [(name, p, muon and p.dim() == 2 and not _is_end(name)) for name, p in part.module.named_parameters()]
-        trained = [row for row in trained if row[1].requires_grad]
-        rest = [p for _, p, is_inner in trained if not is_inner]
-        inner.append({"params": [p for _, p, is_inner in trained if is_inner], **part.rates})
-        outer.append({"params": [p for p in rest if p.dim() >= 2], "weight_decay": settings.weight_decay, **part.rates})
-        outer.append({"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, **part.rates})
+        trained = [(name, p) for name, p in part.module.named_parameters() if p.requires_grad]
+        muon = [
+            p
+            for name, p in trained
+            if part.by_muon and settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name)
+        ]
+        others = [p for _, p in trained if not any(p is matrix for matrix in muon)]
+        adamw = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
+        inner.append({"params": muon, "lr": settings.lr, "weight_decay": settings.weight_decay, **part.rates})
+        outer.append({"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay, **adamw})
+        outer.append({"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, **adamw})
     inner, outer = ([group for group in groups if group["params"]] for groups in (inner, outer))
-    adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
     if settings.optimizer == "adamw":
-        return adamw
-    return Paired(Muon(inner, lr=settings.lr, weight_decay=settings.weight_decay, products=products), adamw)
+        return torch.optim.AdamW(outer)
+    return Paired(Muon(inner, products=products), torch.optim.AdamW(outer))
 
 
 def _is_end(name: str) -> bool:
@@ -47,16 +50,9 @@ class Muon(torch.optim.Optimizer):
     dtype of the iterations' products is an argument. They need no more than bfloat16, but some processors emulate it.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        products: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, params: Any, *, momentum: float = 0.95, products: torch.dtype = torch.float32) -> None:
+        """`params`: groups, each with its `lr` and `weight_decay`."""
+        super().__init__(params, {"momentum": momentum})
         self.products = products
 
     @torch.no_grad()

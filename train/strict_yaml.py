@@ -207,7 +207,7 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
         return source.line(key, _unknown(source, model, key))
     if kind == "missing":
         return source.line(key, "is missing; give it a value")
-    if kind == "union_tag_not_found":
+    if kind == "union_tag_not_found" or (kind == "union_tag_invalid" and error["input"]["kind"] is None):
         kinds = [kind for section in _sections(model, source.tree, key) for kind in _kinds(section)]
         return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
     if kind == "union_tag_invalid":
@@ -237,14 +237,11 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
     found = [model]
     for part in key:
         tree = tree[part]
-        if isinstance(part, int):
-            continue
-        field = found[0].model_fields.get(part)
-        found = list(_models_in(field.annotation)) if field else []
-        if not found:
-            return []
-    if isinstance(tree, dict) and "kind" in tree:
-        found.sort(key=lambda section: tree["kind"] not in _kinds(section))
+        if isinstance(part, str):
+            field = found[0].model_fields.get(part) if found else None
+            found = list(_models_in(field.annotation)) if field else []
+        if isinstance(tree, dict) and "kind" in tree:
+            found.sort(key=lambda section: tree["kind"] not in _kinds(section))
     return found
 
 

@@ -38,7 +38,7 @@ def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> No
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(weight) for weight in torch.randn(1, *shape).repeat(2, 1, 1))
     library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    pair = Muon([ours], lr=0.1, weight_decay=0.1, products=torch.bfloat16), library
+    pair = Muon([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}], products=torch.bfloat16), library
     for _ in range(3):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()

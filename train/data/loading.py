@@ -127,10 +127,11 @@ def load_data(
     if regenerate is not None:
         unsaid = say if kept == 0 else silent  # the records left out of sources that are rows too are said already
         prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", unsaid)
+        requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(
             target,
-            prompts,
-            regenerate,
+            requests,
+            regenerate.batch_size,
             folder,
             process=accelerator.process_index,
             num_processes=accelerator.num_processes,

@@ -12,7 +12,6 @@ from typing import Annotated
 from pydantic import Field
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling import Sampling
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -55,11 +54,7 @@ class Samples:
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
         return [
-            Request(
-                self.prompts[n % len(self.prompts)],
-                settings.new_tokens,
-                Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n),
-            )
+            settings.request(self.prompts[n % len(self.prompts)], SEED_STRIDE * renewal + n)
             for n in range(first, first + settings.samples)
         ]
 

@@ -31,7 +31,8 @@ def regenerate(arguments: Sequence[str]) -> int:
             "data.regenerate",
             say,
         )
-        answers = make_answers(target, prompts, settings, folder, progress=run.tracker.answering)
+        requests = [settings.request(prompt, n) for n, prompt in enumerate(prompts)]
+        answers = make_answers(target, requests, settings.batch_size, folder, progress=run.tracker.answering)
         records = [
             {"text": tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
             for prompt, answer in zip(prompts, answers, strict=True)
