@@ -1,7 +1,8 @@
 """Training runs of small recipes, and what they leave."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.base import shape_for
+from heads.target.frozen import FrozenTarget
 from train.loop import Outcome, fit
 from train.opening import open_run
 from train.recipe import load_recipe
@@ -51,3 +55,25 @@ def the_error(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of error that was printed."""
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
+
+
+def audit(
+    target: FrozenTarget,
+    head: Any,
+    requests: list[Request],
+    trees: Sequence[str],
+    *,
+    batch_sizes: Sequence[int] = (1, 8),
+    max_length: int = 64,
+    adaptive: Sequence[bool] = (False,),
+) -> None:
+    """Decode with drafts of each tree: every output is plain decoding's, and some drafted tokens came out."""
+    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=max_length)).generate(requests)]
+    drafted = 0
+    for batch_size, tree, adapts in product(batch_sizes, trees, adaptive):
+        shape = shape_for(tree, head)
+        options = EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length, adaptive=adapts)
+        outputs = Engine(target, head, options).generate(requests)
+        assert [output.tokens for output in outputs] == plain, (tree, batch_size)
+        drafted += sum(sum(output.accepted) for output in outputs)
+    assert drafted > 0, "an audit in which nothing drafted came out proves little"

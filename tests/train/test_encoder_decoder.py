@@ -10,14 +10,13 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from eval.benchmark.opening import load_pair
 from eval.benchmark.prompts import load_prompts
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.encoder_decoder import give_template
 from heads.target.frozen import load_tokenizer
-from heads.tree import parse_shape
-from tests.runs import Settings, WriteRecipe, lines, train
+from tests.runs import Settings, WriteRecipe, audit, lines, train
 from train.data.chats import encode_chat
 
 WORDS = ["the sea", "ten birds in the den", "a stone", "trees on the sand", "there it is", "read on", "so", "no end"]
@@ -84,15 +83,7 @@ def test_a_head_learns_and_its_output_is_the_targets_own(
     requests = [
         Request(prompt.ids, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
     ]
-    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=128)).generate(requests)]
-    drafted = 0
-    for batch_size in (1, 8):
-        for text in ("chain:3", "tree:3x4x12"):
-            engine = Engine(target, kept, EngineOptions(shape=parse_shape(text), batch_size=batch_size, max_length=128))
-            outputs = engine.generate(requests)
-            assert [output.tokens for output in outputs] == plain, (text, batch_size)
-            drafted += sum(sum(output.accepted) for output in outputs)
-    assert drafted > 0
+    audit(target, kept, requests, ("chain:3", "tree:3x4x12"), max_length=128)
 
 
 def test_a_question_and_its_answer_are_one_sequence(tmp_path: Path, tiny_target_dir: Path) -> None:
