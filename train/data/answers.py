@@ -113,10 +113,10 @@ def answer_documents(
 
 def answers_key(target: FrozenTarget, requests: Sequence[Request]) -> str:
     """A hash of all that the answers depend on: the target, the prompts and the sampling, but not the batch size."""
-    first = requests[0]
-    drawn: dict[str, Any] = {"new_tokens": first.max_new_tokens, "temperature": first.sampling.temperature}
-    if first.sampling.temperature > 0:
-        drawn["seed"] = first.sampling.seed
+    sampling = requests[0].sampling
+    drawn: dict[str, Any] = {"new_tokens": requests[0].max_new_tokens, "temperature": sampling.temperature}
+    if sampling.temperature > 0:
+        drawn["seed"] = sampling.seed
     text = json.dumps([target.fingerprint, str(target.dtype), drawn, [request.prompt for request in requests]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

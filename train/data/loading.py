@@ -125,8 +125,8 @@ def load_data(
             add(documents, source.weight, f"data.sources.{number}")
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        unsaid = say if kept == 0 else silent  # the records left out of sources that are rows too are said already
-        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", unsaid)
+        # Of sources that are rows too, the records left out are said already.
+        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", silent if pools else say)
         requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(
             target,

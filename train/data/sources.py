@@ -168,7 +168,7 @@ class Conversations:
             self.total += 1
             try:
                 messages, tools = read_messages(record), read_tools(record)
-                found = encode(self.tokenizer, messages, place=record[0], template=self.template, tools=tools)
+                found = encode(self.tokenizer, messages, place=record[0], chat_template=self.template, tools=tools)
             except RecordError as error:
                 self.left_out[error.reason] += 1
                 self.first = self.first or error

@@ -43,7 +43,7 @@ def marked(
 ) -> list[str]:
     """Each document's text with its labels in brackets."""
     out = []
-    for document in encode_chat(tokenizer, messages, template=template):
+    for document in encode_chat(tokenizer, messages, chat_template=template):
         text, inside = "", False
         for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
             text += "[" * (label and not inside) + "]" * (inside and not label) + str(tokenizer.decode([token]))
@@ -77,12 +77,12 @@ def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(toke
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
-        encode_chat(tokenizer, TALK[1:3], place="f:3", template=REWRITING)
+        encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=REWRITING)
 
 
 def test_what_a_template_raises_is_given_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
-        encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
+        encode_chat(tokenizer, TALK[:3], place="f:3", chat_template=SYSTEM_FIRST)
 
 
 CALLS = {
@@ -133,7 +133,7 @@ def test_calls_of_tools_render_as_the_template_wants_them(
 
 def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RecordError, match=r"f:1: the chat template renders no tool calls") as caught:
-        encode_chat(tokenizer, calling({"content": None}), place="f:1", template=CALLING.replace("CALLS", ""))
+        encode_chat(tokenizer, calling({"content": None}), place="f:1", chat_template=CALLING.replace("CALLS", ""))
     assert caught.value.reason == "tool calls not rendered"
 
 
@@ -141,7 +141,7 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
     given: Any
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
         found = read_tools(("f:1", {"tools": given}))
-        prompt = encode_prompt(tokenizer, TALK[1:3], template=CALLING.replace("CALLS", ""), tools=found)
+        prompt = encode_prompt(tokenizer, TALK[1:3], chat_template=CALLING.replace("CALLS", ""), tools=found)
         assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
     for given in ([], None, "", "null"):
         assert read_tools(("f:1", {"tools": given})) is None
