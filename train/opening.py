@@ -17,7 +17,7 @@ from train.tracker import Tracker
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of a run may use."""
+    """The parts of a run that all others may use."""
 
     folder: RunFolder
     accelerator: Accelerator

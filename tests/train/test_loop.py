@@ -71,10 +71,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         assert same(*(weights(folder, 6, name) for folder in (unbroken, broken)))
     states = [json.loads((folder / "checkpoints/step-6/state.json").read_text()) for folder in (unbroken, broken)]
     assert {**states[0], "seconds": 0} == {**states[1], "seconds": 0}
-    steps = [[(line["kind"], line["step"]) for line in lines(folder)] for folder in (unbroken, broken)]
-    assert steps[0] == steps[1]
-    taus = [[line["tau"] for line in lines(folder, "eval")] for folder in (unbroken, broken)]
-    assert taus[0] == taus[1]
+    for ours, whole in zip(lines(broken), lines(unbroken), strict=True):  # one of them is of an interval cut in two
+        timings = {"tokens_per_second": 0, "seconds": 0}
+        assert ours | timings == whole | timings
 
 
 def test_an_interrupted_measurement_is_made_again(

@@ -11,7 +11,7 @@ import pytest
 from eval.command import exit_status
 from heads.checkpoint import file_hash
 from tests.faults import signal_at
-from tests.runs import Settings, WriteRecipe, lines, same, train, weights
+from tests.runs import Settings, WriteRecipe, train
 from train.interrupts import Interrupted
 
 ODD: list[Any] = [
@@ -104,17 +104,3 @@ def test_no_run_state_is_a_traceback(seeds: range, stopped: Path, capsys: pytest
         assert (outcomes[-1], len(errors)) in ((0, 0), (2, 1)), (seed, said)
         assert all(len(line) < 500 for line in errors), (seed, errors)
     assert {0, 2} == set(outcomes)
-
-
-def test_the_line_that_a_stop_cut_in_two_is_the_unbroken_runs(
-    stopped: Path, settings: Settings, write_recipe: WriteRecipe
-) -> None:
-    train(stopped)
-    resumed, unbroken = stopped.parent / "run", stopped.parent / "unbroken"
-    train(write_recipe(settings | {"output_dir": str(unbroken)}))
-    for ours, whole in zip(lines(resumed), lines(unbroken), strict=True):
-        timings = {"tokens_per_second", "seconds"}
-        assert {name: ours[name] for name in ours.keys() - timings} == {
-            name: whole[name] for name in whole.keys() - timings
-        }
-    assert same(weights(resumed, 4), weights(unbroken, 4))

@@ -27,7 +27,7 @@ MOST_REASONS = 5
 
 
 class Texts:
-    """What is common to sources of plain text."""
+    """The part that sources of plain text have in common."""
 
     def texts(self) -> Iterator[str]:
         """Each text, in order."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.messages import RecordError, read_messages, read_text, read_tools
+from eval.benchmark.messages import RecordError, read_messages, read_tools
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 
@@ -191,33 +191,6 @@ def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedToken
 )
 def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
     assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-
-
-def test_an_instruction_with_input() -> None:
-    messages = read_messages(("f:1", {"instruction": "a", "input": "b", "response": "c"}))
-    assert messages[0]["content"] == "a\n\nb"
-
-
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"text": "a"}, r"f:7: expected a record with 'messages', 'conversations', or .*, got keys text"),
-        ({"messages": "a"}, r"f:7: expected 'messages' to be a list of turns, got 'a'"),
-        ({"messages": []}, r"f:7: expected 'messages' to be a list of turns, got \[\]"),
-        ({"messages": [{"role": "user", "content": None}]}, r"f:7: messages\[0\]: expected text, got None"),
-        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:7: messages\[0\]: expected a role of user, .*'boss'"),
-        ({"messages": ["a"]}, r"f:7: messages\[0\]: expected a turn with 'role' and 'content', got 'a'"),
-        ({"instruction": 3, "response": "a"}, r"f:7: instruction: expected text, got 3"),
-    ],
-)
-def test_records_of_no_known_form_are_named_by_place(fields: dict[str, Any], fault: str) -> None:
-    with pytest.raises(UserError, match=fault):
-        read_messages(("f:7", fields))
-
-
-def test_text_records_need_text() -> None:
-    with pytest.raises(UserError, match=r"f:2: expected a record with 'text', got keys txt"):
-        read_text(("f:2", {"txt": "a"}))
 
 
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
