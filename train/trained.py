@@ -1,4 +1,4 @@
-"""The module that the loop trains: a draft head alone. `train.adapter.Joint` is a head with an adapter of the target."""
+"""The module that the loop trains: a draft head alone. `train.adapter.Joint` is one with an adapter of the target."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
