@@ -17,7 +17,7 @@ from heads.losses import LOSSES
 from heads.registry import HEADS
 from train.entry import KINDS, attempt
 from train.recipe import Recipe
-from train.recipe_keys import Key, Section, model_sections, with_tables
+from train.recipe_keys import Key, Section, recipe_sections, with_tables
 from train.usage import PAGE, RECIPE_PART, find_part, target_recipe_keys
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def given_keys(tree: Any, at: str = "") -> Iterator[str]:
 
 
 def every_key() -> list[tuple[Section, Key]]:
-    return [(section, key) for section in model_sections(Recipe) for key in section.keys]
+    return [(section, key) for section in recipe_sections(Recipe) for key in section.keys]
 
 
 def test_the_committed_tables_are_the_schema() -> None:
@@ -50,7 +50,7 @@ def test_the_committed_tables_are_the_schema() -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_setting_of_a_head_has_a_row_under_its_kind(kind: str) -> None:
-    (section,) = (section for section in model_sections(Recipe) if section.title == f"`head`, kind `{kind}`")
+    (section,) = (section for section in recipe_sections(Recipe) if section.title == f"`head`, kind `{kind}`")
     names = [field.name for field in fields(HEADS[kind].Settings)]
     assert [key.name for key in section.keys] == ["head.kind", *(f"head.{name}" for name in names)]
 
