@@ -72,7 +72,8 @@ def plain_head(head: Any) -> dict[str, Any]:
 def resolved_head(head: Any, config: Any) -> BaseModel:
     """The section with every setting that it may give, as a head of this `config` has them."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name != "kind"}
-    return type(head).model_validate({"kind": head.kind, **_plain(values)})
+    resolved: BaseModel = type(head).model_validate({"kind": head.kind, **_plain(values)})
+    return resolved
 
 
 def _plain(value: Any) -> Any:

@@ -22,15 +22,7 @@ def regenerate(arguments: Sequence[str]) -> int:
         folder, say = run.folder.path, run.tracker.say
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
-        prompts = read_prompts(
-            recipe.data.sources,
-            recipe.data.context_length,
-            recipe.train.seed,
-            tokenizer,
-            settings,
-            "data.regenerate",
-            say,
-        )
+        prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", say)
         requests = [settings.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(target, requests, settings.batch_size, folder, progress=run.tracker.answering)
         records = [

@@ -1,7 +1,7 @@
 """The target's own answers: what the runtime gives, kept and taken up again."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,7 +83,7 @@ def test_shares_of_two_processes_make_the_same_answers(target: FrozenTarget, tmp
         with pytest.raises(FileNotFoundError):  # of the whole, which the first writes
             make_answers(target, sampled, 1, tmp_path / "two", process=1, num_processes=2)
 
-    waits = iter([other_process, lambda: None])
+    waits: Iterator[Callable[[], None]] = iter([other_process, lambda: None])
     both = make_answers(target, sampled, 1, tmp_path / "two", num_processes=2, wait=lambda: next(waits)())
     assert both == alone
 
