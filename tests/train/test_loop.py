@@ -18,7 +18,6 @@ from tests.runs import Settings, WriteRecipe, lines, same, train, weights
 from tests.runs import train_in as run
 from train.interrupts import Interrupted
 from train.recipe import load_recipe
-from train.run_folder import RunFolder
 
 
 def test_it_learns_one_row_by_heart(settings: Settings, write_recipe: WriteRecipe) -> None:
@@ -109,13 +108,6 @@ def test_a_finished_run_says_so(
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
-def test_other_settings_are_refused_by_name(settings: Settings, write_recipe: WriteRecipe) -> None:
-    run(settings, write_recipe)
-    settings["train"] |= {"lr": 0.5, "log_every": 3}
-    with pytest.raises(UserError, match=r"train\.lr was 0\.01, is 0\.5\)"):
-        run(settings, write_recipe)
-
-
 def test_more_steps_are_another_run(settings: Settings, write_recipe: WriteRecipe) -> None:
     """The line says how to have them."""
     folder = run(settings, write_recipe)
@@ -142,15 +134,6 @@ def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe) ->
     data.write_text(data.read_text().replace("sea", "tea", 1))
     with pytest.raises(UserError, match="other data"):
         run(settings, write_recipe)
-
-
-def test_a_folder_in_use_is_refused(settings: Settings, write_recipe: WriteRecipe) -> None:
-    folder = RunFolder(Path(settings["output_dir"]))
-    folder.lock()
-    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-        run(settings, write_recipe)
-    folder.unlock()
-    run(settings, write_recipe)
 
 
 def test_a_full_disk_loses_nothing(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
