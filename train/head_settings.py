@@ -63,12 +63,6 @@ for _kind, _made in SECTIONS.items():
 AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
 
 
-def plain_head(head: Any) -> dict[str, Any]:
-    """The settings of a section, without its kind."""
-    settings: dict[str, Any] = head.model_dump(exclude={"kind"})
-    return settings
-
-
 def resolved_head(head: Any, config: Any) -> BaseModel:
     """The section with every setting that it may give, as a head of this `config` has them."""
     values = {name: getattr(config, name) for name in type(head).model_fields if name != "kind"}

@@ -28,7 +28,7 @@ from train.checkpointing import (
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
-from train.head_settings import plain_head, resolved_head
+from train.head_settings import resolved_head
 from train.interrupts import Interrupted
 from train.interval import Interval, Pace, check_finite
 from train.launch import load_recipe_target, on_main
@@ -62,7 +62,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # one process of a launch would see the others
         print_line(contention(accelerator.device))
-    make_head = partial(build_head, recipe.head.kind, plain_head(recipe.head), target)
+    make_head = partial(build_head, recipe.head.kind, recipe.head.model_dump(exclude={"kind"}), target)
     unfilled = make_head(torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
     outcome = Outcome(recipe, target, tokenizer)
