@@ -65,12 +65,14 @@ def audit(
     *,
     batch_sizes: Sequence[int] = (1, 8),
     max_length: int = 64,
-    adaptive: Sequence[bool] = (False,),
+    adaptive: Sequence[str] = (),
 ) -> None:
-    """Decode with drafts of each tree: every output is plain decoding's, and some drafted tokens came out."""
+    """Decode with drafts of each tree, and adaptively with those of `adaptive`: every output is plain decoding's, and
+    some drafted tokens came out."""
     plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=max_length)).generate(requests)]
     drafted = 0
-    for batch_size, tree, adapts in product(batch_sizes, trees, adaptive):
+    cases = [*((tree, False) for tree in trees), *((tree, True) for tree in adaptive)]
+    for batch_size, (tree, adapts) in product(batch_sizes, cases):
         shape = shape_for(tree, head)
         options = EngineOptions(shape=shape, batch_size=batch_size, max_length=max_length, adaptive=adapts)
         outputs = Engine(target, head, options).generate(requests)
