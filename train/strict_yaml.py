@@ -212,7 +212,9 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
         return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        return source.line((*key, "kind"), f"unknown kind {shown(context['tag'])}" + suggest(context["tag"], tags))
+        return source.line(
+            (*key, "kind"), f"unknown kind {shown(error['input']['kind'])}" + suggest(context["tag"], tags)
+        )
     if kind == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])
         return source.line(key, f"got {shown(error['input'])}" + suggest(str(error["input"]), choices))
