@@ -113,7 +113,7 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
     ("changes", "fault"),
     [
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
-        (["head.dept=3"], "unknown key for head kind eagle3; did you mean 'depth'?"),
+        (["head.dept=3"], "head.dept: unknown key; did you mean 'depth'?"),
         (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
         (["target.path=''"], "target.path: String should have at least 1 character"),
         (["eval.tree=chian:5"], "tree 'chian:5'"),

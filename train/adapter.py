@@ -16,7 +16,7 @@ Letters: B batch, T tokens, D hidden, V vocabulary, K depth, R labels.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,18 +36,28 @@ from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
 from train.launch import SHARDED
 from train.recipe import Adapter
+from train.trained import Part, Trained
 
 
 class TargetAdapter(nn.Module):
     """The trainable matrices that peft puts into a target's linear layers; on, unless said otherwise."""
 
     def __init__(self, target: FrozenTarget, settings: Adapter) -> None:
+        from peft import get_peft_model
+
         super().__init__()
         self.target, self.settings = target, settings
-        self.model = [_with_lora(target, settings)]  # in a list: the target is no part of this module's state
+        more = {"lora_dropout": settings.dropout, "task_type": "CAUSAL_LM"}
+        config = _lora_config(settings, settings.modules or "all-linear", **more)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
+            # In a list, since the target is no part of this module's state. Its layers are changed in place.
+            self.model: list[Any] = [get_peft_model(target.model, config)]
         named = [(name, p) for name, p in target.model.named_parameters() if p.requires_grad]
         self.matrices = nn.ParameterDict({name.replace(".", "/"): parameter for name, parameter in named})
-        self.dropouts = [m for m in target.model.modules() if isinstance(m, nn.Dropout) and m.training]
+        self.dropouts = [
+            module for module in target.model.modules() if isinstance(module, nn.Dropout) and module.training
+        ]
         target.model.eval()
 
     @contextmanager
@@ -89,25 +99,34 @@ class TargetAdapter(nn.Module):
         }
 
 
-class Joint(nn.Module):
+class Joint(Trained):
     """A head and its target's adapter as what the loop trains.
 
     Its last depth is no depth: there the loss is the adapted target's divergence from the target as it was, and its
     metrics give their agreement.
     """
 
-    def __init__(self, head: nn.Module, adapter: TargetAdapter) -> None:
-        super().__init__()
-        self.head, self.adapter = head, adapter
+    def __init__(self, head: nn.Module, target: FrozenTarget, settings: Adapter, seed: int) -> None:
+        """Put an adapter into the target, which changes nothing until it is trained."""
+        super().__init__(head)
+        torch.manual_seed(seed)
+        self.adapter = TargetAdapter(target, settings)
+        self.write_adapter = self.adapter.save
         self.begun = False
 
     @property
-    def drafts(self) -> DraftHead:
-        return cast(DraftHead, self.head)
+    def stored(self) -> nn.Module:
+        return self
 
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return self.drafts.aux_layer_ids
+    def parts(self) -> list[Part]:
+        settings = self.adapter.settings
+        return [
+            Part(self.head, rates={"lr_multiple": settings.head_lr_multiple}),
+            Part(self.adapter, rates={"lr_from": settings.first_step}, by_muon=False),
+        ]
+
+    def original_target(self) -> AbstractContextManager[None]:
+        return self.adapter.off()
 
     @property
     def depth_weights(self) -> tuple[float, ...]:
@@ -178,26 +197,10 @@ def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead, acce
         raise UserError(f"target.adapter: {target.name} has no linear layer to adapt; leave it out")
 
 
-def make_adapter(target: FrozenTarget, settings: Adapter, seed: int) -> TargetAdapter:
-    """Put an adapter into the target, which changes nothing until it is trained."""
-    torch.manual_seed(seed)
-    return TargetAdapter(target, settings)
+def _lora_config(settings: Any, modules: str | list[str], **more: Any) -> Any:
+    from peft import LoraConfig
 
-
-def _with_lora(target: FrozenTarget, settings: Adapter) -> Any:
-    """The model as peft wraps it; its layers are changed in place."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        target_modules=settings.modules or "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's, not the user's
-        return get_peft_model(target.model, config)
+    return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=modules, **more)
 
 
 def add_adapters(head: DraftHead) -> None:
@@ -205,17 +208,12 @@ def add_adapters(head: DraftHead) -> None:
     model: Any = head.language_model
     if model is None or (settings := head.config.lora) is None:
         return
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     names = linear_layers(model, model.get_output_embeddings(), settings.modules, "head.lora.modules", "the draft")
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=names,
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
-    )
+    fused = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
     cast(nn.Module, head).requires_grad_(False)
-    inject_adapter_in_model(config, model)
+    inject_adapter_in_model(_lora_config(settings, names, fan_in_fan_out=fused), model)
 
 
 def linear_layers(

@@ -9,8 +9,8 @@ and the optimizer are in Accelerate's own sharded form.
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,12 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from eval.files import is_full_disk, sync_folder
+from eval.files import is_full_disk
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
 from train.interval import Sums
 from train.launch import SHARDED, on_main
-from train.run_folder import whole_folder
+from train.run_folder import begin_folder, temporary_of, whole_folder
 
 Say = Callable[[str], None]
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
@@ -74,10 +74,32 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Write `step-N` and then, only then, delete all but the newest `keep`. Called by every process."""
-    if accelerator.distributed_type in SHARDED:
-        _save_sharded(accelerator, folder, state, keep)
-    else:
-        on_main(accelerator, lambda: _save_whole(folder, state, head, optimizer, keep))
+    final = folder / f"step-{state.step}"
+    temporary = temporary_of(final)
+    sharded = accelerator.distributed_type in SHARDED
+
+    def write() -> None:
+        with _explained(folder, state), whole_folder(final, begun=sharded):
+            if not sharded:
+                tensors = split_optimizer(_inner(optimizer).state_dict())
+                _write(temporary / "head.safetensors", save(_plain(head.state_dict())))
+                _write(temporary / "optimizer.safetensors", save(_plain(tensors)))
+            _write(temporary / "state.json", _json(asdict(state)))
+            manifest = {
+                str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "sha256": file_hash(file)}
+                for file in sorted(temporary.rglob("*"))
+                if file.is_file()
+            }
+            _write(temporary / "manifest.json", _json(manifest))
+        for path in list_checkpoints(folder)[:-keep]:
+            shutil.rmtree(path)
+
+    if sharded:
+        on_main(accelerator, lambda: begin_folder(final))
+        with _explained(folder, state):
+            accelerator.save_state(str(temporary / "sharded"))
+        accelerator.wait_for_everyone()
+    on_main(accelerator, write)
 
 
 def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -86,7 +108,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, opt
     if accelerator.distributed_type in SHARDED:
         accelerator.load_state(str(folder / "sharded"))
         return
-    device, inner = accelerator.device, inner_optimizer(optimizer)
+    device, inner = accelerator.device, _inner(optimizer)
     try:
         weights, state = (load((folder / f"{name}.safetensors").read_bytes()) for name in ("head", "optimizer"))
         head.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, strict=True)
@@ -160,9 +182,7 @@ def find_fault(path: Path) -> str | None:
             file = path / name
             if not file.is_file():
                 return f"{name} is missing"
-            if file.stat().st_size != expected["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes, expected {expected['bytes']}"
-            if file_hash(file) != expected["sha256"]:
+            if file.stat().st_size != expected["bytes"] or file_hash(file) != expected["sha256"]:
                 return f"{name} was changed after it was written"
         if "state.json" not in manifest:
             return "its manifest lacks state.json"
@@ -170,23 +190,18 @@ def find_fault(path: Path) -> str | None:
         return "its manifest is missing or unreadable"
     try:
         state = read_state(path)
-    except (OSError, ValueError) as error:  # pydantic's are ValueErrors
-        return f"state.json is not what this version writes ({_fault(error)})"
-    if path.name != f"step-{state.step}":
-        return f"state.json is of step {state.step}"
-    return None
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        return f"state.json is not what this version writes ({where}: {first['msg']})"
+    except (OSError, ValueError) as error:
+        return f"state.json is not what this version writes ({first_line(error)})"
+    return None if path.name == f"step-{state.step}" else f"state.json is of step {state.step}"
 
 
 def read_state(path: Path) -> RunState:
     """The state in a checkpoint's folder. ValueError for one that is none."""
     return pydantic.TypeAdapter(RunState).validate_json((path / "state.json").read_bytes())
-
-
-def _fault(error: Exception) -> str:
-    if not isinstance(error, pydantic.ValidationError):
-        return first_line(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -195,75 +210,20 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside Accelerate's wrapper."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
-
-
-def _save_whole(folder: Path, state: RunState, head: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    tensors = split_optimizer(inner_optimizer(optimizer).state_dict())
+@contextmanager
+def _explained(folder: Path, state: RunState) -> Iterator[None]:
+    """Turn a full disk into a UserError."""
     try:
-        with whole_folder(folder / f"step-{state.step}") as path:
-            _write(path / "head.safetensors", save(_plain(head.state_dict())))
-            _write(path / "optimizer.safetensors", save(_plain(tensors)))
-            _finish(path, state)
+        yield
     except (OSError, SafetensorError) as error:
-        raise _explain(error, folder, state) from error
-    _prune(folder, keep)
-
-
-def _save_sharded(accelerator: Accelerator, folder: Path, state: RunState, keep: int) -> None:
-    final = folder / f"step-{state.step}"
-    temporary = final.with_name(f".{final.name}.tmp")
-
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        _finish(temporary, state)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.replace(final)
-        sync_folder(folder)
-        _prune(folder, keep)
-
-    on_main(accelerator, prepare)
-    try:
-        accelerator.save_state(str(temporary / "sharded"))
-        accelerator.wait_for_everyone()
-        on_main(accelerator, finish)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _explain(error, folder, state) from error
-
-
-def _finish(path: Path, state: RunState) -> None:
-    """Write state and, last, the manifest."""
-    _write(path / "state.json", _json(asdict(state)))
-    manifest = {
-        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": file_hash(file)}
-        for file in sorted(path.rglob("*"))
-        if file.is_file()
-    }
-    _write(path / "manifest.json", _json(manifest))
-
-
-def _prune(folder: Path, keep: int) -> None:
-    for path in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(path)
-
-
-def _explain(error: Exception, folder: Path, state: RunState) -> Exception:
-    if not is_full_disk(error):
-        return error
-    kept = [path.name for path in list_checkpoints(folder)]
-    what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
-    return UserError(
-        f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; "
-        "free some space and run the same command again"
-    )
+        if not is_full_disk(error):
+            raise
+        kept = [path.name for path in list_checkpoints(folder)]
+        what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
+        raise UserError(
+            f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; "
+            "free some space and run the same command again"
+        ) from error
 
 
 def split_optimizer(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -278,6 +238,12 @@ def join_optimizer(tensors: dict[str, Tensor], param_groups: list[dict[str, Any]
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = value
     return {"state": state, "param_groups": param_groups}
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Accelerate's wrapper."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

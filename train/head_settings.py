@@ -1,64 +1,29 @@
-"""A recipe's `head`: the settings of whichever kind it names, checked against that kind's own Settings."""
+"""A recipe's `head`: one section of settings for each kind of head, made from that kind's own Settings."""
 
-from dataclasses import asdict, fields, is_dataclass
+import ast
+import inspect
+import textwrap
+from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import BaseModel, Field, create_model
 
-from heads.errors import shown
 from heads.registry import HEADS
-from train.strict_yaml import Settings, Source, suggest
+from train.strict_yaml import Settings
 
 
-def head_errors(source: Source) -> list[str]:
-    """One line for each fault of `head` by the Settings of its kind: names and types; values are checked with the
-    target at hand."""
-    head = source.tree.get("head")
-    if not isinstance(head, dict):
-        return []  # said by the tree itself
-    kind = head.get("kind")
-    if kind is None:
-        return [source.line(("head", "kind"), f"is missing; one of {', '.join(HEADS)}")]
-    if not isinstance(kind, str) or kind not in HEADS:
-        return [source.line(("head", "kind"), f"unknown kind {shown(kind)}" + suggest(str(kind), HEADS))]
-    hints = get_type_hints(HEADS[kind].Settings)
-    names = {name: (_from_yaml(hint) | None, None) for name, hint in hints.items()}
-    model = create_model("Head", __base__=Settings, **names)  # type: ignore[call-overload]
-    settings = {name: value for name, value in head.items() if name != "kind"}
-    try:
-        model.model_validate(settings)
-    except ValidationError as failure:
-        lines = []
-        for error in failure.errors(include_url=False):
-            name = str(error["loc"][-1])
-            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-                what = f"unknown key for head kind {kind}" + suggest(name, ["kind", *names])
-            elif error["type"] == "extra_forbidden":
-                what = "unknown key" + suggest(name, _parts(hints[str(error["loc"][0])]))
-            else:
-                what = f"{error['msg'].removeprefix('Input ')}, got {shown(error['input'])}"
-            lines.append(source.line(("head", *error["loc"]), what))
-        return lines
-    return []
-
-
-def resolved_settings(kind: str, config: Any) -> dict[str, Any]:
-    """A recipe's `head` with every setting that it may give a head of `kind`, as a head of this `config` has them."""
-    own = {field.name: getattr(config, field.name) for field in fields(HEADS[kind].Settings)}
-    return {
-        "kind": kind,
-        **{
-            name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-            for name, value in own.items()
-        },
+def _section(settings: type[Any], **kind: Any) -> type[BaseModel]:
+    """A section with the fields, defaults and docstrings of a dataclass. Values are checked with the target at hand."""
+    hints, meanings = get_type_hints(settings), _field_docstrings(settings)
+    named = {
+        field.name: (_from_yaml(hints[field.name]), Field(default=field.default, description=meanings.get(field.name)))
+        for field in fields(settings)
     }
-
-
-def _parts(hint: Any) -> list[str]:
-    """The names of the settings inside a setting that is a dataclass, or may be one."""
-    options = [option for option in (hint, *get_args(hint)) if is_dataclass(option)]
-    return [field.name for option in options for field in fields(option)]
+    made: type[BaseModel] = create_model(
+        settings.__name__, __base__=Settings, __doc__=settings.__doc__, **kind, **named
+    )  # type: ignore[call-overload]
+    return made
 
 
 def _from_yaml(hint: Any) -> Any:
@@ -66,13 +31,49 @@ def _from_yaml(hint: Any) -> Any:
     no tensor's shape can have are refused."""
     if hint is int:
         return Annotated[int, Field(gt=-(2**31), lt=2**31)]
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _section(hint)
     arguments = tuple(_from_yaml(argument) for argument in get_args(hint) if argument is not Ellipsis)
     if get_origin(hint) is tuple:
         return list[arguments[0]]  # type: ignore[valid-type]
-    if is_dataclass(hint):
-        parts = get_type_hints(hint)
-        keys = {field.name: (_from_yaml(parts[field.name]), None) for field in fields(hint)}
-        return create_model("Part", __base__=Settings, **keys)  # type: ignore[call-overload]
     if get_origin(hint) in (Union, UnionType):
         return Union[arguments]  # noqa: UP007 - built from a tuple
     return hint
+
+
+def _field_docstrings(settings: type[Any]) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(settings.__mro__[:-1]):
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
+
+
+SECTIONS = {
+    kind: _section(head.Settings, kind=(Literal[kind], Field(description="The method.")))
+    for kind, head in HEADS.items()
+}
+for _kind, _made in SECTIONS.items():
+    _made.__doc__ = f"The settings of a head of kind `{_kind}`."
+AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
+
+
+def resolved_head(head: Any, config: Any) -> BaseModel:
+    """The section with every setting that it may give, as a head of this `config` has them."""
+    values = {name: getattr(config, name) for name in type(head).model_fields if name != "kind"}
+    resolved: BaseModel = type(head).model_validate({"kind": head.kind, **_plain(values)})
+    return resolved
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples and mappings for dataclasses, as YAML would give them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

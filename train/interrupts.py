@@ -9,7 +9,7 @@ from typing import Any, Self
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Interrupted(BaseException):
+class Interrupted(KeyboardInterrupt):
     """The run was asked to stop; says at which step. No Exception, so that only the loop and the entry catch it."""
 
 

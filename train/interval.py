@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -113,16 +114,17 @@ class Pace:
     The first step of a process is left out, in which libraries warm up, and so are measurements, which are timed apart.
     """
 
-    def __init__(self, step: int = 0) -> None:
+    def __init__(self, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
         """`step` steps are made when the process begins with its own."""
-        self.began = (step, time.perf_counter())
+        self.clock = clock
+        self.began = (step, clock())
         self.marks: deque[tuple[int, float]] = deque(maxlen=6)
         self.measurement = 0.0
         """Seconds of the latest measurement."""
 
     def mark(self, step: int) -> None:
         """Note that `step` steps are made."""
-        self.marks.append((step, time.perf_counter()))
+        self.marks.append((step, self.clock()))
 
     def measured(self, seconds: float) -> None:
         """Leave out a measurement of `seconds`."""

@@ -189,13 +189,7 @@ def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
 def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """The frozen target on this process's device, and its tokenizer."""
     with _unpartitioned(accelerator):
-        return load_pair(
-            settings.path,
-            dtype=settings.dtype,
-            device=accelerator.device,
-            trust_remote_code=settings.trust_remote_code,
-            quantize=settings.quantize,
-        )
+        return load_pair(device=accelerator.device, **settings.model_dump(exclude={"adapter"}))
 
 
 @contextmanager

@@ -1,27 +1,25 @@
-"""fit(recipe): the one training loop, for every kind of head: steps, measurements, checkpoints, and resuming."""
+"""fit(recipe, run): the one training loop, for every kind of head: steps, measurements, checkpoints, and resuming."""
 
 import copy
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.draft_model import Draft
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from train.adapter import Joint, add_adapters, check_adapter, make_adapter
+from train.adapter import Joint, add_adapters, check_adapter
 from train.checkpointing import (
     RunState,
-    begun_in,
     check_continues,
     load_checkpoint,
     newest_checkpoint,
@@ -30,122 +28,91 @@ from train.checkpointing import (
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
-from train.head_settings import resolved_settings
-from train.interrupts import Interrupted, Interrupts
+from train.head_settings import resolved_head
+from train.interrupts import Interrupted
 from train.interval import Interval, Pace, check_finite
-from train.launch import die_with_launcher, load_recipe_target, make_accelerator, on_main
+from train.launch import load_recipe_target, on_main
 from train.measuring import Evaluation, Measured
+from train.opening import Run
 from train.optim import lr_factor
 from train.recipe import Recipe, Train, plain_settings
-from train.run_folder import RunFolder
 from train.step import Stepper
-from train.tracker import Tracker
-
-Checkpoint = tuple[Path, RunState]
+from train.trained import Trained
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The recipe with its head's defaults, the run folder, and the target still in memory."""
+class Outcome(NamedTuple):
+    """The recipe with its head's defaults, and the target still in memory."""
 
     recipe: Recipe
-    folder: RunFolder
     target: FrozenTarget
     tokenizer: PreTrainedTokenizerBase
-    accelerator: Accelerator
-    tracker: Tracker
 
 
-def fit(recipe: Recipe) -> Outcome:
+def fit(recipe: Recipe, run: Run) -> Outcome:
     """Train the recipe's head, or go on where an earlier run of the same recipe stopped.
 
     The recipe is split here: each part gets its own section. Raises UserError for what a user can mend, and Interrupted
     when asked to stop, a resumable checkpoint written.
     """
-    die_with_launcher()
-    with Interrupts() as interrupts:
-        train, seed = recipe.train, recipe.train.seed
-        folder = RunFolder(Path(recipe.output_dir))
-        accelerator = make_accelerator(train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
-        tracker = Tracker(accelerator, folder, recipe.tracking, train.max_steps)
-        try:
-            on_main(accelerator, folder.lock)
+    accelerator, tracker = run.accelerator, run.tracker
+    seed = recipe.train.seed
 
-            # Target. It decides the settings that the recipe leaves out of `head`.
-            target, tokenizer = load_recipe_target(recipe.target, accelerator)
-            tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
-            if accelerator.num_processes == 1:  # one process of a launch would see the others
-                print_line(contention(accelerator.device))
-            unfilled = _make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
-            recipe = recipe.model_copy(update={"head": resolved_settings(recipe.head["kind"], unfilled.config)})
-            outcome = Outcome(recipe, folder, target, tokenizer, accelerator, tracker)
-            record = tracker.record = plain_settings(recipe)
-            found = on_main(accelerator, lambda: _take_up(folder, record, tracker))
-            if found is not None and found[1].step >= train.max_steps:
-                best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
-                tracker.say(f"{folder.path}: finished already, {found[1].step} steps, {best}")
-                return outcome
-            evaluation = Evaluation(recipe.eval, target, tokenizer, unfilled)
-            if recipe.target.adapter is not None:
-                check_adapter(recipe.target.adapter, target, unfilled, accelerator)
+    # Target. It decides the settings that the recipe leaves out of `head`.
+    target, tokenizer = load_recipe_target(recipe.target, accelerator)
+    tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
+    if accelerator.num_processes == 1:  # one process of a launch would see the others
+        print_line(contention(accelerator.device))
+    make_head = partial(build_head, recipe.head.kind, recipe.head.model_dump(exclude={"kind"}), target)
+    unfilled = make_head(torch.zeros(target.vocab_size, dtype=torch.int64))
+    recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
+    outcome = Outcome(recipe, target, tokenizer)
+    record = tracker.record = plain_settings(recipe)
+    found = on_main(accelerator, lambda: _take_up(run, record))
+    if found is not None and found[1].step >= recipe.train.max_steps:
+        best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
+        tracker.say(f"{run.folder.path}: finished already, {found[1].step} steps, {best}")
+        return outcome
+    evaluation = Evaluation(recipe.eval, target, tokenizer, unfilled)
+    if recipe.target.adapter is not None:
+        check_adapter(recipe.target.adapter, target, unfilled, accelerator)
 
-            # Data
-            mixture, samples = load_data(
-                recipe.data,
-                seed,
-                unfilled,
-                target,
-                tokenizer,
-                folder.path,
-                accelerator,
-                tracker.say,
-                tracker.answering,
-            )
-            del unfilled  # the run has no room for a second head
+    # Data
+    mixture, samples = load_data(
+        recipe.data, seed, unfilled, target, tokenizer, run.folder.path, accelerator, tracker.say, tracker.answering
+    )
+    del unfilled  # the run has no room for a second head
 
-            # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
-            counts = mixture.label_counts(target.vocab_size)
-            torch.manual_seed(seed)
-            head = _make_head(recipe.head, target, counts)
-            module = cast(nn.Module, head).to(target.device, torch.float32)
-            measured = copy.deepcopy(module).to(target.dtype).eval()
-            add_adapters(head)
-            trained = module
-            if recipe.target.adapter is not None:
-                trained = Joint(module, make_adapter(target, recipe.target.adapter, seed))
+    # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
+    counts = mixture.label_counts(target.vocab_size)
+    torch.manual_seed(seed)
+    head: nn.Module = make_head(counts).to(target.device, torch.float32)
+    measured = copy.deepcopy(head).to(target.dtype).eval()
+    add_adapters(cast(DraftHead, head))
+    adapter = recipe.target.adapter
+    trained = Trained(head) if adapter is None else Joint(head, target, adapter, seed)
 
-            # Stepper
-            stepper = Stepper(train, trained, target, mixture, accelerator)
+    # Stepper
+    stepper = Stepper(recipe.train, trained, target, mixture, accelerator)
 
-            # Loop
-            data = mixture.digest()
-            training = Training(train, data, stepper, measured, evaluation, samples, folder, tracker, interrupts)
-            if found is not None:
-                training.resume(*found)
-            tracker.start(training.state.step)
-            training.provenance = on_main(
-                accelerator, lambda: folder.write_provenance(record, data, target, accelerator.num_processes)
-            )
-            training.run()
-            return outcome
-        except BaseException:
-            tracker.finish(code=1)
-            folder.unlock()
-            raise
+    # Loop
+    data = mixture.digest()
+    training = Training(recipe.train, run, stepper, measured, evaluation, samples, data)
+    if found is not None:
+        training.resume(*found)
+    tracker.start(training.state.step)
+    training.provenance = on_main(
+        accelerator,
+        lambda: run.folder.write_provenance(record, data, target, accelerator.num_processes),
+    )
+    training.run()
+    return outcome
 
 
-def _take_up(folder: RunFolder, record: dict[str, Any], tracker: Tracker) -> Checkpoint | None:
+def _take_up(run: Run, record: dict[str, Any]) -> tuple[Path, RunState] | None:
     """The checkpoint to go on from, of an earlier run with the same settings in the folder."""
-    folder.check_recipe(record)
-    remove_leftovers(folder.checkpoints)
-    return newest_checkpoint(folder.checkpoints, tracker.say)
-
-
-def _make_head(settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> DraftHead:
-    """A new head by a recipe's `head`; token_counts (V,) int64: occurrences of each token as a label."""
-    given = {name: value for name, value in settings.items() if name != "kind"}
-    head: DraftHead = build_head(settings["kind"], given, target, token_counts)
-    return head
+    run.folder.check_recipe(record)
+    remove_leftovers(run.folder.checkpoints)
+    return newest_checkpoint(run.folder.checkpoints, run.tracker.say)
 
 
 class Training:
@@ -154,21 +121,19 @@ class Training:
     def __init__(
         self,
         settings: Train,
-        data: str,
+        run: Run,
         stepper: Stepper,
         measured: nn.Module,
         evaluation: Evaluation,
         samples: Samples | None,
-        folder: RunFolder,
-        tracker: Tracker,
-        interrupts: Interrupts,
+        data: str,
     ):
-        """`data`: the hash of the training data. `measured`: the module that takes the head's weights to be measured
-        and saved."""
+        """`measured`: the module that takes the head's weights to be measured and saved. `data`: the hash of the
+        training data."""
         self.settings, self.stepper, self.measured = settings, stepper, measured
-        self.evaluation, self.samples = evaluation, samples
-        self.folder, self.tracker, self.interrupts = folder, tracker, interrupts
-        self.target, self.accelerator = stepper.target, stepper.accelerator
+        self.evaluation, self.samples, self.target = evaluation, samples, stepper.target
+        self.folder, self.tracker, self.interrupts = run.folder, run.tracker, run.interrupts
+        self.accelerator = run.accelerator
         self.state = RunState(
             data=data,
             num_processes=self.accelerator.num_processes,
@@ -183,7 +148,7 @@ class Training:
     def resume(self, path: Path, state: RunState) -> None:
         """Take up a checkpoint."""
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
-        load_checkpoint(self.accelerator, path, self.stepper.module, self.stepper.optimizer)
+        load_checkpoint(self.accelerator, path, self.stepper.trained.stored, self.stepper.optimizer)
         self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
         self.tracker.say(f"resumed from {path}")
 
@@ -293,7 +258,7 @@ class Training:
                     return  # the run was interrupted after it had written them
                 self.measured.load_state_dict(weights)
                 with self.interrupts.released():
-                    tokens = samples.write(begin, cast(Draft, self.measured), self.target)
+                    tokens = samples.write(begin, cast(DraftHead, self.measured), self.target)
                 self.tracker.say(f"data.on_policy: step {begin}: {samples.settings.samples} samples, {tokens} tokens")
 
             on_main(self.accelerator, act)
@@ -314,7 +279,7 @@ class Training:
             self.folder.head,
             target=target_record(self.target),
             provenance=provenance,
-            write_adapter=None if self.stepper.adapter is None else self.stepper.adapter.save,
+            write_adapter=self.stepper.trained.write_adapter,
         )
 
     def _checkpoint(self) -> None:
@@ -326,7 +291,7 @@ class Training:
                 self.accelerator,
                 self.folder.checkpoints,
                 self.state,
-                self.stepper.module,
+                self.stepper.trained.stored,
                 self.stepper.optimizer,
                 keep=self.settings.keep_checkpoints,
             )

@@ -8,6 +8,7 @@ Where the two disagree, training and drafting are not the same function.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -49,7 +50,8 @@ class Evaluation:
         """`head`: of the shape that will be measured. UserError for trees that it cannot fill, or prompts that do not
         fit."""
         self.settings, self.target = settings, target
-        nodes = nodes_needed(settings, head)
+        trees = [settings.tree, *(settings.report.trees or [])]
+        nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
         self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
 
     def measure(self, head: nn.Module) -> Measured:
@@ -78,12 +80,6 @@ class Evaluation:
         return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
 
 
-def nodes_needed(settings: Eval, head: DraftHead) -> int:
-    """The nodes of the largest tree that will be measured. UserError for one that the head cannot fill."""
-    trees = [settings.tree, *(settings.report.trees or [])]
-    return max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
-
-
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
     """The held-out prompts as requests. UserError now, not after hours of training, if they, or the ones of the report,
     do not fit the context with a tree of `nodes`."""
@@ -94,29 +90,22 @@ def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_le
             f"eval.max_new_tokens: the new tokens and a tree of {nodes} nodes leave no room for a prompt in the "
             f"target's {context_length} positions; lower it, or eval.report.max_new_tokens"
         )
-
     limit = min(settings.max_prompt_tokens, room) if settings.skip_long else settings.max_prompt_tokens
 
-    def load(num_prompts: int) -> list[Prompt]:
-        return load_prompts(
-            settings.prompts,
-            tokenizer,
-            num_prompts=num_prompts,
-            max_prompt_tokens=limit,
-            seed=settings.seed,
-            skip_long=settings.skip_long,
-            remedy="raise eval.max_prompt_tokens, or leave long prompts out with eval.skip_long=true",
-        )
-
-    prompts = load(settings.num_prompts)
-    others = load(report.num_prompts) if report.num_prompts and settings.prompts != HELD_OUT_SUITE else []
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
+    load = partial(
+        load_prompts,
+        settings.prompts,
+        tokenizer,
+        max_prompt_tokens=limit,
         seed=settings.seed,
+        skip_long=settings.skip_long,
+        remedy="raise eval.max_prompt_tokens, or leave long prompts out with eval.skip_long=true",
     )
+    prompts = load(num_prompts=settings.num_prompts)
+    others: list[Prompt] = []
+    if report.num_prompts and settings.prompts != HELD_OUT_SUITE:
+        others = load(num_prompts=report.num_prompts)
+    sampling = Sampling(**settings.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"}))
     longest = max(len(prompt.ids) for prompt in (*prompts, *others))
     if longest > room:
         raise UserError(

@@ -1,46 +1,41 @@
 """AdamW, or Muon with it, and learning rates as pure functions of the step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from train.adapter import Joint
 from train.recipe import Train
+from train.trained import Part
 
 
-def make_optimizer(head: nn.Module, settings: Train, products: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def make_optimizer(
+    parts: Sequence[Part], settings: Train, products: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
     """AdamW, or Muon for inner matrices and AdamW for the rest; norms and biases, of one dimension, are not decayed.
 
-    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both. What is trained jointly
-    with a head has groups of its own, with the entries by which `set_lr` changes the rate.
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate serves both.
     """
-    muon = settings.optimizer == "muon"
-    if isinstance(head, Joint):
-        adapter = head.adapter.settings
-        inner, outer = _groups(head.head, settings.weight_decay, muon, lr_multiple=adapter.head_lr_multiple)
-        outer += _groups(head.adapter, settings.weight_decay, False, lr_from=adapter.first_step)[1]
-    else:
-        inner, outer = _groups(head, settings.weight_decay, muon)
-    adamw = torch.optim.AdamW(outer, lr=settings.lr, betas=(settings.betas[0], settings.betas[1]))
+    inner: list[dict[str, Any]] = []
+    outer: list[dict[str, Any]] = []
+    for part in parts:
+        trained = [(name, p) for name, p in part.module.named_parameters() if p.requires_grad]
+        muon = [
+            p
+            for name, p in trained
+            if part.by_muon and settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name)
+        ]
+        others = [p for _, p in trained if not any(p is matrix for matrix in muon)]
+        adamw = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
+        inner.append({"params": muon, "lr": settings.lr, "weight_decay": settings.weight_decay, **part.rates})
+        outer.append({"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay, **adamw})
+        outer.append({"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, **adamw})
+    inner, outer = ([group for group in groups if group["params"]] for groups in (inner, outer))
     if settings.optimizer == "adamw":
-        return adamw
-    return Paired(Muon(inner, lr=settings.lr, weight_decay=settings.weight_decay, products=products), adamw)
-
-
-def _groups(
-    module: nn.Module, weight_decay: float, muon: bool, **extra: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Muon's groups, if it is wanted, and AdamW's; each says `extra` too."""
-    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    inner = [p for name, p in trained if muon and p.dim() == 2 and not _is_end(name)]
-    outer = [p for _, p in trained if not any(p is matrix for matrix in inner)]
-    groups = [
-        {"params": [p for p in outer if p.dim() >= 2], "weight_decay": weight_decay, **extra},
-        {"params": [p for p in outer if p.dim() < 2], "weight_decay": 0.0, **extra},
-    ]
-    return [{"params": inner, **extra}] if inner else [], [group for group in groups if group["params"]]
+        return torch.optim.AdamW(outer)
+    return Paired(Muon(inner, products=products), torch.optim.AdamW(outer))
 
 
 def _is_end(name: str) -> bool:
@@ -55,16 +50,9 @@ class Muon(torch.optim.Optimizer):
     dtype of the iterations' products is an argument. They need no more than bfloat16, but some processors emulate it.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        products: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, params: Any, *, momentum: float = 0.95, products: torch.dtype = torch.float32) -> None:
+        """`params`: groups, each with its `lr` and `weight_decay`."""
+        super().__init__(params, {"momentum": momentum})
         self.products = products
 
     @torch.no_grad()

@@ -9,20 +9,28 @@ from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE
 from eval.command import AUTO
-from eval.files import is_file
 from eval.runtime.rules import check_rule
-from eval.runtime.sampling import Sampling
 from heads.base import HEAD_TREE
 from heads.errors import UserError
 from heads.tree import parse_shape
-from train.head_settings import head_errors
-from train.strict_yaml import Key, Settings, check, read_settings
-
-
-def _check_name(name: str) -> str:
-    if not name.isprintable():
-        raise ValueError("holds characters that cannot be printed; name another")
-    return name
+from train.data.loading import Data
+from train.data.sources import RecordSource
+from train.head_settings import AnyHead
+from train.strict_yaml import (
+    MOST,
+    Count,
+    Fraction,
+    Key,
+    Name,
+    Positive,
+    Seed,
+    Settings,
+    Share,
+    Step,
+    Temperature,
+    check,
+    read_settings,
+)
 
 
 def _check_project(name: str) -> str:
@@ -31,18 +39,7 @@ def _check_project(name: str) -> str:
     return name
 
 
-MOST = 2**31
-"""No count, step or id is this large: below it no product of two of them overflows."""
-Count = Annotated[int, Field(ge=1, lt=MOST)]
 Several = Annotated[int, Field(ge=1, le=2**16)]
-Step = Annotated[int, Field(ge=0, lt=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=MOST)]
-Positive = Annotated[float, Field(gt=0, le=1e9)]
-Weight = Positive | None
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Adapter(Settings):
@@ -82,107 +79,6 @@ class Target(Settings):
     """`int8` stores the matrices of the decoder layers in a quarter of float32's memory; needs torchao."""
     adapter: Adapter | None = None
     """Medusa-2: an adapter of the target, trained with the heads."""
-
-
-class PythonSource(Settings):
-    """Modules of Python's standard library. No download is needed; some modules are held out for evaluation."""
-
-    kind: Literal["python"]
-    """The form of the source."""
-    limit: Count | None = None
-    """Most modules to read. Null: all."""
-    weight: Weight = None
-    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
-    then rows are shared in proportion to size, and prompts evenly."""
-
-
-class RecordSource(Settings):
-    """Records of a .jsonl, .json, .parquet or .txt file (.gz too where it is JSON), or of a data set on the Hub."""
-
-    path: Name
-    """A file, or the Hub id of a data set."""
-    split: str = "train"
-    """Split of a Hub data set. A file has none."""
-    limit: Count | None = None
-    """Most records to read. Null: all."""
-    weight: Weight = None
-    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
-    then rows are shared in proportion to size, and prompts evenly."""
-
-
-class TextSource(RecordSource):
-    """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
-
-    kind: Literal["text"]
-    """The form of the source."""
-
-
-class ChatSource(RecordSource):
-    """Conversations: records with `messages`, `conversations`, or `instruction` and `response`. The labels are the
-    tokens of the assistant's answers."""
-
-    kind: Literal["chat"]
-    """The form of the source."""
-    chat_template: str | None = None
-    """File with a Jinja chat template, used in place of the tokenizer's own."""
-    max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
-    chat template. Above it, training does not begin."""
-
-
-AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
-
-
-class Answers(Settings):
-    """Prompts from the sources, and how the runtime has them answered."""
-
-    prompts: Annotated[int, Field(ge=1, le=10**8)]
-    """Number of prompts to take from the sources. The sources must hold as many."""
-    prompt_tokens: Count = 512
-    """Most tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left out."""
-    new_tokens: Count = 256
-    """Most tokens of an answer."""
-    batch_size: Count = 8
-    """Prompts answered together."""
-    seed: Seed = 0
-    """Seed of the sampling."""
-    train_on_prompts: bool = False
-    """Take the tokens of the prompts as labels too."""
-
-
-class Regenerate(Answers):
-    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text."""
-
-    temperature: Temperature = 0.0
-    """Sampling temperature of the answers; 0 is greedy."""
-    share: Share = 1.0
-    """Share of the training rows that are answers. The rest are the sources as they are."""
-
-
-class OnPolicy(Answers):
-    """Train a draft model on text that it writes itself (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
-
-    every: Count
-    """Steps between two renewals of the samples. The first are written after this many steps."""
-    samples: Annotated[int, Field(ge=1, le=10**6)]
-    """Prompts answered at each renewal, taken in turn."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of the draft's text; 0 is greedy."""
-    share: Share = 0.5
-    """Share of the training rows that are samples. The rest are the other data."""
-
-
-class Data(Settings):
-    """Training data."""
-
-    sources: Annotated[list[AnySource], Field(min_length=1)]
-    """Sources of the text: one or more of the kinds below."""
-    context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
-    regenerate: Regenerate | None = None
-    """Answers of the target to train on. Null: the sources as they are."""
-    on_policy: OnPolicy | None = None
-    """Samples of the draft to train on. Null: none."""
 
 
 class Train(Settings):
@@ -300,7 +196,7 @@ class Recipe(Settings):
     """Folder of the run: checkpoints, head, results, report. The same command in the same folder resumes the run."""
     target: Target
     """The language model that the head drafts for."""
-    head: dict[str, Any]
+    head: AnyHead
     """The draft head: `kind`, and the settings of that kind."""
     data: Data
     """Training data."""
@@ -316,8 +212,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and check a recipe. UserError lists everything that is wrong, a line each."""
     source = read_settings(Path(path), overrides)
     recipe, errors = check(source, Recipe)
-    errors += head_errors(source)
-    if isinstance(recipe, Recipe) and "kind" in recipe.head:
+    if isinstance(recipe, Recipe):
         errors += [source.line(key, what) for key, what in (*_given_in_vain(recipe), *_contradictions(recipe))]
     if errors:
         raise UserError("\n".join(errors))
@@ -333,7 +228,7 @@ def dump_recipe(record: dict[str, Any]) -> str:
 def plain_settings(recipe: Recipe) -> dict[str, Any]:
     """Nested plain values of every setting that has an effect in this run."""
     tree = recipe.model_dump(mode="json")
-    for key, _ in _useless(recipe):
+    for key in _useless(recipe):
         section: Any = tree
         for part in key[:-1]:
             section = section[part]
@@ -341,33 +236,34 @@ def plain_settings(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-def _useless(recipe: Recipe) -> list[tuple[Key, str]]:
+def _useless(recipe: Recipe) -> dict[Key, str]:
     """Settings that another setting makes useless, each with that other one."""
-    train, tracking, measure, data = recipe.train, recipe.tracking, recipe.eval, recipe.data
-    rules: list[tuple[Key, bool, str]] = [
-        (("train", "decay_fraction"), train.schedule != "wsd", "with schedule cosine; set train.schedule=wsd"),
-    ]
-    rules += [(("tracking", name), tracking.wandb == "off", "with tracking.wandb off") for name in ("project", "name")]
-    rules.append((("eval", "skip_long"), measure.prompts == HELD_OUT_SUITE, "on modules, which are cut to fit"))
-    greedy = measure.temperature == 0 and not any(measure.report.temperatures or ())
-    for name in ("rule", "top_k", "top_p", "min_p"):
-        rules.append((("eval", name), greedy, "at eval.temperature 0, which is greedy"))
-    for name, writing in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
-        if writing is not None:
-            rules.append((("data", name, "seed"), writing.temperature == 0, f"at data.{name}.temperature 0"))
-    kind = recipe.head["kind"]
-    rules.append((("data", "on_policy"), kind != "draft", f"with head.kind {kind}: only a draft model writes text"))
-    for n, source in enumerate(data.sources):
-        unweighted = source.weight is None or len(data.sources) == 1
-        rules.append((("data", "sources", n, "weight"), unweighted, "with one source"))
-        if isinstance(source, RecordSource):
-            rules.append((("data", "sources", n, "split"), is_file(source.path), "on a file, which has no splits"))
-    return [(key, why) for key, useless, why in rules if useless]
+    useless: dict[Key, str] = {}
+    if recipe.train.schedule != "wsd":
+        useless["train", "decay_fraction"] = "with schedule cosine; set train.schedule=wsd"
+    if recipe.tracking.wandb == "off":
+        useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
+    if recipe.eval.prompts == HELD_OUT_SUITE:
+        useless["eval", "skip_long"] = "on modules, which are cut to fit"
+    if recipe.eval.temperature == 0 and not any(recipe.eval.report.temperatures or ()):
+        sampled = ("rule", "top_k", "top_p", "min_p")
+        useless |= {("eval", name): "at eval.temperature 0, which is greedy" for name in sampled}
+    for name in ("regenerate", "on_policy"):
+        if getattr(recipe.data, name) is not None and getattr(recipe.data, name).temperature == 0:
+            useless["data", name, "seed"] = f"at data.{name}.temperature 0"
+    if recipe.head.kind != "draft":
+        useless["data", "on_policy"] = f"with head.kind {recipe.head.kind}: only a draft model writes text"
+    for n, source in enumerate(recipe.data.sources):
+        if source.weight is None or len(recipe.data.sources) == 1:
+            useless["data", "sources", n, "weight"] = "with one source"
+        if isinstance(source, RecordSource) and source.is_local:
+            useless["data", "sources", n, "split"] = "on a file, which has no splits"
+    return useless
 
 
 def _given_in_vain(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """Useless settings that the recipe gives."""
-    for key, why in _useless(recipe):
+    for key, why in _useless(recipe).items():
         if _is_given(recipe, key):
             yield key, f"has no effect {why}; leave it out"
 
@@ -377,7 +273,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
     train, data = recipe.train, recipe.data
     if train.warmup_steps >= train.max_steps:
         yield ("train", "warmup_steps"), f"expected less than train.max_steps ({train.max_steps})"
-    depth = recipe.head.get("depth")
+    depth = getattr(recipe.head, "depth", None)
     if isinstance(depth, int) and depth >= data.context_length:
         yield ("head", "depth"), f"expected less than data.context_length ({data.context_length})"
     if recipe.target.adapter and recipe.target.adapter.first_step >= train.max_steps:

@@ -1,30 +1,23 @@
 """Every key that a recipe may have, with type, default and meaning: the tables of recipes/README.md.
 
-The schema is the source: pydantic settings, and the Config dataclass of each kind of head. The docstring under a field
-is its meaning.
+They are read from the JSON schema that pydantic makes of the settings.
 """
 
-import ast
-import inspect
 import json
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from heads.registry import HEADS
 from train.recipe import Recipe
 from train.target_recipe import TargetRecipe
 from train.usage import HEADING, RECIPE_PART, TARGET_PART, find_part
 
-NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "mapping", Any: "any value"}
-BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
+NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 OVERFLOW = 1e9
+"""Bounds from here on only keep products from overflowing."""
 
 
 @dataclass(frozen=True)
@@ -47,124 +40,64 @@ class Section:
     keys: list[Key]
 
 
-def recipe_sections() -> list[Section]:
-    """The tables of a training recipe; `head` has one for each kind."""
-    sections = []
-    for section in model_sections(Recipe):
-        sections.append(section)
-        if section.title == "`target.adapter`":
-            sections += [made for kind in HEADS for made in head_sections(kind)]
-    return sections
+def recipe_sections(model: type[BaseModel]) -> Iterator[Section]:
+    """The table of a recipe, then those of the sections in it."""
+    schema = model.model_json_schema()
+    yield from _sections(schema, schema["$defs"], "", "Top level", "")
 
 
-def head_sections(kind: str) -> list[Section]:
-    """The tables of one kind of head."""
-    about = f"The settings of a head of kind `{kind}`."
-    first, *inner = dataclass_sections(HEADS[kind].Settings, "head", kind, about)
-    first.keys.insert(0, Key("head.kind", f"`{kind}`", "required", "The method."))
-    return [first, *inner]
-
-
-def model_sections(model: type[BaseModel], prefix: str = "", title: str = "Top level") -> Iterator[Section]:
-    """The table of a section of settings, then those of the sections in it."""
+def _sections(schema: dict[str, Any], known: dict[str, Any], prefix: str, title: str, called: str) -> Iterator[Section]:
+    """`known`: the schemas of all sections by name. `called`: the kind that the section belongs to."""
     keys: list[Key] = []
-    inner: list[tuple[type[BaseModel], str, str]] = []
-    for name, field in model.model_fields.items():
+    inner: list[tuple[dict[str, Any], str, str]] = []
+    for name, field in schema["properties"].items():
         key = prefix + name
-        row = Key(key, type_text(field.annotation, field.metadata), default_text(field), said(field.description))
-        keys.insert(0 if name == "kind" else len(keys), row)
-        for part in sections_in(field.annotation):
-            inner.append((part, f"{key}.0." if get_origin(field.annotation) is list else f"{key}.", key))
-    yield Section(title, said(model.__doc__), keys)
-    for part, start, key in inner:
-        kind = part.model_fields.get("kind")
-        called = "" if kind is None else f", kind `{get_args(kind.annotation)[0]}`"
-        yield from model_sections(part, start, f"`{key}`{called}")
+        default = "required" if name in schema.get("required", []) else _shown(field["default"])
+        parts = [known[part] for part in _references(field)]
+        meaning = field.get("description") or parts[0]["description"]  # left out where it is the section's own
+        keys.insert(0 if name == "kind" else len(keys), Key(key, _words(field), default, _line(meaning)))
+        inner += [(part, f"{key}.0." if field.get("type") == "array" else f"{key}.", key) for part in parts]
+    yield Section(title, _line(schema["description"]), keys)
+    for section, start, key in inner:
+        kind = section["properties"].get("kind")
+        whose = called if kind is None else f", kind `{kind['const']}`"
+        yield from _sections(section, known, start, f"`{key}`{whose}", whose)
 
 
-def dataclass_sections(settings: type[Any], at: str, kind: str, about: str) -> list[Section]:
-    """The table of a dataclass's fields, which stand at the key `at`, and those of the dataclasses in it."""
-    hints, meanings = get_type_hints(settings, include_extras=True), field_docstrings(settings)
-    keys: list[Key] = []
-    inner: list[Section] = []
-    for field in fields(settings):
-        hint, key = hints[field.name], f"{at}.{field.name}"
-        keys.append(Key(key, type_text(hint), value_text(field.default), said(meanings.get(field.name))))
-        for part in (option for option in (hint, *get_args(hint)) if is_dataclass(option)):
-            assert isinstance(part, type)
-            inner += dataclass_sections(part, key, kind, said(part.__doc__))
-    return [Section(f"`{at}`, kind `{kind}`", about, keys), *inner]
+def _references(node: Any) -> Iterator[str]:
+    """The names of the sections that may stand in a place."""
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield node["$ref"].rpartition("/")[2]
+        for option in (*node.get("anyOf", ()), *node.get("oneOf", ()), node.get("items")):
+            yield from _references(option)
 
 
-def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections of settings that may stand at a key."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    else:
-        for argument in get_args(annotation):
-            yield from sections_in(argument)
-
-
-def type_text(annotation: Any, constraints: Sequence[Any] = (), *, plural: bool = False) -> str:
+def _words(node: dict[str, Any], plural: str = "") -> str:
     """A type in words: `integer >= 1`, `list of texts or null`."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        held = (extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in arguments[1:])
-        inner = [part for parts in held for part in parts]
-        return type_text(arguments[0], [*constraints, *inner], plural=plural)
-    if origin in (Union, UnionType):
-        options = [type_text(option, constraints, plural=plural) for option in arguments if option is not NoneType]
-        return " or ".join([*dict.fromkeys(options), *(["null"] if NoneType in arguments else [])])
-    if origin is Literal:
-        *others, last = (f"`{value}`" for value in arguments)
+    if options := node.get("anyOf") or node.get("oneOf"):
+        return " or ".join(dict.fromkeys(_words(option, plural) for option in options))
+    if "$ref" in node:
+        return "section" + plural
+    if choices := node.get("enum") or ([node["const"]] if "const" in node else []):
+        *others, last = (f"`{choice}`" for choice in choices)
         return f"{', '.join(others)} or {last}" if others else last
-    if origin in (list, tuple):
-        sizes = {extra.min_length for extra in constraints if isinstance(extra, MinLen)}
-        sizes &= {extra.max_length for extra in constraints if isinstance(extra, MaxLen)}
-        count = "".join(f"{size} " for size in sizes)
-        return f"list of {count}{type_text(arguments[0], plural=True)}"
-    if is_dataclass(annotation) or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return "sections" if plural else "section"
-    name = NAMES[origin or annotation] + ("s" if plural else "")
-    bounds = (bound for extra in constraints if (bound := bound_text(extra)))
-    return f"{name} {', '.join(bounds)}".strip()
+    if node["type"] == "array":
+        count = f"{node['minItems']} " if node.get("minItems") == node.get("maxItems", 0) else ""
+        return f"list of {count}{_words(node['items'], 's')}"
+    if node["type"] == "null":
+        return "null"
+    bounds = [f"{sign} {node[name]:g}" for name, sign in BOUNDS.items() if abs(node.get(name, OVERFLOW)) < OVERFLOW]
+    return f"{NAMES[node['type']]}{plural} {', '.join(bounds)}".strip()
 
 
-def bound_text(constraint: Any) -> str:
-    """`>= 1` for a bound on a number; nothing for other constraints and for bounds against overflow."""
-    sign, attribute = BOUNDS.get(type(constraint), ("", ""))
-    return f"{sign} {bound:g}" if sign and abs(bound := getattr(constraint, attribute)) < OVERFLOW else ""
+def _shown(value: Any) -> str:
+    """A default as YAML writes it."""
+    return "see below" if isinstance(value, dict) else f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def default_text(field: FieldInfo) -> str:
-    """The default of a setting as YAML writes it."""
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True)
-    return "see below" if isinstance(default, BaseModel) else value_text(default)
-
-
-def value_text(value: Any) -> str:
-    """A value as YAML writes it."""
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
-
-
-def field_docstrings(config: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__[:-1]):
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
-
-
-def said(docstring: str | None) -> str:
-    """A docstring as one line."""
-    return " ".join((docstring or "").split())
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def markdown(sections: Iterable[Section]) -> str:
@@ -182,7 +115,7 @@ def markdown(sections: Iterable[Section]) -> str:
 
 def with_tables(page: str) -> str:
     """The page with its generated parts made anew."""
-    for name, sections in ((RECIPE_PART, recipe_sections()), (TARGET_PART, model_sections(TargetRecipe))):
+    for name, recipe in ((RECIPE_PART, Recipe), (TARGET_PART, TargetRecipe)):
         part = find_part(page, name)
-        page = page[: part.start()] + markdown(sections) + page[part.end() :]
+        page = page[: part.start()] + markdown(recipe_sections(recipe)) + page[part.end() :]
     return page

@@ -12,6 +12,7 @@ from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
 from train.launch import load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
+from train.opening import Run, open_run
 from train.recipe import Eval, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
@@ -20,7 +21,7 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
     """Train by a recipe and its overrides with train/NAME.py, and measure the head: the exit status. `kinds`: the kind
     of head that each entry trains. UserError for a recipe of another kind."""
     recipe = load_recipe(arguments[0], arguments[1:])
-    kind = recipe.head["kind"]
+    kind = recipe.head.kind
     if kind != kinds[name]:
         entry = next((entry for entry, trained in kinds.items() if trained == kind), None)
         raise UserError(
@@ -28,46 +29,41 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
             + (f"use train/{entry}.py" if entry else "give that kind an entry and a line in KINDS of train/entry.py")
         )
     try:
-        outcome = fit(recipe)
-        with Interrupts():
-            return finish(outcome)
+        with open_run(recipe) as run:
+            outcome = fit(recipe, run)
+            with Interrupts():
+                return finish(outcome, run)
     except Interrupted as interrupted:
         tell_first(f"interrupted{interrupted}; the same command goes on from there")
         return 130
 
 
-def finish(outcome: Outcome) -> int:
+def finish(outcome: Outcome, run: Run) -> int:
     """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
-    recipe = outcome.recipe
+    (recipe, target, tokenizer), folder, tracker = outcome, run.folder, run.tracker
 
     def act() -> int:
-        folder, target = outcome.folder, outcome.target
         if (doubt := why_unfit(check_loaders(folder.head))) is not None:
-            outcome.tracker.say(f"{folder.head}: {doubt}")
+            tracker.say(f"{folder.head}: {doubt}")
         if is_measured(folder, recipe.eval):
             if not folder.card.is_file():  # the last file of a report: whoever wrote this one was cut off
                 results = read_results(folder.results)
                 write_report(results, folder.path)
-                outcome.tracker.log_outcome(results)
-            outcome.tracker.say(f"measured already; see {folder.path / 'report.html'}")
+                tracker.log_outcome(results)
+            tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
+        adapted = target
         if recipe.target.adapter is not None:  # the best head's, and not the last step's
-            target, _ = load_recipe_target(recipe.target, outcome.accelerator)
-            adapt_target(folder.head, target)
-        head = load_head(folder.head, dtype=target.dtype, device=target.device)
-        results = run_bench(
-            target, {str(folder.head): head}, outcome.tokenizer, report_settings(recipe.eval), out=folder.path
-        )
-        outcome.tracker.log_outcome(results)
+            adapted, _ = load_recipe_target(recipe.target, run.accelerator)
+            adapt_target(folder.head, adapted)
+        head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
+        results = run_bench(adapted, {str(folder.head): head}, tokenizer, report_settings(recipe.eval), out=folder.path)
+        tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0
 
-    code = 1
-    try:
-        code = on_main(outcome.accelerator, act)
-    finally:
-        outcome.tracker.finish(code=code)
-    outcome.folder.unlock()
+    code = on_main(run.accelerator, act)
+    tracker.finish(code=code)
     return code
 
 

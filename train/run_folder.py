@@ -153,12 +153,23 @@ def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple
         yield key, old, new
 
 
+def temporary_of(final: Path) -> Path:
+    """The folder in which `final` is written until it is whole."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+def begin_folder(final: Path) -> None:
+    """Make the temporary folder of `final`, empty."""
+    shutil.rmtree(temporary_of(final), ignore_errors=True)
+    temporary_of(final).mkdir(parents=True)
+
+
 @contextmanager
-def whole_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `final` if all goes well, and vanishes if not."""
-    temporary = final.with_name(f".{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `final` if all goes well, and vanishes if not. `begun`: it is there already."""
+    temporary = temporary_of(final)
+    if not begun:
+        begin_folder(final)
     try:
         yield temporary
         sync_folder(temporary)

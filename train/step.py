@@ -5,16 +5,14 @@ number, which the masks give before the first forward pass: the step is the same
 random state of a step are functions of (seed, step, process), so a resumed run goes on bit for bit.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
-from heads.base import Batch, DraftHead
 from heads.target.frozen import FrozenTarget
-from train.adapter import Joint, merged_weights
+from train.adapter import merged_weights
 from train.data.features import make_batch
 from train.data.packing import Mixture
 from train.interrupts import Interrupted
@@ -22,47 +20,23 @@ from train.interval import Interval
 from train.launch import SHARDED
 from train.optim import make_optimizer, set_lr
 from train.recipe import Train
+from train.trained import Trained
 
 SEED_STRIDE = 1_000_003
-
-
-class LossModule(nn.Module):
-    """A head as the module whose forward is its loss, which is what DDP, DeepSpeed and FSDP wrap."""
-
-    def __init__(self, head: nn.Module):
-        super().__init__()
-        self.head: Any = head
-
-    def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(scaled loss, (K,) sums, metric sums). `touch_all`: no parameter is left without a gradient."""
-        result = self.head.loss(batch, scale)
-        loss = result.loss
-        if touch_all or not loss.requires_grad:  # else DDP would wait for gradients that never come
-            loss = loss + sum(parameter.sum() * 0 for parameter in self.head.parameters() if parameter.requires_grad)
-        return loss, result.sums, result.metrics
 
 
 class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
     def __init__(
-        self,
-        settings: Train,
-        trained: nn.Module,
-        target: FrozenTarget,
-        mixture: Mixture,
-        accelerator: Accelerator,
+        self, settings: Train, trained: Trained, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator
     ):
-        """`trained`: a head, alone or jointly with an adapter of the target."""
-        self.plain_head: nn.Module = trained.head if isinstance(trained, Joint) else trained
-        self.adapter = trained.adapter if isinstance(trained, Joint) else None
-        self.module, self.head = trained, cast(DraftHead, trained)
-        self.target, self.mixture, self.accelerator, self.settings = target, mixture, accelerator, settings
-        self.weights = torch.tensor(self.head.depth_weights, device=accelerator.device)
+        self.trained, self.target, self.mixture = trained, target, mixture
+        self.accelerator, self.settings = accelerator, settings
+        self.weights = torch.tensor(trained.depth_weights, device=accelerator.device)
         products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        self.model, self.optimizer = accelerator.prepare(
-            LossModule(self.module), make_optimizer(self.module, settings, products)
-        )
+        optimizer = make_optimizer(trained.parts(), settings, products)
+        self.model, self.optimizer = accelerator.prepare(trained, optimizer)
         self.dtype = next(parameter for parameter in self.model.parameters()).dtype
         self.norm: Any = None
 
@@ -73,8 +47,7 @@ class Stepper:
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
-        if isinstance(self.module, Joint):
-            self.module.begin_step(number)
+        self.trained.begin_step(number)
         micros = [
             self.mixture.batch(
                 number,
@@ -86,7 +59,9 @@ class Stepper:
             )
             for micro in range(settings.grad_accum)
         ]
-        own = torch.stack([self.head.counts(rows.loss_mask, rows.documents).double() for rows in micros])  # (micro, K)
+        own = torch.stack(
+            [self.trained.counts(rows.loss_mask, rows.documents).double() for rows in micros]
+        )  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
@@ -97,8 +72,8 @@ class Stepper:
         scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * settings.grad_accum)
         distributed = accelerator.num_processes > 1
         for rows, count in zip(micros, own, strict=True):
-            with accelerator.autocast(), self.as_it_was():
-                batch = make_batch(self.target, rows, self.head.aux_layer_ids, self.dtype)
+            with accelerator.autocast(), self.trained.original_target():
+                batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with accelerator.accumulate(self.model):
                 loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
                 accelerator.backward(loss)
@@ -110,10 +85,6 @@ class Stepper:
         interval.add_step(counts, tokens)
         return tokens
 
-    def as_it_was(self) -> AbstractContextManager[None]:
-        """Features are of the target without the adapter that is trained with the head, where there is one."""
-        return nullcontext() if self.adapter is None else self.adapter.off()
-
     def grad_norm(self) -> float | None:
         """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
         if self.norm is None:
@@ -123,10 +94,11 @@ class Stepper:
 
     def head_weights(self) -> dict[str, Tensor]:
         """The head's weights as they are measured and saved; on the main process if they are sharded."""
+        head = self.trained.head
         if self.accelerator.distributed_type not in SHARDED:
-            return merged_weights(self.plain_head, self.plain_head.state_dict())
+            return merged_weights(head, head.state_dict())
         weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model) or {}
-        return merged_weights(self.plain_head, {name.removeprefix("head."): tensor for name, tensor in weights.items()})
+        return merged_weights(head, {name.removeprefix("head."): tensor for name, tensor in weights.items()})
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
         """Sums over all processes; True, last, if any of them is to stop."""

@@ -8,12 +8,32 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from eval.files import read_given
+from eval.runtime.sampling import Sampling
 from heads.errors import UserError, shown
 
 Key = tuple[str | int, ...]
+
+
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("holds characters that cannot be printed; name another")
+    return name
+
+
+MOST = 2**31
+"""No count, step or id is this large: below it no product of two of them overflows."""
+Count = Annotated[int, Field(ge=1, lt=MOST)]
+Step = Annotated[int, Field(ge=0, lt=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Weight = Positive | None
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_check_name)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(lambda value: Sampling(value).temperature)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Settings(BaseModel):
@@ -187,12 +207,14 @@ def _describe(source: Source, model: type[BaseModel], error: dict[str, Any]) -> 
         return source.line(key, _unknown(source, model, key))
     if kind == "missing":
         return source.line(key, "is missing; give it a value")
-    if kind == "union_tag_not_found":
+    if kind == "union_tag_not_found" or (kind == "union_tag_invalid" and error["input"]["kind"] is None):
         kinds = [kind for section in _sections(model, source.tree, key) for kind in _kinds(section)]
         return source.line((*key, "kind"), f"is missing; one of {', '.join(kinds)}")
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        return source.line((*key, "kind"), f"unknown kind {shown(context['tag'])}" + suggest(context["tag"], tags))
+        return source.line(
+            (*key, "kind"), f"unknown kind {shown(error['input']['kind'])}" + suggest(context["tag"], tags)
+        )
     if kind == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])
         return source.line(key, f"got {shown(error['input'])}" + suggest(str(error["input"]), choices))
@@ -217,14 +239,11 @@ def _sections(model: type[BaseModel], tree: Any, key: Key) -> list[type[BaseMode
     found = [model]
     for part in key:
         tree = tree[part]
-        if isinstance(part, int):
-            continue
-        field = found[0].model_fields.get(part)
-        found = list(_models_in(field.annotation)) if field else []
-        if not found:
-            return []
-    if isinstance(tree, dict) and "kind" in tree:
-        found.sort(key=lambda section: tree["kind"] not in _kinds(section))
+        if isinstance(part, str):
+            field = found[0].model_fields.get(part) if found else None
+            found = list(_models_in(field.annotation)) if field else []
+        if isinstance(tree, dict) and "kind" in tree:
+            found.sort(key=lambda section: tree["kind"] not in _kinds(section))
     return found
 
 

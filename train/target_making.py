@@ -1,5 +1,6 @@
 """A small language model from scratch: its text, its training, and its folder with what was measured."""
 
+import math
 import os
 import shutil
 import time
@@ -15,17 +16,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from eval.benchmark.metrics import is_loop
 from eval.files import check_folder, write_text
+from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
+from heads.target.frozen import load_target
 from heads.ttt_attention import causal_attention
 from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main
+from train.optim import Paired
 from train.recipe import Train
 from train.run_folder import whole_folder
-from train.target_card import Making, measure_target, target_card
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 
+CONTEXT = 512
+"""Tokens of a held-out window."""
+SAMPLES, SAMPLE_PROMPT, SAMPLE_TOKENS = 100, 96, 128
 SHOWN_EVERY = 50
 """Steps between two lines of progress."""
 
@@ -91,15 +98,15 @@ def _blockwise(
     return out.transpose(1, 2).contiguous(), None
 
 
-def make_optimizers(model: nn.Module, settings: TargetTraining) -> list[tuple[torch.optim.Optimizer, float]]:
-    """(optimizer, peak learning rate) for the layers' matrices and for everything else."""
+def make_optimizer(model: nn.Module, settings: TargetTraining) -> torch.optim.Optimizer:
+    """Muon for the layers' matrices, AdamW for everything else; each group says its peak rate."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    muon = torch.optim.Muon(
-        matrices, lr=settings.muon_lr, momentum=0.95, nesterov=True, weight_decay=settings.muon_weight_decay
-    )
-    adam = torch.optim.AdamW(others, lr=settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return [(muon, settings.muon_lr), (adam, settings.adam_lr)]
+    muon = torch.optim.Muon(matrices, settings.muon_lr, settings.muon_weight_decay, momentum=0.95, nesterov=True)
+    optimizer = Paired(muon, torch.optim.AdamW(others, settings.adam_lr, betas=(0.9, 0.95), weight_decay=0.0))
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
 
 
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:
@@ -110,16 +117,15 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
     model = build_model(recipe, eos_token_id, accelerator.device)
     if settings.compile:
         model.model.compile()
-    optimizers = make_optimizers(model, settings)
-    start = resume(folder, model, [optimizer for optimizer, _ in optimizers])
+    optimizer = make_optimizer(model, settings)
+    start = resume(folder, model, optimizer)
     wrapped = accelerator.prepare(LanguageLoss(model))
     total = sum(stage.steps for stage in settings.stages)
     begun, running = time.perf_counter(), torch.zeros((), device=accelerator.device)
     for step in range(start, total):
         factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
-        for optimizer, lr in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * factor
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
         for number in range(passes):
             rows = read_rows(text, recipe, step, number * world + rank, passes * world).to(accelerator.device)
             with accelerator.accumulate(wrapped):
@@ -127,9 +133,8 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
                 accelerator.backward(loss)
             running += loss.detach() / passes
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         done = step + 1
         if done % SHOWN_EVERY == 0:
             mean = float(running) / SHOWN_EVERY  # waits for the device, so that the speed is true
@@ -140,7 +145,7 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
             )
             running.zero_()
         if done % settings.checkpoint_every == 0 or done == total:
-            on_main(accelerator, partial(save, folder, done, model, [optimizer for optimizer, _ in optimizers]))
+            on_main(accelerator, partial(save, folder, done, model, optimizer))
     return model
 
 
@@ -162,47 +167,41 @@ def read_rows(text: np.ndarray, recipe: TargetRecipe, step: int, part: int, part
 
     Each stage goes through the windows of its context length in an order of its own.
     """
-    settings, first = recipe.train, 0
     number = 0
-    while step >= first + settings.stages[number].steps:
-        first += settings.stages[number].steps
+    while step >= recipe.train.stages[number].steps:
+        step -= recipe.train.stages[number].steps
         number += 1
-    T = settings.stages[number].context_length
+    T = recipe.train.stages[number].context_length
     windows = (len(text) - 1) // T
-    rows = settings.tokens_per_pass // T
+    rows = recipe.train.tokens_per_pass // T
     order = np.random.default_rng((recipe.seed, number)).permutation(windows)
-    begin = ((step - first) * parts + part) * rows
+    begin = (step * parts + part) * rows
     chosen = order[np.arange(begin, begin + rows) % windows]
     return torch.from_numpy(np.stack([text[i * T : i * T + T + 1] for i in chosen]).astype(np.int64))
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """checkpoints/step-N, whole or absent; the one before it goes."""
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with whole_folder(folder / "checkpoints" / f"step-{step}") as path:
-        save_file(
-            {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-            path / "model.safetensors",
-        )
-        for number, optimizer in enumerate(optimizers):
-            save_file(split_optimizer(optimizer.state_dict()), path / f"optimizer-{number}.safetensors")
+        save_file(weights, path / "model.safetensors")
+        save_file(split_optimizer(optimizer.state_dict()), path / "optimizer.safetensors")
     for old in list_checkpoints(folder / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
 
-def resume(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Take up the newest checkpoint; returns the steps made."""
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return 0
-    newest = found[-1]
+    weights = load_file(found[-1] / "model.safetensors")
     with torch.no_grad():
-        weights = load_file(newest / "model.safetensors")
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    for number, optimizer in enumerate(optimizers):
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict(join_optimizer(load_file(newest / f"optimizer-{number}.safetensors"), groups))
-    return int(newest.name.removeprefix("step-"))
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(join_optimizer(load_file(found[-1] / "optimizer.safetensors"), groups))
+    return int(found[-1].name.removeprefix("step-"))
 
 
 def publish(
@@ -216,19 +215,67 @@ def publish(
     model.save_pretrained(out)
     tokenizer.model_max_length = recipe.model.max_position_embeddings
     tokenizer.save_pretrained(out)
-    size, seen = recipe.model, sum(stage.steps for stage in recipe.train.stages) * recipe.train.tokens_per_step
-    facts = Making(
-        layers=size.num_hidden_layers,
-        hidden_size=size.hidden_size,
-        vocab_size=recipe.tokenizer.vocab_size,
-        tokens=len(np.load(folder / "train.npy", mmap_mode="r")),
-        tokens_seen=seen,
-        conversations=bool(recipe.data.chats),
-        command=command,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    specials = set(special_tokens(bool(recipe.data.chats)))
     print("measuring the target on the modules held out", flush=True)
-    found = measure_target(out, np.load(folder / "held_out.npy"), tokenizer, specials=specials, device=device)
-    write_text(out / "README.md", target_card(facts, found))
-    print((out / "README.md").read_text())
+    card = measured_card(recipe, folder, out, tokenizer, command)
+    write_text(out / "README.md", card)
+    print(card)
+
+
+def measured_card(
+    recipe: TargetRecipe, folder: Path, out: Path, tokenizer: PreTrainedTokenizerFast, command: str
+) -> str:
+    """Return the README of a target in `out`: bits per byte and accuracy over the held-out text of `folder`, and greedy
+    continuations of prompts from it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(str(out), dtype=torch.float32, device=device)
+    ids = torch.from_numpy(np.load(folder / "held_out.npy").astype(np.int64))
+    windows = ids[: (len(ids) - 1) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    # Special tokens stand for no byte; every other token's name has one letter a byte.
+    specials = special_tokens(bool(recipe.data.chats))
+    names = tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
+    sizes = torch.tensor([0 if name is None or name in specials else len(name) for name in names], device=device)
+    positions = torch.arange(CONTEXT - 1, device=device)[None]
+    nats, hits, count, size = 0.0, 0, 0, 0
+    for some in windows.split(4):
+        rows = some.to(device)
+        spot = positions.expand(len(rows), -1)
+        hidden = target.packed_features(rows[:, :-1], spot, torch.zeros_like(spot), ()).hidden
+        logits = target.shared.lm_head(hidden)
+        nats += nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+        hits += int((logits.argmax(-1) == rows[:, 1:]).sum())
+        count += rows[:, 1:].numel()
+        size += int(sizes[rows[:, 1:]].sum())
+    prompts = [row[:SAMPLE_PROMPT].tolist() for row in windows[:: max(1, len(windows) // SAMPLES)][:SAMPLES]]
+    engine = Engine(target, None, EngineOptions(batch_size=8, max_length=CONTEXT))
+    outputs = engine.generate([Request(prompt, max_new_tokens=SAMPLE_TOKENS) for prompt in prompts])
+    loops = sum(is_loop(output.tokens) for output in outputs)
+    samples = "\n\n".join(
+        f"Prompt (held out):\n\n```python\n{tokenizer.decode(prompt)}\n```\n\n"
+        f"Greedy continuation:\n\n```python\n{tokenizer.decode(output.tokens)}\n```"
+        for prompt, output in zip(prompts[:3], outputs[:3], strict=True)
+    )
+    tokens = len(np.load(folder / "train.npy", mmap_mode="r"))
+    seen = sum(stage.steps for stage in recipe.train.stages) * recipe.train.tokens_per_step
+    source = "Python source of one machine: standard library and installed packages"
+    source += "; conversations" if recipe.data.chats else ""
+    return f"""# A small real code model
+
+A Llama-architecture model of {recipe.model.num_hidden_layers} layers and width {recipe.model.hidden_size} with a
+byte-level BPE of {recipe.tokenizer.vocab_size} tokens, trained from scratch by `scripts/make_target.py` so that draft
+heads can be trained and measured without a hub.
+
+| | |
+|---|---|
+| data | {source}, {tokens / 1e6:.1f} million tokens |
+| held out | whole modules, by a hash of their path (`eval/benchmark/corpus.py`); near copies are left out of training |
+| tokens seen | {seen / 1e6:.1f} million |
+| held-out bits per byte | {nats / math.log(2) / size:.3f} over {count / 1e6:.2f} million tokens, context {CONTEXT} |
+| held-out next-token accuracy | {hits / count:.3f} |
+| greedy continuations stuck in a loop | {loops} of {len(prompts)} ({SAMPLE_TOKENS} tokens each; `is_loop`) |
+
+Make it again: `{command}`
+
+## Samples
+
+{samples}
+"""

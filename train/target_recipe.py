@@ -8,8 +8,7 @@ from pydantic import Field
 
 from heads.errors import UserError
 from train.data.target_text import DataSettings, TokenizerSettings
-from train.recipe import Count, Seed
-from train.strict_yaml import Settings, check, read_settings
+from train.strict_yaml import Count, Seed, Settings, check, read_settings
 
 Rate = Annotated[float, Field(gt=0)]
 

@@ -82,7 +82,7 @@ class Tracker:
         speed = _short(metrics["tokens_per_second"])
         text = (
             f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s  "
-            f"{_clock(seconds_left)} left"
+            f"{timedelta(seconds=round(seconds_left))} left"
         )
         if self._bar is not None:
             self._bar.set_description_str(text)
@@ -242,7 +242,3 @@ def _percent(rates: Sequence[float | None]) -> str:
 
 def _short(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

@@ -3,15 +3,12 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn.functional import kl_div
 
 from eval.benchmark.opening import fitting_head
@@ -22,17 +19,15 @@ from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
 from tests.faults import signal_at
-from train.adapter import Joint, make_adapter
+from tests.runs import Settings, WriteRecipe, same, the_error, weights
+from tests.runs import train_in as train
+from train.adapter import Joint
 from train.data.features import make_batch
 from train.data.packing import Rows
 from train.entry import attempt
 from train.interrupts import Interrupted
-from train.loop import fit
 from train.optim import make_optimizer, set_lr
-from train.recipe import Adapter, Train, load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
+from train.recipe import Adapter, Train
 
 
 @pytest.fixture
@@ -53,8 +48,7 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 def make_joint(target: FrozenTarget, **changes: Any) -> Joint:
     torch.manual_seed(0)
     head = build_head("medusa", {"depth": 2}, target, torch.ones(128, dtype=torch.int64))
-    adapter = make_adapter(target, Adapter(**{"first_step": 1, "rank": 4, "dropout": 0.0, **changes}), seed=0)
-    return Joint(head, adapter)
+    return Joint(head, target, Adapter(**{"first_step": 1, "rank": 4, "dropout": 0.0, **changes}), seed=0)
 
 
 def disturb(joint: Joint) -> None:
@@ -72,7 +66,7 @@ def rows_of(length: int = 24) -> Rows:
 
 
 def features(joint: Joint) -> Batch:
-    with joint.adapter.off():
+    with joint.original_target():
         return make_batch(joint.adapter.target, rows_of(), (), torch.float32)
 
 
@@ -84,7 +78,7 @@ def test_a_new_adapter_changes_nothing_and_off_it_never_does(target: FrozenTarge
         assert torch.equal(target.model(input_ids=ids).logits, before)
         disturb(joint)
         assert not torch.allclose(target.model(input_ids=ids).logits, before, atol=0.1)
-        with joint.adapter.off():
+        with joint.original_target():
             assert torch.equal(target.model(input_ids=ids).logits, before)
     assert "has an adapter" in str(why_not_native(target))  # or the runtime would pass it over
     assert all(parameter.requires_grad for parameter in joint.adapter.matrices.values())
@@ -126,7 +120,7 @@ def test_the_first_stage_leaves_the_adapter_alone(target: FrozenTarget) -> None:
 def test_heads_learn_at_a_multiple_and_the_adapter_warms_up_on_its_own(optimizer: Any, target: FrozenTarget) -> None:
     joint = make_joint(target, first_step=10, head_lr_multiple=5.0)
     settings = Train(max_steps=20, lr=0.1, warmup_steps=3, schedule="wsd", decay_fraction=0.05, optimizer=optimizer)
-    made = make_optimizer(joint, settings)
+    made = make_optimizer(joint.parts(), settings)
     ours = {id(p) for p in joint.adapter.matrices.values()}
 
     def rates(step: int) -> tuple[set[float], set[float]]:
@@ -144,21 +138,11 @@ def test_heads_learn_at_a_multiple_and_the_adapter_warms_up_on_its_own(optimizer
     assert sum(len(group["params"]) for group in made.param_groups) == len(ours) + len(list(joint.head.parameters()))
 
 
-def weights_at(run: Path, step: int) -> dict[str, Tensor]:
-    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
-
-
-def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    folder = fit(load_recipe(write_recipe(settings))).folder
-    folder.unlock()
-    return folder.path
-
-
 def test_two_stages_go_on_bit_for_bit(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     """Broken in the second stage, dropout and all."""
     small["train"]["keep_checkpoints"] = 9
     unbroken = train(small, write_recipe)
-    stages = [weights_at(unbroken, step) for step in (3, 6)]
+    stages = [weights(unbroken, step) for step in (3, 6)]
     lora = [name for name in stages[0] if "lora_B" in name]
     assert lora and all(stages[0][name].abs().sum() == 0 for name in lora)  # not begun
     assert all(stages[1][name].abs().sum() > 0 for name in lora)
@@ -168,8 +152,7 @@ def test_two_stages_go_on_bit_for_bit(small: Settings, write_recipe: WriteRecipe
     assert (tmp_path / "broken/checkpoints/step-5").is_dir()
     broken = train(small, write_recipe)
     for name in ("head", "optimizer"):
-        one, other = (load_file(run / f"checkpoints/step-6/{name}.safetensors") for run in (unbroken, broken))
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        assert same(weights(unbroken, 6, name), weights(broken, 6, name))
 
 
 def test_what_is_published_is_heads_and_adapter_and_its_audit_is_against_the_adapted_target(
@@ -234,8 +217,7 @@ def test_bad_adapters_are_one_line_and_status_2(
 ) -> None:
     small["target"]["adapter"] |= change
     assert attempt("medusa", [str(write_recipe(small))]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and fault in errors[0], errors
+    assert fault in the_error(capsys)
     assert not Path(small["output_dir"]).exists()
 
 

@@ -1,30 +1,30 @@
 """A draft model in the loop: distilled, by adapters, on its own text, to the last bit where a run is broken off."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from tests.faults import signal_at
+from tests.runs import Settings, WriteRecipe, same, the_error, weights
+from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
+from train.data.loading import load_data
 from train.entry import attempt
 from train.interrupts import Interrupted
-from train.loop import Training, fit
 from train.optim import make_optimizer
 from train.recipe import Train, load_recipe
+from train.trained import Part
 
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
 ON_POLICY = {"every": 2, "prompts": 6, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "share": 0.5}
 
 
@@ -40,39 +40,6 @@ def small(settings: Settings) -> Settings:
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))
-
-
-@contextmanager
-def before_step(step: int, work: Callable[[Training], None]) -> Iterator[None]:
-    """Do some work when a run has come to `step`."""
-    act = Training._step
-
-    def step_after(self: Training) -> None:
-        if self.state.step == step:
-            work(self)
-        act(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "_step", step_after)
-        yield
-
-
-def stop(training: Training) -> None:
-    raise Interrupted
-
-
-def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    folder = fit(load_recipe(write_recipe(settings))).folder
-    folder.unlock()
-    return folder.path
-
-
-def weights(run: Path, step: int) -> dict[str, Tensor]:
-    return load_file(run / f"checkpoints/step-{step}/head.safetensors")
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def adapted(target: FrozenTarget, lora: Settings) -> tuple[Any, Any]:
@@ -114,21 +81,12 @@ def test_a_fused_layer_is_merged_the_right_way_round() -> None:
     torch.testing.assert_close(plain.model(input_ids=ids).logits, head.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("wanted", ["q_prj", "lm_head", "embed_tokens", "proj"])
-def test_adapters_that_fit_nothing_are_refused(
-    wanted: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small["head"]["lora"] = {"modules": ["q_proj", wanted]}
-    assert attempt("distill", [str(write_recipe(small))]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"head.lora.modules: '{wanted}' fits no linear layer of the draft" in line and "down_proj" in line
-    assert not Path(small["output_dir"]).exists()
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         (["head.lora={rnk: 3}"], "head.lora.rnk: unknown key; did you mean 'rank'?"),
+        (["head.lora={modules: [q_proj, q_prj]}"], "head.lora.modules: 'q_prj' fits no linear layer of the draft"),
+        (["head.lora={modules: [lm_head]}"], "head.lora.modules: 'lm_head' fits no linear layer of the draft"),
         (["head.lora={rank: many}"], "head.lora.rank: should be a valid integer, got 'many'"),
         (["head.layers=[0, x]"], "head.layers.1: should be a valid integer, got 'x'"),
         (["head.fresh={hidden_size: 16}"], "head: a draft needs one of path"),
@@ -151,8 +109,7 @@ def test_bad_input_is_one_line_and_status_2(
         small["head"] = {"kind": "eagle3"}
         change = change[1:]
     assert attempt("distill", [str(write_recipe(small)), *change]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and fault in errors[0], errors
+    assert fault in the_error(capsys)
     assert not Path(small["output_dir"]).exists()
 
 
@@ -194,7 +151,7 @@ def test_a_run_on_its_own_text_goes_on_bit_for_bit(
     small["eval"]["report"] |= {"repeats": 1}
     unbroken = run(small, write_recipe)
     small["output_dir"] = str(tmp_path / "broken")
-    with before_step(step, stop), pytest.raises(Interrupted):
+    with signal_at(step), pytest.raises(Interrupted):
         run(small, write_recipe)
     broken = run(small, write_recipe)
     assert same(weights(unbroken, 6), weights(broken, 6))
@@ -203,24 +160,22 @@ def test_a_run_on_its_own_text_goes_on_bit_for_bit(
 
 
 def test_samples_are_the_drafts_own_and_are_learnt_from(
-    small: Settings, write_recipe: WriteRecipe, tmp_path: Path
+    small: Settings, write_recipe: WriteRecipe, target: FrozenTarget
 ) -> None:
     """Greedy samples are what the draft of that step says; at share 1 they are all that the next steps learn from."""
     small["data"]["on_policy"] = {**ON_POLICY, "temperature": 0.0, "share": 1.0}
-    rows: list[Tensor] = []
-    prompts: list[list[int]] = []
-
-    def look(training: Training) -> None:
-        assert training.samples is not None
-        prompts.extend(list(request.prompt) for request in training.samples.requests(4))
-        pool = training.stepper.mixture.pools[0]
-        rows.extend(pool.row(n).tokens[0] for n in range(len(pool)))
-
-    with before_step(4, look):
-        folder = run(small, write_recipe)
-    samples = [json.loads(line) for line in (folder / "on_policy/step-4.jsonl").read_text().splitlines()]
-    head: Any = build_head("draft", {"layers": [0, 7]}, load_target(small["target"]["path"]), torch.ones(128))
+    recipe = write_recipe(small)
+    folder = run(small, write_recipe)
+    data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
+    head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
     head.load_state_dict(weights(folder, 4))
+    accelerator = Accelerator(cpu=True)
+    _, written = load_data(data, 0, head, target, tokenizer, folder, accelerator, print, print)
+    assert written is not None
+    pool = written.mixture(4).pools[0]
+    rows = [pool.row(n).tokens[0] for n in range(len(pool))]
+    prompts = [request.prompt for request in written.requests(4)]
+    samples = [json.loads(line) for line in (folder / "on_policy/step-4.jsonl").read_text().splitlines()]
     packed = " ".join(" ".join(map(str, row.tolist())) for row in rows)
     assert len(samples) == len(prompts) == 4
     for prompt, sample in zip(prompts, samples, strict=True):
@@ -233,7 +188,7 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(
 
 def test_a_run_whose_samples_are_lost_says_so(small: Settings, write_recipe: WriteRecipe) -> None:
     small["data"]["on_policy"] = ON_POLICY
-    with before_step(3, stop), pytest.raises(Interrupted):
+    with signal_at(3), pytest.raises(Interrupted):
         run(small, write_recipe)
     (Path(small["output_dir"]) / "on_policy/step-2.jsonl").unlink()
     with pytest.raises(UserError, match=r"step-2.jsonl: missing: what the draft wrote at step 2"):
@@ -242,7 +197,7 @@ def test_a_run_whose_samples_are_lost_says_so(small: Settings, write_recipe: Wri
 
 def test_tables_of_tokens_are_not_orthogonalised(target: FrozenTarget) -> None:
     head = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
-    optimizer: Any = make_optimizer(head, Train(max_steps=2, optimizer="muon"))
+    optimizer: Any = make_optimizer([Part(head)], Train(max_steps=2, optimizer="muon"))
     muon = {id(parameter) for group in optimizer.parts[0].param_groups for parameter in group["params"]}
     names = {name for name, parameter in head.named_parameters() if id(parameter) in muon}
     assert names and all("proj" in name for name in names)

@@ -1,6 +1,5 @@
 """Targets of every attention form: a head trains on each through the one loop, and its output is the target's own."""
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,8 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.target.quantization import weight_bytes
-from heads.tree import Proposal, parse_shape
-from train.loop import fit
-from train.recipe import load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
+from heads.tree import Proposal
+from tests.runs import Settings, WriteRecipe, audit, lines, train
 
 BASE: dict[str, Any] = dict(
     vocab_size=128,
@@ -133,30 +128,6 @@ def form_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> 
     return make
 
 
-def audit(target: FrozenTarget, head: Any, prompts: list[list[int]]) -> int:
-    """Decode plainly and with drafts, one at a time and eight together; -> drafted tokens that came out."""
-    requests = [
-        Request(prompt, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
-    ]
-    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=64)).generate(requests)]
-    drafted = 0
-    for batch_size in (1, 8):
-        for text in ("none", CHAIN, TREE):
-            shape = parse_shape(text)
-            engine = Engine(
-                target, head if shape.depth else None, EngineOptions(shape=shape, batch_size=batch_size, max_length=64)
-            )
-            outputs = engine.generate(requests)
-            assert [output.tokens for output in outputs] == plain, (text, batch_size)
-            drafted += sum(sum(output.accepted) for output in outputs)
-    return drafted
-
-
-def encode(target_folder: str, texts: tuple[str, ...] = TEXTS) -> list[list[int]]:
-    tokenizer = load_tokenizer(target_folder)
-    return [list(tokenizer(text)["input_ids"]) for text in texts]
-
-
 @pytest.mark.parametrize("form", forms())
 def test_a_head_trains_and_its_output_is_the_targets_own(
     form: str, form_settings: Callable[[str], Settings], write_recipe: WriteRecipe
@@ -182,16 +153,18 @@ def test_a_head_trains_on_a_quantised_target(
 
 def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The folder of a run whose head learnt and whose drafts changed nothing."""
-    outcome = fit(load_recipe(write_recipe(settings)))
-    outcome.folder.unlock()
-    records = [json.loads(line) for line in (outcome.folder.path / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    recipe, target, _ = train(write_recipe(settings))
+    folder = Path(recipe.output_dir)
+    losses = [line["loss"] for line in lines(folder, "train")]
     assert losses[-1] < losses[0], losses
-    target = outcome.target
-    check_fits(outcome.folder.path, target)
-    drafted = audit(target, load_head(outcome.folder.path), encode(settings["target"]["path"]))
-    assert drafted > 0, "an audit in which nothing drafted came out proves little"
-    return outcome.folder.path
+    check_fits(folder, target)
+    tokenizer = load_tokenizer(target.name)
+    prompts = [list(tokenizer(text)["input_ids"]) for text in TEXTS]
+    requests = [
+        Request(prompt, 10, Sampling(float(n % 2), seed=n), ignore_eos=True) for n, prompt in enumerate(prompts)
+    ]
+    audit(target, load_head(folder), requests, (CHAIN, TREE))
+    return folder
 
 
 @pytest.mark.parametrize("form", WITH_EXPERTS)

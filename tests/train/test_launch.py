@@ -25,9 +25,8 @@ SETTINGS = Train(max_steps=1)
     ],
 )
 def test_wrong_launches(environment: dict[str, str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
+    for name, value in {"ACCELERATE_USE_CPU": "true", **environment}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match=fault):
         make_accelerator(SETTINGS)
 

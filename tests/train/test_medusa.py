@@ -1,26 +1,18 @@
 """Medusa trained on a tiny target: what is saved drafts, and every output is the target's own."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
-from heads.base import shape_for
+from eval.runtime.engine import Request, Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.frozen import load_target
-from heads.tree import ROOT_ONLY
+from tests.runs import Settings, WriteRecipe, audit, train_in
 from train.entry import attempt
-from train.loop import fit
-from train.recipe import load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
 
 
 @pytest.fixture
@@ -53,54 +45,22 @@ def test_a_run_leaves_heads_that_engines_read_and_their_tree(small: Settings, wr
     assert [m["tree"] for m in results["measurements"]] == ["head", "chain:3"]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "temperature"),
-    [(8, 0.0), (1, 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (8, 1.0)))],
-)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_output_is_the_targets_own(
-    temperature: float, batch_size: int, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+    temperature: float, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
 ) -> None:
     small["head"]["num_layers"] = 2
     small["train"] |= {"lr": 0.02, "max_steps": 20, "log_every": 20}
-    folder = train(small, write_recipe)
-    target = load_target(str(tiny_target_dir))
-    head = load_head(folder)
-    requests = [
-        Request([5 + n, 40, 41 + n % 3], 24, Sampling(temperature, seed=n))
-        for n in range(batch_size if batch_size > 1 else 2)
-    ]
-    plain = Engine(target, None, EngineOptions(shape=ROOT_ONLY, batch_size=batch_size, max_length=64)).generate(
-        requests
-    )
-    drafted = 0
-    trees = ["chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"]
-    for tree, adaptive in [*((tree, False) for tree in trees), ("head", True)]:
-        shape = shape_for(tree, head)
-        engine = Engine(
-            target, head, EngineOptions(shape=shape, batch_size=batch_size, max_length=64, adaptive=adaptive)
-        )
-        outputs = engine.generate(requests)
-        assert [output.tokens for output in outputs] == [output.tokens for output in plain], tree
-        drafted += sum(sum(output.accepted) for output in outputs)
-    assert drafted > 0  # or nothing was put to the test
-
-
-def test_tau_by_the_training_step_is_the_runtimes(small: Settings, write_recipe: WriteRecipe) -> None:
-    small["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 8, "new_tokens": 40}
-    small["train"] |= {"lr": 0.02, "max_steps": 60, "log_every": 30, "checkpoint_every": 60}
-    small["eval"] |= {"tree": "chain:3", "max_new_tokens": 48, "report": {}}
-    fit(load_recipe(write_recipe(small))).folder.unlock()
-    lines = (Path(small["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-    measured = next(line for line in map(json.loads, lines) if line["kind"] == "eval")
-    assert measured["tau"] > 1.05  # or nothing was drafted rightly
-    assert measured["tau_by_training_step"] == pytest.approx(measured["tau"], rel=1e-6)
+    head, target = load_head(train(small, write_recipe)), load_target(str(tiny_target_dir))
+    requests = [Request([5 + n, 40, 41 + n % 3], 24, Sampling(temperature, seed=n)) for n in range(8)]
+    audit(target, head, requests, ["chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"], adaptive=["head"])
 
 
 def test_a_tree_of_its_own_is_asked_of_heads_that_grow_one(small: Settings, write_recipe: WriteRecipe) -> None:
     small["head"]["tree_nodes"] = 0
     small["eval"]["tree"] = "chain:3"
     with pytest.raises(UserError, match="grow no static tree"):
-        fit(load_recipe(write_recipe(small)))
+        train_in(small, write_recipe)
 
 
 def test_the_same_weights_give_the_same_head(small: Settings, write_recipe: WriteRecipe) -> None:

@@ -12,94 +12,28 @@ import yaml
 from heads.errors import UserError
 from train.recipe import dump_recipe, load_recipe, plain_settings
 
-ANSWERS = {
-    "prompts": 4,
-    "prompt_tokens": 8,
-    "new_tokens": 8,
-    "batch_size": 2,
-    "seed": 0,
-    "temperature": 0.5,
-    "share": 0.5,
-}
-WHOLE: dict[str, Any] = {
-    "output_dir": "runs/x",
-    "target": {
-        "path": "some/target",
-        "dtype": "auto",
-        "trust_remote_code": False,
-        "quantize": "int8",
-        "adapter": {
-            "first_step": 2,
-            "rank": 4,
-            "alpha": 1.0,
-            "dropout": 0.1,
-            "modules": ["q_proj"],
-            "heads_weight": 0.1,
-        },
-    },
-    "head": {"kind": "draft", "layers": [1, 2], "loss": "jsd", "beta": 0.5, "lora": {"rank": 2, "modules": ["q_proj"]}},
-    "data": {
-        "sources": [
-            {
-                "kind": "chat",
-                "path": "a/b",
-                "split": "x",
-                "limit": 3,
-                "weight": 1.0,
-                "chat_template": "x",
-                "max_skipped": 0.1,
-            },
-            {"kind": "python", "limit": 3, "weight": 2.0},
-        ],
-        "context_length": 64,
-        "regenerate": {**ANSWERS, "train_on_prompts": False},
-        "on_policy": {**ANSWERS, "every": 2, "samples": 2},
-    },
-    "train": {
-        "max_steps": 10,
-        "seed": 0,
-        "batch_size": 2,
-        "grad_accum": 1,
-        "optimizer": "adamw",
-        "lr": 1e-3,
-        "betas": [0.9, 0.95],
-        "weight_decay": 0.0,
-        "schedule": "wsd",
-        "warmup_steps": 1,
-        "decay_fraction": 0.2,
-        "min_lr_ratio": 0.1,
-        "max_grad_norm": 1.0,
-        "precision": "fp32",
-        "checkpoint_every": 5,
-        "keep_checkpoints": 2,
-        "eval_every": 5,
-        "log_every": 2,
-    },
-    "eval": {
-        "prompts": "a.jsonl",
-        "num_prompts": 3,
-        "max_prompt_tokens": 10,
-        "skip_long": True,
-        "max_new_tokens": 10,
-        "batch_size": 2,
-        "tree": "chain:3",
-        "rule": "match",
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "seed": 0,
-        "report": {
-            "num_prompts": 3,
-            "max_new_tokens": 4,
-            "batch_size": 1,
-            "trees": ["auto"],
-            "temperatures": [0.0],
-            "repeats": 1,
-        },
-    },
-    "tracking": {"wandb": "offline", "project": "p", "name": "n"},
-}
+ANSWERS = "prompts: 4, prompt_tokens: 8, new_tokens: 8, batch_size: 2, seed: 0, temperature: 0.5, share: 0.5"
+ADAPTER = "first_step: 2, rank: 4, alpha: 1.0, dropout: 0.1, modules: [q_proj], heads_weight: 0.1"
+CHATS = "kind: chat, path: a/b, split: x, limit: 3, weight: 1.0, chat_template: x, max_skipped: 0.1"
+REPORT = "num_prompts: 3, max_new_tokens: 4, batch_size: 1, trees: [auto], temperatures: [0.0], repeats: 1"
+WHOLE: dict[str, Any] = yaml.safe_load(f"""
+output_dir: runs/x
+target: {{path: some/target, dtype: auto, trust_remote_code: false, quantize: int8, adapter: {{{ADAPTER}}}}}
+head: {{kind: draft, layers: [1, 2], loss: jsd, beta: 0.5, lora: {{rank: 2, modules: [q_proj]}}}}
+data:
+  sources: [{{{CHATS}}}, {{kind: python, limit: 3, weight: 2.0}}]
+  context_length: 64
+  regenerate: {{{ANSWERS}, train_on_prompts: false}}
+  on_policy: {{{ANSWERS}, every: 2, samples: 2}}
+train:
+  {{max_steps: 10, seed: 0, batch_size: 2, grad_accum: 1, optimizer: adamw, lr: 0.001, betas: [0.9, 0.95],
+   weight_decay: 0.0, schedule: wsd, warmup_steps: 1, decay_fraction: 0.2, min_lr_ratio: 0.1, max_grad_norm: 1.0,
+   precision: fp32, checkpoint_every: 5, keep_checkpoints: 2, eval_every: 5, log_every: 2}}
+eval:
+  {{prompts: a.jsonl, num_prompts: 3, max_prompt_tokens: 10, skip_long: true, max_new_tokens: 10, batch_size: 2,
+   tree: "chain:3", rule: match, temperature: 0.5, top_k: 3, top_p: 0.9, min_p: 0.1, seed: 0, report: {{{REPORT}}}}}
+tracking: {{wandb: offline, project: p, name: n}}
+""")
 ODD: list[Any] = [
     *(None, True, "", " ", "x", "\0", "é😀", "a\nb", "x" * 10_000, "auto", "none", "chain:999999999999", "static:1.0"),
     *(0, -1, 1, 2**31, 10**15, 10**30, -(10**30), 10**400, 0.5, -0.5, 1e308, 1e-320, float("nan"), float("inf")),

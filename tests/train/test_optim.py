@@ -9,6 +9,7 @@ from torch import nn
 
 from train.optim import Muon, lr_factor, make_optimizer, orthogonal, set_lr
 from train.recipe import Train
+from train.trained import Part
 
 
 def test_cosine_warms_up_and_falls_to_its_floor() -> None:
@@ -27,7 +28,7 @@ def test_wsd_is_flat_until_its_fall() -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     head = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    optimizer = make_optimizer(head, Train(max_steps=1, weight_decay=0.1))
+    optimizer = make_optimizer([Part(head)], Train(max_steps=1, weight_decay=0.1))
     by_decay = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
     assert by_decay == {0.1: [(3, 2)], 0.0: [(3,), (3,), (3,)]}
 
@@ -37,7 +38,7 @@ def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> No
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(weight) for weight in torch.randn(1, *shape).repeat(2, 1, 1))
     library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    pair = Muon([ours], lr=0.1, weight_decay=0.1, products=torch.bfloat16), library
+    pair = Muon([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}], products=torch.bfloat16), library
     for _ in range(3):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -63,7 +64,7 @@ def test_paired_optimizers_resume_as_one() -> None:
         torch.manual_seed(0)
         layers = {"fc": nn.Linear(6, 4), "act": nn.Tanh(), "lm_head": nn.Linear(4, 5, bias=False)}
         module = nn.Sequential(OrderedDict(layers))
-        return module, make_optimizer(module, settings)
+        return module, make_optimizer([Part(module)], settings)
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)

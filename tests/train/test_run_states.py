@@ -3,35 +3,21 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from eval.command import exit_status
 from heads.checkpoint import file_hash
 from tests.faults import signal_at
+from tests.runs import Settings, WriteRecipe, train
 from train.interrupts import Interrupted
-from train.loop import fit
-from train.recipe import load_recipe
-
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
-
-pytestmark = pytest.mark.usefixtures("linear_kind")
 
 ODD: list[Any] = [
     *(None, True, "", "3", "\0", "ü" * 9999, [], [1], [[]], {}, {"": 0}),
     *(-1, 0, 1, 2, 0.5, 10**15, 10**400, 1e308, -1e-320, float("nan"), float("inf")),
 ]
-
-
-def train(recipe: Path) -> int:
-    fit(load_recipe(recipe)).folder.unlock()
-    return 0
 
 
 @pytest.fixture
@@ -100,7 +86,7 @@ def harm(run: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(8), pytest.param(range(8, 500), marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)}"
+    "seeds", [range(12), pytest.param(range(12, 500), marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)}"
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_run_state_is_a_traceback(seeds: range, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,28 +98,9 @@ def test_no_run_state_is_a_traceback(seeds: range, stopped: Path, capsys: pytest
         shutil.copytree(stopped.parent / "sound", run)
         harm(run, random.Random(seed))
         capsys.readouterr()
-        outcomes.append(exit_status(lambda: train(stopped)))
+        outcomes.append(exit_status(lambda: 0 * len(train(stopped))))
         said = capsys.readouterr().err
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         assert (outcomes[-1], len(errors)) in ((0, 0), (2, 1)), (seed, said)
         assert all(len(line) < 500 for line in errors), (seed, errors)
     assert {0, 2} == set(outcomes)
-
-
-def test_the_line_that_a_stop_cut_in_two_is_the_unbroken_runs(
-    stopped: Path, settings: Settings, write_recipe: WriteRecipe
-) -> None:
-    train(stopped)
-    resumed = stopped.parent / "run"
-    train(write_recipe(settings | {"output_dir": str(stopped.parent / "unbroken")}))
-    lines = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (resumed, stopped.parent / "unbroken")
-    ]
-    for ours, whole in zip(*lines, strict=True):
-        timings = {"tokens_per_second", "seconds"}
-        assert {name: ours[name] for name in ours.keys() - timings} == {
-            name: whole[name] for name in whole.keys() - timings
-        }
-    weights = [load_file(run / "checkpoints/step-4/head.safetensors") for run in (resumed, stopped.parent / "unbroken")]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

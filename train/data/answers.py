@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from eval.files import write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -14,45 +16,85 @@ from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.data.packing import Document
-from train.recipe import Regenerate
+from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Progress = Callable[[int, int, int], None]
 """(answers so far, answers wanted, tokens so far)."""
 
 
+class Answers(Settings):
+    """Prompts from the sources, and how the runtime has them answered."""
+
+    prompts: Annotated[int, Field(ge=1, le=10**8)]
+    """Number of prompts to take from the sources. The sources must hold as many."""
+    prompt_tokens: Count = 512
+    """Most tokens of a prompt. Prompts cut from text are shortened to it; longer conversations are left out."""
+    new_tokens: Count = 256
+    """Most tokens of an answer."""
+    batch_size: Count = 8
+    """Prompts answered together."""
+    seed: Seed = 0
+    """Seed of the sampling."""
+    train_on_prompts: bool = False
+    """Take the tokens of the prompts as labels too."""
+    temperature: Temperature = 0.0
+    """Sampling temperature of the answers; 0 is greedy."""
+
+    def request(self, prompt: list[int], number: int) -> Request:
+        """Ask for answer `number`, with noise of its own."""
+        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=self.seed + number))
+
+
+class Regenerate(Answers):
+    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text."""
+
+    share: Share = 1.0
+    """Share of the training rows that are answers. The rest are the sources as they are."""
+
+
 def make_answers(
     target: FrozenTarget,
-    prompts: Sequence[list[int]],
-    settings: Regenerate,
+    requests: Sequence[Request],
+    batch_size: int,
     folder: Path,
     *,
     process: int = 0,
     num_processes: int = 1,
     wait: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, tokens: None,
+    open_engine: Callable[..., Engine] = Engine,
 ) -> list[list[int]]:
-    """The target's answer to each prompt. Every process answers its share; all of them return all the answers.
+    """The target's answer to each request. Every process answers its share; all of them return all the answers.
 
     Finished answers are appended to a part file, a line each, and taken up again after an interruption.
     """
-    key = answers_key(target, prompts, settings)
+    key = answers_key(target, requests)
     whole = folder / f"answers-{key}.jsonl"
     if not whole.is_file():
         parts = [folder / f"answers-{key}.{n}-of-{num_processes}.part" for n in range(num_processes)]
-        _answer_share(
-            target, prompts[process::num_processes], settings, parts[process], process, num_processes, progress
-        )
+        share = requests[process::num_processes]
+        done, tokens = _repair_part(parts[process]), 0
+        longest = max((len(request.prompt) + request.max_new_tokens + 1 for request in share), default=0)
+        engine = open_engine(target, None, EngineOptions(batch_size=batch_size, max_length=longest)) if share else None
+        with parts[process].open("a", encoding="utf-8") as file:
+            while engine is not None and done < len(share):
+                for output in engine.generate(share[done : done + 8 * batch_size]):
+                    file.write(json.dumps(output.tokens) + "\n")
+                    tokens += len(output.tokens)
+                file.flush()
+                done = min(done + 8 * batch_size, len(share))
+                progress(done, len(share), tokens)
         wait()
         if process == 0:
-            shares = [read_answers(part) for part in parts]
-            write_answers(whole, [shares[n % num_processes][n // num_processes] for n in range(len(prompts))])
+            in_turn = zip_longest(*(read_answers(part) for part in parts))
+            write_answers(whole, [answer for turn in in_turn for answer in turn if answer is not None])
             for part in parts:
                 part.unlink()
         wait()
     answers = read_answers(whole)
-    if len(answers) != len(prompts):
+    if len(answers) != len(requests):
         raise UserError(
-            f"{whole}: expected {len(prompts)} answers, found {len(answers)}; delete the file to make them again"
+            f"{whole}: expected {len(requests)} answers, found {len(answers)}; delete the file to make them again"
         )
     return answers
 
@@ -69,51 +111,14 @@ def answer_documents(
     return documents
 
 
-def answers_key(target: FrozenTarget, prompts: Sequence[list[int]], settings: Regenerate) -> str:
+def answers_key(target: FrozenTarget, requests: Sequence[Request]) -> str:
     """A hash of all that the answers depend on: the target, the prompts and the sampling, but not the batch size."""
-    drawn: dict[str, Any] = {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
-    if settings.temperature > 0:
-        drawn["seed"] = settings.seed
-    text = json.dumps([target.fingerprint, str(target.dtype), drawn, list(prompts)])
+    sampling = requests[0].sampling
+    drawn: dict[str, Any] = {"new_tokens": requests[0].max_new_tokens, "temperature": sampling.temperature}
+    if sampling.temperature > 0:
+        drawn["seed"] = sampling.seed
+    text = json.dumps([target.fingerprint, str(target.dtype), drawn, [request.prompt for request in requests]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _answer_share(
-    target: FrozenTarget,
-    prompts: Sequence[list[int]],
-    settings: Regenerate,
-    part: Path,
-    process: int,
-    num_processes: int,
-    progress: Progress,
-) -> None:
-    done = _repair_part(part)
-    if done >= len(prompts):
-        return
-    engine = Engine(
-        target,
-        None,
-        EngineOptions(batch_size=settings.batch_size, max_length=max(map(len, prompts)) + settings.new_tokens + 1),
-    )
-    chunk = 8 * settings.batch_size
-    tokens = 0
-    with part.open("a", encoding="utf-8") as file:
-        for start in range(done, len(prompts), chunk):
-            requests = [
-                Request(
-                    prompt=prompts[n],
-                    max_new_tokens=settings.new_tokens,
-                    sampling=Sampling(
-                        temperature=settings.temperature, seed=settings.seed + n * num_processes + process
-                    ),
-                )
-                for n in range(start, min(start + chunk, len(prompts)))
-            ]
-            for output in engine.generate(requests):
-                file.write(json.dumps(output.tokens) + "\n")
-                tokens += len(output.tokens)
-            file.flush()
-            progress(min(start + chunk, len(prompts)), len(prompts), tokens)
 
 
 def _repair_part(part: Path) -> int:

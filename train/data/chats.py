@@ -32,19 +32,15 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ite
 
 
 def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    place: str = "conversation",
-    template: str | None = None,
-    tools: list[Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, place: str = "conversation", **options: Any
 ) -> list[Document]:
-    """Documents of a conversation whose labels are the assistant's answers; none if it holds no answer.
+    """Documents of a conversation whose labels are the assistant's answers; none if it holds no answer. `options`:
+    those of the template, `chat_template` in place of the tokenizer's own and `tools`.
 
     One document, unless the template renders a turn differently once others follow. RecordError for a conversation that
     cannot be trained on.
     """
-    options = {"place": place, "chat_template": template, "tools": tools}
+    options["place"] = place
     messages = _prepared(tokenizer, messages, options)
     ids: list[int] = []
     labels: list[bool] = []
@@ -76,20 +72,13 @@ def encode_chat(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    place: str = "conversation",
-    template: str | None = None,
-    tools: list[Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, place: str = "conversation", **options: Any
 ) -> list[int] | None:
     """The conversation up to its last answer, ready to be answered anew; None if it holds no answer."""
-    options = {"place": place, "chat_template": template, "tools": tools}
+    options["place"] = place
     messages = _prepared(tokenizer, messages, options)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        return None
-    return _render(tokenizer, messages[: turns[-1]], options, answer_next=True)
+    return _render(tokenizer, messages[: turns[-1]], options, answer_next=True) if turns else None
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -154,11 +143,7 @@ def _with_arguments(message: Message, as_json: bool, place: str) -> Message:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    options: dict[str, Any],
-    *,
-    answer_next: bool = False,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: dict[str, Any], answer_next: bool = False
 ) -> list[int]:
     if not messages and not answer_next:
         return []

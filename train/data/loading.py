@@ -1,18 +1,33 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
 from pathlib import Path
+from typing import Annotated
 
 from accelerate import Accelerator
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Progress, answer_documents, make_answers
-from train.data.on_policy import Samples
-from train.data.packing import Document, Mixture, Pool
-from train.data.sources import Say, read_documents, read_prompts, silent
-from train.recipe import ChatSource, Data
+from train.data.answers import Answers, Progress, Regenerate, answer_documents, make_answers
+from train.data.on_policy import OnPolicy, Samples
+from train.data.packing import Document, Mixture, Pool, shares
+from train.data.sources import AnySource, Say
+from train.strict_yaml import Settings
+
+
+class Data(Settings):
+    """Training data."""
+
+    sources: Annotated[list[AnySource], Field(min_length=1)]
+    """Sources of the text: one or more of the kinds below."""
+    context_length: Annotated[int, Field(ge=8)] = 2048
+    """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
+    regenerate: Regenerate | None = None
+    """Answers of the target to train on. Null: the sources as they are."""
+    on_policy: OnPolicy | None = None
+    """Samples of the draft to train on. Null: none."""
 
 
 def check_data(data: Data, target: FrozenTarget) -> None:
@@ -26,7 +41,7 @@ def check_data(data: Data, target: FrozenTarget) -> None:
         return
     # A decoder behind an encoder writes answers and nothing else.
     for number, source in enumerate(data.sources):
-        if not isinstance(source, ChatSource):
+        if source.kind != "chat":
             raise UserError(
                 f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
                 f"{source.kind}; use kind chat"
@@ -36,6 +51,42 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             raise UserError(
                 f"data.{name}.train_on_prompts: an encoder-decoder target never writes prompts; leave it out"
             )
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
+
+
+def read_prompts(
+    data: Data,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Answers,
+    name: str,
+    say: Say = silent,
+) -> list[list[int]]:
+    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
+    if settings.prompts < len(data.sources):
+        raise UserError(
+            f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
+        )
+    prompts: list[list[int]] = []
+    wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
+    for source, count in zip(data.sources, wanted, strict=True):
+        found = source.prompts(tokenizer, settings.prompt_tokens, count, seed, say)
+        if len(found) < count:
+            raise UserError(
+                f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
+                f"expected {count}; lower prompts or raise prompt_tokens"
+            )
+        prompts += found
+    too_long = max(map(len, prompts)) + settings.new_tokens
+    if too_long > data.context_length:
+        raise UserError(
+            f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+            f"got {data.context_length}"
+        )
+    return prompts
 
 
 def load_data(
@@ -68,15 +119,19 @@ def load_data(
 
     if kept > 0:
         for number, source in enumerate(data.sources):
-            add(read_documents(source, tokenizer, say), source.weight, f"data.sources.{number}")
+            documents = source.documents(tokenizer, say)
+            if not any(document.labels.any() for document in documents):
+                raise UserError(f"{source}: no token to train on in its {len(documents)} texts; give longer ones")
+            add(documents, source.weight, f"data.sources.{number}")
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
-        unsaid = say if kept == 0 else silent  # the records left out of sources that are rows too are said already
-        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", unsaid)
+        # Of sources that are rows too, the records left out are said already.
+        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", silent if pools else say)
+        requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(
             target,
-            prompts,
-            regenerate,
+            requests,
+            regenerate.batch_size,
             folder,
             process=accelerator.process_index,
             num_processes=accelerator.num_processes,

@@ -7,17 +7,32 @@ up to the next time. They are kept in files, because a resumed run no longer has
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.sampling import Sampling
-from heads.draft_model import Draft
+from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import answer_documents, read_answers, write_answers
+from train.data.answers import Answers, answer_documents, read_answers, write_answers
 from train.data.packing import PATTERN, Mixture, Pool
-from train.recipe import OnPolicy
+from train.strict_yaml import Count, Share, Temperature
 
 SEED_STRIDE = 1_000_003
+
+
+class OnPolicy(Answers):
+    """Train a draft model on text that it writes itself (arXiv 2310.08461, section 4). Only for `head.kind: draft`."""
+
+    every: Count
+    """Steps between two renewals of the samples. The first are written after this many steps."""
+    samples: Annotated[int, Field(ge=1, le=10**6)]
+    """Prompts answered at each renewal, taken in turn."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of the draft's text; 0 is greedy."""
+    share: Share = 0.5
+    """Share of the training rows that are samples. The rest are the other data."""
 
 
 class Samples:
@@ -39,18 +54,15 @@ class Samples:
         settings, renewal = self.settings, begin // self.settings.every
         first = (renewal - 1) * settings.samples
         return [
-            Request(
-                self.prompts[n % len(self.prompts)],
-                settings.new_tokens,
-                Sampling(temperature=settings.temperature, seed=settings.seed + SEED_STRIDE * renewal + n),
-            )
+            settings.request(self.prompts[n % len(self.prompts)], SEED_STRIDE * renewal + n)
             for n in range(first, first + settings.samples)
         ]
 
-    def write(self, begin: int, draft: Draft, target: FrozenTarget) -> int:
+    def write(self, begin: int, draft: DraftHead, target: FrozenTarget) -> int:
         """Let the draft write, keep what it wrote, and count the tokens."""
         requests = self.requests(begin)
-        writer = FrozenTarget(draft.model, f"the draft of {target.name}")
+        assert draft.language_model is not None
+        writer = FrozenTarget(draft.language_model, f"the draft of {target.name}")
         writer.eos_token_ids = target.eos_token_ids
         longest = max(len(request.prompt) for request in requests) + self.settings.new_tokens + 1
         outputs = Engine(writer, None, EngineOptions(batch_size=self.settings.batch_size, max_length=longest)).generate(

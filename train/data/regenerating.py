@@ -2,17 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from eval.files import write_text
 from heads.errors import UserError
 from train.data.answers import make_answers
-from train.data.loading import check_data
-from train.data.sources import read_prompts
-from train.launch import load_recipe_target, make_accelerator
+from train.data.loading import check_data, read_prompts
+from train.launch import load_recipe_target
+from train.opening import open_run
 from train.recipe import load_recipe
-from train.run_folder import RunFolder
-from train.tracker import Tracker
 
 
 def regenerate(arguments: Sequence[str]) -> int:
@@ -21,21 +18,17 @@ def regenerate(arguments: Sequence[str]) -> int:
     settings = recipe.data.regenerate
     if settings is None:
         raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")
-    folder = RunFolder(Path(recipe.output_dir))
-    accelerator = make_accelerator(recipe.train)
-    tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps)
-    folder.lock()
-    try:
-        target, tokenizer = load_recipe_target(recipe.target, accelerator)
+    with open_run(recipe) as run:
+        folder, say = run.folder.path, run.tracker.say
+        target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
-        prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", tracker.say)
-        answers = make_answers(target, prompts, settings, folder.path, progress=tracker.answering)
+        prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", say)
+        requests = [settings.request(prompt, n) for n, prompt in enumerate(prompts)]
+        answers = make_answers(target, requests, settings.batch_size, folder, progress=run.tracker.answering)
         records = [
             {"text": tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        write_text(folder.path / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-        tracker.say(f"{len(records)} answers in {folder.path / 'answers.jsonl'}")
-        return 0
-    finally:
-        folder.unlock()
+        write_text(folder / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        say(f"{len(records)} answers in {folder / 'answers.jsonl'}")
+    return 0

@@ -1,21 +1,22 @@
-"""The recipe's sources as documents, and as prompts for the target to answer."""
+"""The recipe's sources: what each kind reads, as documents and as prompts for the target to answer."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.corpus import read_split
 from eval.benchmark.records import Message, RecordError, read_messages, read_records, read_text, read_tools
-from eval.files import read_given
+from eval.files import is_file, read_given
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
-from train.data.packing import Document, shares
-from train.recipe import Answers, AnySource, ChatSource, Data, PythonSource
+from train.data.packing import Document
+from train.strict_yaml import Count, Name, Settings, Weight
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -24,22 +25,125 @@ MOST_REASONS = 5
 """Named of the reasons for leaving records out, the commonest first."""
 
 
-def silent(_: str) -> None:
-    """Say nothing."""
+class Texts:
+    """The part that sources of plain text have in common."""
+
+    def texts(self) -> Iterator[str]:
+        """Each text, in order."""
+        raise NotImplementedError
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
+        """Every text as a document."""
+        return list(encode_text(tokenizer, list(self.texts())))
+
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int, say: Say
+    ) -> list[list[int]]:
+        """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
+        texts = [text for text in islice(self.texts(), wanted) if len(text) >= MIN_PROMPT_CHARACTERS]
+        if not texts:
+            return []
+        random = np.random.default_rng((seed, 3))
+        prompts: list[list[int]] = []
+        for n in range(wanted):
+            text = texts[n % len(texts)]
+            length = int(random.integers(max(1, most // 4), most + 1))
+            # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
+            inside = random.random() >= 0.25
+            start = text.find("\n", int(random.integers(0, len(text) * 3 // 4 + 1))) + 1 if inside else 0
+            # No tokenizer packs more than 16 characters of real text in a token, on average.
+            window = text[start : start + 16 * length]
+            ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
+            if ids[-1:] == [tokenizer.eos_token_id]:
+                ids = ids[:-1]
+            prompts.append(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length])
+        return prompts
 
 
-def read_documents(source: AnySource, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
-    """Every document of a source. UserError if none of its tokens is a label."""
-    if isinstance(source, ChatSource):
-        conversations = Conversations(source, tokenizer)
+class PythonSource(Texts, Settings):
+    """Modules of Python's standard library. No download is needed; some modules are held out for evaluation."""
+
+    kind: Literal["python"]
+    """The form of the source."""
+    limit: Count | None = None
+    """Most modules to read. Null: all."""
+    weight: Weight = None
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
+    then rows are shared in proportion to size, and prompts evenly."""
+
+    def __str__(self) -> str:
+        return "installed Python source"
+
+    def texts(self) -> Iterator[str]:
+        return (text for _, text in islice(read_split(held_out=False), self.limit))
+
+
+class RecordSource(Settings):
+    """Records of a .jsonl, .json, .parquet or .txt file (.gz too where it is JSON), or of a data set on the Hub."""
+
+    path: Name
+    """A file, or the Hub id of a data set."""
+    split: str = "train"
+    """Split of a Hub data set. A file has none."""
+    limit: Count | None = None
+    """Most records to read. Null: all."""
+    weight: Weight = None
+    """Share of the training rows and prompts, relative to the other sources. Give every source a weight, or none:
+    then rows are shared in proportion to size, and prompts evenly."""
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def is_local(self) -> bool:
+        """True for a file, False for a data set on the Hub."""
+        return is_file(self.path)
+
+
+class TextSource(Texts, RecordSource):
+    """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
+
+    kind: Literal["text"]
+    """The form of the source."""
+
+    def texts(self) -> Iterator[str]:
+        return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
+
+
+class ChatSource(RecordSource):
+    """Conversations: records with `messages`, `conversations`, or `instruction` and `response`. The labels are the
+    tokens of the assistant's answers."""
+
+    kind: Literal["chat"]
+    """The form of the source."""
+    chat_template: str | None = None
+    """File with a Jinja chat template, used in place of the tokenizer's own."""
+    max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
+    chat template. Above it, training does not begin."""
+
+    def documents(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
+        """Every conversation with an answer, as the documents that the chat template makes of it."""
+        conversations = Conversations(self, tokenizer)
         documents = [document for found in conversations.read(_answers) for document in found]
         conversations.check()
         conversations.report(say)
-    else:
-        documents = list(encode_text(tokenizer, list(read_texts(source))))
-    if not any(document.labels.any() for document in documents):
-        raise UserError(f"{source_name(source)}: no token to train on in its {len(documents)} texts; give longer ones")
-    return documents
+        return documents
+
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int, say: Say
+    ) -> list[list[int]]:
+        """The first conversations up to their last answers that are no longer than `most` tokens."""
+        conversations = Conversations(self, tokenizer)
+        short = (prompt for prompt in conversations.read(encode_prompt) if prompt and len(prompt) <= most)
+        found = list(islice(short, wanted))
+        if len(found) < wanted:  # the whole source is read
+            conversations.check()
+        conversations.report(say)
+        return found
+
+
+AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
 class Conversations:
@@ -47,7 +151,11 @@ class Conversations:
 
     def __init__(self, source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source, self.tokenizer = source, tokenizer
-        self.template = read_template(source, tokenizer)
+        self.template: str | None = None
+        if source.chat_template is None:
+            check_template(tokenizer, source.path)
+        else:
+            self.template = read_given(Path(source.chat_template), "a Jinja chat template")
         self.total = 0
         self.left_out: Counter[str] = Counter()
         """Records by the reason why."""
@@ -59,7 +167,7 @@ class Conversations:
             self.total += 1
             try:
                 messages, tools = read_messages(record), read_tools(record)
-                found = encode(self.tokenizer, messages, place=record[0], template=self.template, tools=tools)
+                found = encode(self.tokenizer, messages, place=record[0], chat_template=self.template, tools=tools)
             except RecordError as error:
                 self.left_out[error.reason] += 1
                 self.first = self.first or error
@@ -78,8 +186,9 @@ class Conversations:
             raise UserError(f"{self._summary()}; mend them, or allow more than max_skipped={most:g} of this source")
 
     def _summary(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.most_common(MOST_REASONS))
-        rest = self.left_out.total() - sum(count for _, count in self.left_out.most_common(MOST_REASONS))
+        named = self.left_out.most_common(MOST_REASONS)
+        reasons = ", ".join(f"{count} {reason}" for reason, count in named)
+        rest = self.left_out.total() - sum(count for _, count in named)
         more = f", {rest} others" if rest else ""
         return (
             f"{self.source.path}: {self.left_out.total()} of {self.total} records are left out: {reasons}{more}; "
@@ -93,89 +202,3 @@ def _answers(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **
     if not found:
         raise RecordError(f"{options['place']}: expected an answer of the assistant, got none", "without an answer")
     return found
-
-
-def read_texts(source: AnySource) -> Iterator[str]:
-    """The texts of a python or text source."""
-    if isinstance(source, PythonSource):
-        return (text for _, text in islice(read_split(held_out=False), source.limit))
-    return (read_text(record) for record in read_records(source.path, split=source.split, limit=source.limit))
-
-
-def read_template(source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The source's own chat template, or None for the tokenizer's."""
-    if source.chat_template is None:
-        check_template(tokenizer, source.path)
-        return None
-    return read_given(Path(source.chat_template), "a Jinja chat template")
-
-
-def read_prompts(
-    data: Data, seed: int, tokenizer: PreTrainedTokenizerBase, settings: Answers, name: str, say: Say = silent
-) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
-    sources = data.sources
-    if settings.prompts < len(sources):
-        raise UserError(
-            f"{name}.prompts: expected at least one for each of {len(sources)} sources, got {settings.prompts}"
-        )
-    prompts: list[list[int]] = []
-    for source, wanted in zip(
-        sources, shares([source.weight or 1.0 for source in sources], settings.prompts), strict=True
-    ):
-        if isinstance(source, ChatSource):
-            found = _chat_prompts(source, tokenizer, settings.prompt_tokens, wanted, say)
-        else:
-            found = _text_prompts(source, tokenizer, settings.prompt_tokens, wanted, seed)
-        if len(found) < wanted:
-            raise UserError(
-                f"{name}.prompts: {source_name(source)} gives {len(found)} prompts of at most "
-                f"{settings.prompt_tokens} tokens, expected {wanted}; lower prompts or raise prompt_tokens"
-            )
-        prompts += found
-    too_long = max(map(len, prompts)) + settings.new_tokens
-    if too_long > data.context_length:
-        raise UserError(
-            f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-            f"got {data.context_length}"
-        )
-    return prompts
-
-
-def _chat_prompts(
-    source: ChatSource, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, say: Say
-) -> list[list[int]]:
-    conversations = Conversations(source, tokenizer)
-    short = (prompt for prompt in conversations.read(encode_prompt) if prompt and len(prompt) <= most)
-    found = list(islice(short, wanted))
-    if len(found) < wanted:  # the whole source is read
-        conversations.check()
-    conversations.report(say)
-    return found
-
-
-def _text_prompts(
-    source: AnySource, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int
-) -> list[list[int]]:
-    """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
-    texts = [text for text in islice(read_texts(source), wanted) if len(text) >= MIN_PROMPT_CHARACTERS]
-    if not texts:
-        return []
-    random = np.random.default_rng((seed, 3))
-    prompts: list[list[int]] = []
-    for n in range(wanted):
-        text = texts[n % len(texts)]
-        length = int(random.integers(max(1, most // 4), most + 1))
-        # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
-        start = 0 if random.random() < 0.25 else text.find("\n", int(random.integers(0, len(text) * 3 // 4 + 1))) + 1
-        # No tokenizer packs more than 16 characters of real text in a token, on average.
-        window = text[start : start + 16 * length]
-        ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:
-            ids = ids[:-1]
-        prompts.append(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length])
-    return prompts
-
-
-def source_name(source: AnySource) -> str:
-    return "installed Python source" if isinstance(source, PythonSource) else source.path

@@ -41,7 +41,7 @@ class TokenizerSettings(Settings):
 class DataSettings(Settings):
     """Text beside this machine's Python source."""
 
-    chats: list[str] = Field(default_factory=list)
+    chats: list[str] = Field(default=[])
     """Files of conversations, a JSON record a line, in any form that a `chat` source reads."""
 
 

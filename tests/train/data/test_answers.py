@@ -3,20 +3,26 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from train.data import answers
-from train.data.answers import answer_documents, answers_key, make_answers
-from train.data.sources import read_documents, read_prompts
-from train.recipe import Regenerate, load_recipe
+from train.data.answers import Regenerate, answer_documents, answers_key, make_answers
+from train.data.loading import read_prompts
+from train.recipe import load_recipe
 
 PROMPTS = [[0, 40 + n, 50, 60 + n] for n in range(9)]
-GREEDY = Regenerate(prompts=9, new_tokens=6, batch_size=1)
+
+
+def ask(prompts: list[list[int]], **settings: Any) -> list[Request]:
+    sampled = Regenerate(prompts=9, **{"new_tokens": 6, **settings})
+    return [sampled.request(prompt, n) for n, prompt in enumerate(prompts)]
+
+
+GREEDY = ask(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -25,77 +31,76 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
 
 
 def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_path: Path) -> None:
-    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    made = make_answers(target, GREEDY, 1, tmp_path)
     engine = Engine(target, None, EngineOptions(max_length=32))
     assert made == [output.tokens for output in engine.generate([Request(prompt, 6) for prompt in PROMPTS])]
 
 
+class Noting(Engine):
+    """An engine that notes the requests that it is given."""
+
+    noted: ClassVar[list[Request]] = []
+
+    def generate(self, requests: Any, **rest: Any) -> Any:
+        self.noted.extend(requests)
+        return super().generate(requests, **rest)
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def asked() -> list[Request]:
     """Requests that engines were given."""
-    noted: list[Request] = []
-
-    class Noting(Engine):
-        def generate(self, requests: Any, **rest: Any) -> Any:
-            noted.extend(requests)
-            return super().generate(requests, **rest)
-
-    monkeypatch.setattr(answers, "Engine", Noting)
-    return noted
+    Noting.noted.clear()
+    return Noting.noted
 
 
 def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, asked: list[Request]) -> None:
-    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    made = make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting)
     assert len(asked) == len(PROMPTS)
-    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made and len(asked) == len(PROMPTS)
+    assert make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting) == made and len(asked) == len(PROMPTS)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_interrupted_file_is_taken_up_at_its_last_whole_line(
     target: FrozenTarget, tmp_path: Path, asked: list[Request]
 ) -> None:
-    made = make_answers(target, PROMPTS, GREEDY, tmp_path)
+    made = make_answers(target, GREEDY, 1, tmp_path)
     (whole,) = tmp_path.iterdir()
     lines = whole.read_text().splitlines(keepends=True)
     whole.unlink()
-    part = tmp_path / f"answers-{answers_key(target, PROMPTS, GREEDY)}.0-of-1.part"
+    part = tmp_path / f"answers-{answers_key(target, GREEDY)}.0-of-1.part"
     part.write_text("".join(lines[:7]) + lines[7][:3])
     asked.clear()
-    assert make_answers(target, PROMPTS, GREEDY, tmp_path) == made and len(asked) == 2
+    assert make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting) == made and len(asked) == 2
 
 
 def test_shares_of_two_processes_make_the_same_answers(target: FrozenTarget, tmp_path: Path) -> None:
-    settings = GREEDY.model_copy(update={"temperature": 1.0})
-    alone = make_answers(target, PROMPTS, settings, tmp_path)
+    sampled = ask(PROMPTS, temperature=1.0)
+    alone = make_answers(target, sampled, 1, tmp_path)
     (tmp_path / "two").mkdir()
 
     def other_process() -> None:
-        if not any((tmp_path / "two").glob("*.1-of-2.part")):
-            answers._answer_share(target, PROMPTS[1::2], settings, part, 1, 2, lambda *_: None)
+        """Its own share, which the first process is waiting for."""
+        with pytest.raises(FileNotFoundError):  # of the whole, which the first writes
+            make_answers(target, sampled, 1, tmp_path / "two", process=1, num_processes=2)
 
-    part = tmp_path / "two" / f"answers-{answers_key(target, PROMPTS, settings)}.1-of-2.part"
     waits: Iterator[Callable[[], None]] = iter([other_process, lambda: None])
-    both = make_answers(
-        target, PROMPTS, settings, tmp_path / "two", process=0, num_processes=2, wait=lambda: next(waits)()
-    )
+    both = make_answers(target, sampled, 1, tmp_path / "two", num_processes=2, wait=lambda: next(waits)())
     assert both == alone
 
 
 def test_the_key_is_what_answers_depend_on(target: FrozenTarget) -> None:
-    key = answers_key(target, PROMPTS, GREEDY)
-    for same in ({"batch_size": 4}, {"seed": 3}, {"share": 0.5}):
-        assert answers_key(target, PROMPTS, GREEDY.model_copy(update=same)) == key
-    for other in ({"new_tokens": 7}, {"temperature": 1.0}):
-        assert answers_key(target, PROMPTS, GREEDY.model_copy(update=other)) != key
-    assert answers_key(target, PROMPTS[1:], GREEDY) != key
+    key = answers_key(target, GREEDY)
+    assert answers_key(target, ask(PROMPTS, seed=3)) == key
+    others = [ask(PROMPTS, new_tokens=7), ask(PROMPTS, temperature=1.0), ask(PROMPTS[1:])]
+    assert all(answers_key(target, other) != key for other in others)
 
 
 def test_a_damaged_file_is_named_by_line(target: FrozenTarget, tmp_path: Path) -> None:
-    make_answers(target, PROMPTS, GREEDY, tmp_path)
+    make_answers(target, GREEDY, 1, tmp_path)
     (whole,) = tmp_path.iterdir()
     whole.write_text(whole.read_text().replace("[", "", 1))
     with pytest.raises(UserError, match=r"\.jsonl:1: expected a list of token ids"):
-        make_answers(target, PROMPTS, GREEDY, tmp_path)
+        make_answers(target, GREEDY, 1, tmp_path)
 
 
 def test_only_the_answer_is_trained_on_unless_given_otherwise() -> None:
@@ -138,4 +143,4 @@ def test_a_file_whose_every_label_is_masked_is_refused(
     settings["head"] = {"kind": "eagle3"}
     source = load_recipe(write_recipe(settings)).data.sources[0]
     with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
-        read_documents(source, load_tokenizer(str(tiny_target_dir)), lambda _: None)
+        source.documents(load_tokenizer(str(tiny_target_dir)), lambda _: None)

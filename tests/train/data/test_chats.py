@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.records import RecordError, read_messages, read_text, read_tools
+from eval.benchmark.records import RecordError, read_messages, read_tools
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 
@@ -43,7 +43,7 @@ def marked(
 ) -> list[str]:
     """Each document's text with its labels in brackets."""
     out = []
-    for document in encode_chat(tokenizer, messages, template=template):
+    for document in encode_chat(tokenizer, messages, chat_template=template):
         text, inside = "", False
         for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
             text += "[" * (label and not inside) + "]" * (inside and not label) + str(tokenizer.decode([token]))
@@ -77,12 +77,12 @@ def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(toke
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template rewrites what stands before the answer of turn 2"):
-        encode_chat(tokenizer, TALK[1:3], place="f:3", template=REWRITING)
+        encode_chat(tokenizer, TALK[1:3], place="f:3", chat_template=REWRITING)
 
 
 def test_what_a_template_raises_is_given_with_its_place(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"f:3: the chat template refuses turns 1 to 2 \(user first\)"):
-        encode_chat(tokenizer, TALK[:3], place="f:3", template=SYSTEM_FIRST)
+        encode_chat(tokenizer, TALK[:3], place="f:3", chat_template=SYSTEM_FIRST)
 
 
 CALLS = {
@@ -133,7 +133,7 @@ def test_calls_of_tools_render_as_the_template_wants_them(
 
 def test_a_template_that_knows_no_tools_is_no_silent_loss(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(RecordError, match=r"f:1: the chat template renders no tool calls") as caught:
-        encode_chat(tokenizer, calling({"content": None}), place="f:1", template=CALLING.replace("CALLS", ""))
+        encode_chat(tokenizer, calling({"content": None}), place="f:1", chat_template=CALLING.replace("CALLS", ""))
     assert caught.value.reason == "tool calls not rendered"
 
 
@@ -141,7 +141,7 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
     given: Any
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
         found = read_tools(("f:1", {"tools": given}))
-        prompt = encode_prompt(tokenizer, TALK[1:3], template=CALLING.replace("CALLS", ""), tools=found)
+        prompt = encode_prompt(tokenizer, TALK[1:3], chat_template=CALLING.replace("CALLS", ""), tools=found)
         assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
     for given in ([], None, "", "null"):
         assert read_tools(("f:1", {"tools": given})) is None
@@ -191,33 +191,6 @@ def test_text_is_all_labels_and_ends_with_end_of_text(tokenizer: PreTrainedToken
 )
 def test_the_forms_of_a_record(fields: dict[str, Any]) -> None:
     assert read_messages(("f:1", fields)) == [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
-
-
-def test_an_instruction_with_input() -> None:
-    messages = read_messages(("f:1", {"instruction": "a", "input": "b", "response": "c"}))
-    assert messages[0]["content"] == "a\n\nb"
-
-
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"text": "a"}, r"f:7: expected a record with 'messages', 'conversations', or .*, got keys text"),
-        ({"messages": "a"}, r"f:7: expected 'messages' to be a list of turns, got 'a'"),
-        ({"messages": []}, r"f:7: expected 'messages' to be a list of turns, got \[\]"),
-        ({"messages": [{"role": "user", "content": None}]}, r"f:7: messages\[0\]: expected text, got None"),
-        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:7: messages\[0\]: expected a role of user, .*'boss'"),
-        ({"messages": ["a"]}, r"f:7: messages\[0\]: expected a turn with 'role' and 'content', got 'a'"),
-        ({"instruction": 3, "response": "a"}, r"f:7: instruction: expected text, got 3"),
-    ],
-)
-def test_records_of_no_known_form_are_named_by_place(fields: dict[str, Any], fault: str) -> None:
-    with pytest.raises(UserError, match=fault):
-        read_messages(("f:7", fields))
-
-
-def test_text_records_need_text() -> None:
-    with pytest.raises(UserError, match=r"f:2: expected a record with 'text', got keys txt"):
-        read_text(("f:2", {"txt": "a"}))
 
 
 def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:

@@ -1,0 +1,42 @@
+"""A run while it lasts: its folder, its processes, its records, and the signals that may stop it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from train.checkpointing import begun_in
+from train.interrupts import Interrupts
+from train.launch import die_with_launcher, make_accelerator, on_main
+from train.recipe import Recipe
+from train.run_folder import RunFolder
+from train.tracker import Tracker
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run that all others may use."""
+
+    folder: RunFolder
+    accelerator: Accelerator
+    tracker: Tracker
+    interrupts: Interrupts
+
+
+@contextmanager
+def open_run(recipe: Recipe) -> Iterator[Run]:
+    """Hold the folder of a recipe's run for the time of a `with` block, in processes such as `accelerate launch` asked
+    for."""
+    die_with_launcher()
+    with Interrupts() as interrupts:
+        folder = RunFolder(Path(recipe.output_dir))
+        accelerator = make_accelerator(recipe.train, begun_in(folder.checkpoints), recipe.tracking, folder.path)
+        tracker = Tracker(accelerator, folder, recipe.tracking, recipe.train.max_steps)
+        try:
+            on_main(accelerator, folder.lock)
+            yield Run(folder, accelerator, tracker, interrupts)
+        finally:
+            tracker.finish(code=1)  # nothing is left to finish where all went well
+            folder.unlock()

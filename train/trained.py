@@ -1,0 +1,75 @@
+"""The module that the loop trains: a draft head alone. `train.adapter.Joint` is one with an adapter of the target."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from heads.base import Batch, DraftHead, HeadLoss
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that the optimizer treats alike."""
+
+    module: nn.Module
+    by_muon: bool = True
+    """False: AdamW updates them, whatever the recipe's optimizer."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Entries of their parameter groups by which `train.optim.set_lr` changes the rate."""
+
+
+class Trained(nn.Module):
+    """A head as the module whose forward is its loss, which is what DDP, DeepSpeed and FSDP wrap."""
+
+    write_adapter: Callable[[Path], dict[str, Any]] | None = None
+    """Writes the adapter of the target, where one is trained too, and returns its entry in the head's record."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    @property
+    def drafts(self) -> DraftHead:
+        """The head, by its contract."""
+        return cast(DraftHead, self.head)
+
+    @property
+    def stored(self) -> nn.Module:
+        """The module whose weights a checkpoint holds."""
+        return self.head
+
+    @property
+    def depth_weights(self) -> tuple[float, ...]:
+        """The weight of each entry of the loss."""
+        return self.drafts.depth_weights
+
+    def parts(self) -> list[Part]:
+        """All parameters."""
+        return [Part(self.head)]
+
+    def begin_step(self, number: int) -> None:
+        """Prepare for step `number`, from 0."""
+
+    def original_target(self) -> AbstractContextManager[None]:
+        """Give the target as it was before training."""
+        return nullcontext()
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        """Return (K,) the supervised rows of each entry of the loss."""
+        return self.drafts.counts(loss_mask, documents)
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        """Return the loss on features of the target as it was."""
+        return self.drafts.loss(batch, scale)
+
+    def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(scaled loss, (K,) sums, metric sums). `touch_all`: no parameter is left without a gradient."""
+        result = self.loss(batch, scale)
+        loss = result.loss
+        if touch_all or not loss.requires_grad:  # else DDP would wait for gradients that never come
+            loss = loss + sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
+        return loss, result.sums, result.metrics
