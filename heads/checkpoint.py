@@ -34,7 +34,7 @@ from heads.target.hub import repo_and_revision, with_names
 
 FORMAT = 1
 CONFIG = "config.json"
-WEIGHTS: list[str] = sorted({head.format.weights_file for head in HEADS.values()})
+WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
 """Names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that say where it comes from."""
@@ -93,9 +93,11 @@ def save_head(
     folder = Path(os.path.realpath(folder))
     old = _replaced(folder)
     fresh = old.with_name("new")
+    kind = kind_of(head)
+    form = HEADS[kind].format
     ours: dict[str, Any] = {
         "format": FORMAT,
-        "kind": kind_of(head),
+        "kind": kind,
         "config": with_names(asdict(head.config)),
         "target": {key: value for key, value in target.items() if key != "config"},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
@@ -105,16 +107,16 @@ def save_head(
         _put_back(folder)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
-        file = fresh / head.format.weights_file
+        file = fresh / form.weights_file
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors leaves it readable by its owner alone
         ours["sha256"] = file_hash(file)
         if write_adapter is not None:
             ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
-        config = {**head.format.engine_config(head.config, target, dtype), "draftsmith": ours}
+        config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if head.format.write_beside is not None:
-            head.format.write_beside(fresh, target)
+        if form.write_beside is not None:
+            form.write_beside(fresh, target)
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
         if folder.exists():
@@ -233,15 +235,15 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
 def _load(folder: Path) -> Any:
     record = _read_config(folder)
-    kind = HEADS[record["kind"]]
-    file = folder / kind.format.weights_file
+    method = HEADS[record["kind"]]
+    file = folder / method.format.weights_file
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     try:
         with _NoLargerThan(weights):
-            head = kind.from_checkpoint(record["config"], weights)
+            head = method.head.from_checkpoint(record["config"], weights)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except Exception as error:  # a draft model's class is transformers', and raises whatever it likes

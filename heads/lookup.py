@@ -69,9 +69,6 @@ class Lookup(Drafter):
         tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
         return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))
 
-    def reset_rows(self, state: LookupState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
     def extend(self, state: LookupState, observation: Observation) -> None:
         tokens, count = observation.tokens, observation.count
         offset = torch.arange(tokens.shape[1], device=tokens.device)

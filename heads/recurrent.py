@@ -172,9 +172,6 @@ class Recurrent(nn.Module, DraftHead):
             recycled=[weight.new_zeros(batch_size, config.hidden_size) for _ in range(self.num_modules)],
         )
 
-    def reset_rows(self, state: RecurrentState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
     @torch.no_grad()
     def extend(self, state: RecurrentState, observation: Observation) -> None:
         extent = state.extent(observation.hidden.shape[1])
@@ -193,11 +190,11 @@ class Recurrent(nn.Module, DraftHead):
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            places = Drafted(state.length, paths, state.slot, chain)
+            mapping = Drafted(state.length, paths, state.slot, chain)
             made, normed, first = list(recycled), [], min(level, J - 1)
             for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]
-                made[module], read = steps.step(module, tokens, above, None if chain else rows, places, extent)
+                made[module], read = steps.step(module, tokens, above, None if chain else rows, mapping, extent)
                 normed.append(read)
             recycled = made
             return steps.logits(normed[0])

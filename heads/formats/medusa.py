@@ -25,13 +25,12 @@ MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_s
 
 
 def field_name(own: str, blocks: int) -> str:
-    """`blocks.K.layers.J.PART`, `lm_heads.K.weight` or `token_map` as the repository calls it."""
+    """`blocks.K.layers.J.PART` or `lm_heads.K.weight` as the repository calls it."""
     if match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(\w+)", own):
         return f"{match[1]}.{match[2]}.linear.{match[3]}"
-    if match := re.fullmatch(r"lm_heads\.(\d+)\.weight", own):
-        return f"{match[1]}.{blocks}.weight"
-    assert own == "token_map", own
-    return own
+    match = re.fullmatch(r"lm_heads\.(\d+)\.weight", own)
+    assert match, own
+    return f"{match[1]}.{blocks}.weight"
 
 
 def to_field(own: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
