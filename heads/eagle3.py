@@ -22,7 +22,7 @@ from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError
 from heads.formats.base import check_tensors
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
@@ -192,6 +192,3 @@ class Eagle3(Recurrent):
             read_norm=None if again else self.norm,
         )
         return HeadParts(modules=[module], fuse=self.fc, aux_norms=[*self.fc_norm] if self.fc_norm is not None else [])
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -25,7 +25,7 @@ from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, read_native, to_field
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.block import BlockMaker, block_record
@@ -180,7 +180,11 @@ class Mtp(Recurrent):
             # Its states are read by the target's output head as it is, and normed before they are recycled.
             head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
         else:
-            head.restore_modules(native.weights, target.name)
+            try:
+                check_tensors(head.modules_by_field(), native.weights)
+            except UserError as error:
+                raise UserError(f"{target.name}: {error}; the modules of its checkpoint cannot be used") from error
+            head.load_modules(native.weights)
         return head
 
     @classmethod
@@ -209,18 +213,6 @@ class Mtp(Recurrent):
     def load_modules(self, weights: dict[str, Tensor]) -> None:
         """Load tensors under the family's names, which are known to fit."""
         self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
-
-    def restore_modules(self, weights: dict[str, Tensor], name: str) -> None:
-        """Take up a checkpoint's own modules; UserError where a tensor is missing, unknown or of another shape."""
-        expected = {key: tuple(value.shape) for key, value in self.modules_by_field().items()}
-        found = {key: tuple(value.shape) for key, value in weights.items()}
-        for key in sorted(expected.keys() | found.keys()):
-            if expected.get(key) != found.get(key):
-                raise UserError(
-                    f"{name}: {key}: by config.json expected {expected.get(key, 'no such tensor')}, "
-                    f"found {found.get(key, 'none')}; the modules of its checkpoint cannot be used"
-                )
-        self.load_modules(weights)
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
@@ -276,7 +268,7 @@ class Mtp(Recurrent):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         if not self.rotary:
-            return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+            return super().cos_sin(positions, dtype)
         like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
         if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
             positions = positions.expand(3, -1, -1)

@@ -29,7 +29,7 @@ from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend
+from heads.layers import Attend, rotation
 from heads.losses import draft_loss
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 from heads.ttt_attention import causal_attention
@@ -105,7 +105,7 @@ class Recurrent(nn.Module, DraftHead):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Cosines and sines of rotary positions (B, T)."""
-        raise NotImplementedError
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)

@@ -241,19 +241,19 @@ def test_native_modules_are_trained_whole(name: str, targets: Targets) -> None:
             "mimo",
             {"model__mtp_layers__0__mlp__up_proj__weight": None},
             {},
-            r"model.mtp_layers.0.mlp.up_proj.weight: by config.json expected \(48, 32\), found none",
+            r"model.mtp_layers.0.mlp.up_proj.weight: .* expected \(48, 32\) .*, found none",
         ),
         (
             "mimo",
             {"model__mtp_layers__0__extra__weight": torch.zeros(3)},
             {},
-            r"extra.weight: by config.json expected no such tensor, found \(3,\)",
+            r"extra.weight: .* expected no such tensor, found \(3,\)",
         ),
         (
             "deepseek",
             {"model__layers__3__mlp__experts__2__down_proj__weight": torch.zeros(32, 8)},
             {},
-            r"experts.2.down_proj.weight: by config.json expected \(32, 16\), found \(32, 8\)",
+            r"experts.2.down_proj.weight: .* expected \(32, 16\) .*, found \(32, 8\)",
         ),
         (
             "deepseek",
