@@ -157,10 +157,33 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _place(folder: Path) -> Path:
-    """Where the files of a head's folder are at this instant."""
+def _read(folder: Path, read: Callable[[Path], Found]) -> Found:
+    """Return `read` of the place where the files of a head's folder are. Read again where it found nothing while a save
+    replaced the head."""
     old = _replaced(folder)
-    return old if not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG) else folder
+    while True:
+        before = _stamps(folder, old)
+        is_moved = not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG)
+        try:
+            found = read(old if is_moved else folder)
+        except (UserError, OSError):
+            if _stamps(folder, old) == before:
+                raise
+        else:
+            if found or _stamps(folder, old) == before:
+                return found
+
+
+def _stamps(*places: Path) -> list[tuple[int, int] | None]:
+    """Return what distinguishes the saves of the heads in some places."""
+    found: list[tuple[int, int] | None] = []
+    for place in places:
+        try:
+            state = (place / CONFIG).stat()
+            found.append((state.st_ino, state.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _weights_file(place: Path) -> Path:
@@ -169,56 +192,20 @@ def _weights_file(place: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def _result(path: Path, read: Callable[[], Found]) -> Found:
-    """Return the result of `read` at `path`. Read again if there was none while a save replaced the head."""
-    while True:
-        before = _stamps(path)
-        try:
-            found = read()
-        except (UserError, OSError):
-            if _stamps(path) == before:
-                raise
-        else:
-            if found is not None or _stamps(path) == before:
-                return found
-
-
-def _stamps(path: Path) -> list[tuple[int, int] | None]:
-    """Return the stamps that distinguish the saves of the heads at a path."""
-    found: list[tuple[int, int] | None] = []
-    for folder in _folders(path):
-        for place in (folder, _replaced(folder)):
-            try:
-                state = (place / CONFIG).stat()
-                found.append((state.st_ino, state.st_mtime_ns))
-            except OSError:
-                found.append(None)
-    return found
-
-
-def _folders(path: Path) -> tuple[Path, Path]:
-    """The folders that may hold the head that a path names."""
-    return path, path / "head"
-
-
 def _head_here(path: Path) -> Path | None:
-    """The folder of the head that a path names; None where none is here."""
+    """The folder of the head that a path names: itself, or a run's `head`; None where none is here."""
 
-    def look() -> Path | None:
-        for folder in _folders(path):
-            place = _place(folder)
-            if (place / CONFIG).is_file() and _weights_file(place).is_file():
-                return folder
-        return None
+    def holds_head(place: Path) -> bool:
+        return (place / CONFIG).is_file() and _weights_file(place).is_file()
 
-    return _result(path, look)
+    return next((folder for folder in (path, path / "head") if _read(folder, holds_head)), None)
 
 
 def weights_hash(path: str | Path) -> str | None:
     """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
     try:
         folder = _head_here(Path(path))
-        return None if folder is None else _result(folder, lambda: file_hash(_weights_file(_place(folder))))
+        return None if folder is None else _read(folder, lambda place: file_hash(_weights_file(place)))
     except (OSError, ValueError):  # no path at all
         return None
 
@@ -228,8 +215,7 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
-    folder = find_head(path)
-    head = _result(folder, lambda: _load(_place(folder)))
+    head = _read(find_head(path), _load)
     return head.to(device=device, dtype=dtype).eval()
 
 
@@ -314,7 +300,7 @@ def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> P
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
-    return _result(folder, lambda: _read_config(_place(folder)))
+    return _read(folder, _read_config)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -368,7 +354,7 @@ def adapt_target(path: str | Path, target: FrozenTarget) -> None:
     trained_for = read_config(folder)["target"]
     if facts := trained_for.get("adapter"):
         _check_base(path, trained_for, target)
-        merge_adapter(target, _place(folder) / ADAPTER, facts)
+        merge_adapter(target, _read(folder, lambda place: place) / ADAPTER, facts)
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:
