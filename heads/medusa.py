@@ -52,12 +52,6 @@ MOST_RANKS = 32
 Path = tuple[int, ...]
 
 
-def rank_accuracies(ranks: Tensor, valid: Tensor, most: int) -> Tensor:
-    """(K, most) float64: the share of `valid` (K, ...) slots where the true token had each rank in `ranks` (K, ...)."""
-    hits = torch.stack([(valid & (ranks == rank)).flatten(1).sum(1) for rank in range(most)], dim=1)
-    return hits.double() / valid.flatten(1).sum(1).clamp_min(1)[:, None]
-
-
 def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
     """The paths of the likeliest nodes, `nodes` of them with the root, which has no path of its own.
 
@@ -315,8 +309,8 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
-        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd where
-        the head cannot draft it. Padding where a document ends."""
+        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd
+        where the head cannot draft it. Padding where a document ends."""
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
         column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
         found = []
@@ -332,12 +326,14 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the static tree by how often each head's i-th candidate is the label, over held-out text."""
-        ranks, valid = [], []
+        K, most = self.config.depth, min(MOST_RANKS, self.config.draft_vocab_size)
+        hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
         for batch in batches:
-            T = batch.tokens.shape[1]
-            slots = [supervised(batch.loss_mask, batch.documents, AHEAD + k) for k in range(self.config.depth)]
-            valid.append(torch.stack([nn.functional.pad(mask, (0, T - mask.shape[1])) for mask in slots]).flatten(1))
-            ranks.append(self.ranks(batch).flatten(1))
-        most = min(MOST_RANKS, self.config.draft_vocab_size)
-        accuracies = rank_accuracies(torch.cat(ranks, 1), torch.cat(valid, 1), most)
+            ranks = self.ranks(batch).cpu()
+            for k in range(K):
+                valid = supervised(batch.loss_mask, batch.documents, AHEAD + k).cpu()  # (B, T - AHEAD - k)
+                found = ranks[k, :, : valid.shape[1]][valid]
+                hits[k] += found.bincount(minlength=most)[:most]
+                labels[k] += len(found)
+        accuracies = hits / labels.clamp_min(1)[:, None]
         self.config = replace(self.config, tree=grow_tree(accuracies.tolist(), self.config.tree_nodes))

@@ -1,7 +1,8 @@
 """Small random heads in float64, random batches, and the state of a head that has seen the beginning of one."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from heads.recurrent import Recurrent
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 
+Head = TypeVar("Head", bound=Recurrent)
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -32,14 +34,14 @@ SIZES: dict[str, Any] = {
 
 
 def eagle3_head(**changes: Any) -> Eagle3:
-    return _filled(Eagle3, Eagle3Config(**{**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))
+    return filled(Eagle3, Eagle3Config(**{**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))
 
 
 def mtp_head(**changes: Any) -> Mtp:
-    return _filled(Mtp, MtpConfig(**{**SIZES, **changes}))
+    return filled(Mtp, MtpConfig(**{**SIZES, **changes}))
 
 
-def _filled(kind: Any, config: Any) -> Any:
+def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:
     torch.manual_seed(1)
     head = kind(config, build_vocab(torch.randint(0, 9, (config.vocab_size,)), config.draft_vocab_size))
     with torch.no_grad():
