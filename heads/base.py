@@ -119,7 +119,7 @@ class OwnTree(Protocol):
 class Drafter(Protocol):
     """Whatever drafts, trained or not, as the runtime asks for it; a class that drafts inherits from this one."""
 
-    aux_layer_ids: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...] = ()
     """The residual streams it reads, by the number of the layer they enter; empty if none."""
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
@@ -147,7 +147,10 @@ class Drafter(Protocol):
 
 
 class DraftHead(Drafter, Protocol):
-    """A drafter that is trained and saved: a module with these members beside a drafter's."""
+    """A drafter that is trained and saved: a module with these members beside a drafter's.
+
+    A method writes all of them but those that have a default here; `heads.registry` adds its settings and its format.
+    """
 
     config: Any
     """Everything that the head's function and its training loss depend on, as plain values: a frozen dataclass, and

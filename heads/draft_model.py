@@ -152,7 +152,6 @@ class DraftState:
 class Draft(nn.Module, DraftHead):
     """The head. What it saves is a Hugging Face causal LM."""
 
-    aux_layer_ids: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:

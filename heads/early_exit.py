@@ -57,8 +57,6 @@ class FirstLayers(nn.Module):
 class EarlyExit(Drafter):
     """A draft model made of the target's own layers."""
 
-    aux_layer_ids: tuple[int, ...] = ()
-
     def __init__(self, config: EarlyExitConfig, draft: Draft) -> None:
         self.config, self.draft = config, draft
 

@@ -49,8 +49,6 @@ class LookupState:
 class Lookup(Drafter):
     """Drafter of chains by n-gram matches in the text so far."""
 
-    aux_layer_ids: tuple[int, ...] = ()
-
     def __init__(self, config: LookupConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, device
 

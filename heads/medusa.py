@@ -163,7 +163,6 @@ class Medusa(nn.Module, DraftHead):
     """The head. It is saved as the paper's own repository names its tensors."""
 
     config: MedusaConfig
-    aux_layer_ids: tuple[int, ...] = ()
     kept: Tensor
 
     def __init__(self, config: MedusaConfig, kept: Tensor) -> None:

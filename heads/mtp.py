@@ -123,7 +123,6 @@ class Mtp(Recurrent):
     """The head. It is saved beside the target's own config, under the names of the family that its layout names."""
 
     config: MtpConfig
-    aux_layer_ids: tuple[int, ...] = ()
 
     def __init__(self, config: MtpConfig, kept: Tensor) -> None:
         """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""

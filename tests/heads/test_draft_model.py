@@ -165,7 +165,7 @@ def test_rounds_go_on_from_what_was_accepted(shape: str, family: str, dtype: tor
         read.append(tokens)
         return forward(tokens, *given, **how)
 
-    state.decoder.forward = watch
+    state.decoder.forward = watch  # type: ignore[method-assign]
     for _ in range(6):
         read.clear()
         proposal = head.propose(state, greedy)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.mtp import Mtp
-from tests.heads.small_heads import SIZES, mtp_head, random_batch
+from tests.heads.small_heads import mtp_head, random_batch
 
 FORMS = [
     {"num_modules": 1},
@@ -20,7 +20,7 @@ FORMS = [
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + SIZES["rms_norm_eps"]).sqrt() * weight
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
 def plain_states(head: Mtp, batch: Batch) -> list[Tensor]:

@@ -94,7 +94,8 @@ def test_every_nodes_score_is_the_sum_of_log_q_along_its_path(shape: str, make: 
     proposal = head.propose(seen(head, batch, shape, [n]), greedy)
     assert int(proposal.depths.max()) == 4
     for node in range(1, proposal.tokens.shape[1]):
-        path, at = [], node
+        path: list[int] = []
+        at = node
         while at:
             path.insert(0, int(proposal.tokens[0, at]))
             at = int(proposal.parents[0, at])
