@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, get_args, get_type_hints
 
 from heads.errors import UserError
 from heads.tree import Pick as Pick
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from heads.formats.base import Format
     from heads.target.frozen import FrozenTarget
 
 Made = TypeVar("Made")
@@ -87,6 +86,7 @@ class DraftState(Protocol):
     """
 
     shape: TreeShape
+    length: Tensor  # (B,) int64, the root's position
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class OwnTree(Protocol):
 class Drafter(Protocol):
     """Whatever drafts, trained or not, as the runtime asks for it; a class that drafts inherits from this one."""
 
-    aux_layer_ids: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...] = ()
     """The residual streams it reads, by the number of the layer they enter; empty if none."""
 
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
@@ -128,6 +128,7 @@ class Drafter(Protocol):
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""
+        state.length.masked_fill_(rows, 0)
 
     def extend(self, state: Any, observation: Observation) -> None:
         """Take in true target features; static shapes, no host synchronisation."""
@@ -146,24 +147,20 @@ class Drafter(Protocol):
 
 
 class DraftHead(Drafter, Protocol):
-    """A drafter that is trained and saved: a method is a module with these members beside a drafter's.
+    """A drafter that is trained and saved: a module with these members beside a drafter's.
 
-    `Settings` and `config` are frozen dataclasses. What a recipe leaves out of the first follows the target, and stands
-    in the second: a config is complete.
+    A method writes all of them but those that have a default here; `heads.registry` adds its settings and its format.
     """
 
-    Settings: ClassVar[type[Any]]
-    """Settings of the head in a recipe, with defaults; None follows the target."""
-    format: ClassVar[Format]
-    """The folder that it is saved as."""
     config: Any
-    """Everything that the head's function and its training loss depend on, as plain values."""
+    """Everything that the head's function and its training loss depend on, as plain values: a frozen dataclass, and
+    complete. What a recipe leaves out follows the target, and stands here."""
     depth_weights: tuple[float, ...]
     """The weight of each depth in the training loss, K of them."""
 
     @classmethod
     def for_target(cls, settings: Any, target: FrozenTarget, token_counts: Tensor) -> Self:
-        """A new head by its Settings; token_counts (V,): labels in the training data."""
+        """A new head by its settings in a recipe; token_counts (V,): labels in the training data."""
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:

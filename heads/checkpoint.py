@@ -34,7 +34,7 @@ from heads.target.hub import repo_and_revision, with_names
 
 FORMAT = 1
 CONFIG = "config.json"
-WEIGHTS: list[str] = sorted({head.format.weights_file for head in HEADS.values()})
+WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.values()})
 """Names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that say where it comes from."""
@@ -93,9 +93,11 @@ def save_head(
     folder = Path(os.path.realpath(folder))
     old = _replaced(folder)
     fresh = old.with_name("new")
+    kind = kind_of(head)
+    form = HEADS[kind].format
     ours: dict[str, Any] = {
         "format": FORMAT,
-        "kind": kind_of(head),
+        "kind": kind,
         "config": with_names(asdict(head.config)),
         "target": {key: value for key, value in target.items() if key != "config"},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
@@ -105,16 +107,16 @@ def save_head(
         _put_back(folder)
         fresh.mkdir(parents=True)
         weights = {name: value.detach().cpu().contiguous().clone() for name, value in head.to_checkpoint().items()}
-        file = fresh / head.format.weights_file
+        file = fresh / form.weights_file
         save_file(weights, file, metadata={"format": "pt"})
         file.chmod(0o644)  # safetensors leaves it readable by its owner alone
         ours["sha256"] = file_hash(file)
         if write_adapter is not None:
             ours["target"]["adapter"] = write_adapter(fresh / ADAPTER)
-        config = {**head.format.engine_config(head.config, target, dtype), "draftsmith": ours}
+        config = {**form.engine_config(head.config, target, dtype), "draftsmith": ours}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if head.format.write_beside is not None:
-            head.format.write_beside(fresh, target)
+        if form.write_beside is not None:
+            form.write_beside(fresh, target)
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
         if folder.exists():
@@ -155,10 +157,33 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _place(folder: Path) -> Path:
-    """Where the files of a head's folder are at this instant."""
+def _read(folder: Path, read: Callable[[Path], Found]) -> Found:
+    """Return `read` of the place where the files of a head's folder are. Read again where it found nothing while a save
+    replaced the head."""
     old = _replaced(folder)
-    return old if not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG) else folder
+    while True:
+        before = _stamps(folder, old)
+        is_moved = not os.path.exists(folder / CONFIG) and os.path.exists(old / CONFIG)
+        try:
+            found = read(old if is_moved else folder)
+        except (UserError, OSError):
+            if _stamps(folder, old) == before:
+                raise
+        else:
+            if found or _stamps(folder, old) == before:
+                return found
+
+
+def _stamps(*places: Path) -> list[tuple[int, int] | None]:
+    """Return what distinguishes the saves of the heads in some places."""
+    found: list[tuple[int, int] | None] = []
+    for place in places:
+        try:
+            state = (place / CONFIG).stat()
+            found.append((state.st_ino, state.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return found
 
 
 def _weights_file(place: Path) -> Path:
@@ -167,56 +192,20 @@ def _weights_file(place: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def _result(path: Path, read: Callable[[], Found]) -> Found:
-    """Return the result of `read` at `path`. Read again if there was none while a save replaced the head."""
-    while True:
-        before = _stamps(path)
-        try:
-            found = read()
-        except (UserError, OSError):
-            if _stamps(path) == before:
-                raise
-        else:
-            if found is not None or _stamps(path) == before:
-                return found
-
-
-def _stamps(path: Path) -> list[tuple[int, int] | None]:
-    """Return the stamps that distinguish the saves of the heads at a path."""
-    found: list[tuple[int, int] | None] = []
-    for folder in _folders(path):
-        for place in (folder, _replaced(folder)):
-            try:
-                state = (place / CONFIG).stat()
-                found.append((state.st_ino, state.st_mtime_ns))
-            except OSError:
-                found.append(None)
-    return found
-
-
-def _folders(path: Path) -> tuple[Path, Path]:
-    """The folders that may hold the head that a path names."""
-    return path, path / "head"
-
-
 def _head_here(path: Path) -> Path | None:
-    """The folder of the head that a path names; None where none is here."""
+    """The folder of the head that a path names: itself, or a run's `head`; None where none is here."""
 
-    def look() -> Path | None:
-        for folder in _folders(path):
-            place = _place(folder)
-            if (place / CONFIG).is_file() and _weights_file(place).is_file():
-                return folder
-        return None
+    def holds_head(place: Path) -> bool:
+        return (place / CONFIG).is_file() and _weights_file(place).is_file()
 
-    return _result(path, look)
+    return next((folder for folder in (path, path / "head") if _read(folder, holds_head)), None)
 
 
 def weights_hash(path: str | Path) -> str | None:
     """SHA-256 of the file with a head's weights; None where the path names no head that lies here."""
     try:
         folder = _head_here(Path(path))
-        return None if folder is None else _result(folder, lambda: file_hash(_weights_file(_place(folder))))
+        return None if folder is None else _read(folder, lambda place: file_hash(_weights_file(place)))
     except (OSError, ValueError):  # no path at all
         return None
 
@@ -226,22 +215,21 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
-    folder = find_head(path)
-    head = _result(folder, lambda: _load(_place(folder)))
+    head = _read(find_head(path), _load)
     return head.to(device=device, dtype=dtype).eval()
 
 
 def _load(folder: Path) -> Any:
     record = _read_config(folder)
-    kind = HEADS[record["kind"]]
-    file = folder / kind.format.weights_file
+    method = HEADS[record["kind"]]
+    file = folder / method.format.weights_file
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     try:
         with _NoLargerThan(weights):
-            head = kind.from_checkpoint(record["config"], weights)
+            head = method.head.from_checkpoint(record["config"], weights)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
@@ -312,7 +300,7 @@ def _from_hub(path: str | Path, repo: str, revision: str | None, name: str) -> P
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Our section of a head's config.json."""
-    return _result(folder, lambda: _read_config(_place(folder)))
+    return _read(folder, _read_config)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -366,7 +354,7 @@ def adapt_target(path: str | Path, target: FrozenTarget) -> None:
     trained_for = read_config(folder)["target"]
     if facts := trained_for.get("adapter"):
         _check_base(path, trained_for, target)
-        merge_adapter(target, _place(folder) / ADAPTER, facts)
+        merge_adapter(target, _read(folder, lambda place: place) / ADAPTER, facts)
 
 
 def check_fits(path: str | Path, target: FrozenTarget) -> None:

@@ -17,7 +17,7 @@ slots of the cache.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,22 @@ from heads.base import (
     from_plain,
     given,
 )
-from heads.draft_lm import empty_model, fit_vocabulary, fresh_model, keep_layers, load_smaller, model_record
 from heads.errors import UserError
-from heads.formats.base import Format, check_tensors
-from heads.formats.draft_model import FORMAT
+from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
+from heads.target.smaller_model import (
+    empty_model,
+    fit_vocabulary,
+    fresh_model,
+    keep_layers,
+    load_smaller,
+    model_record,
+)
 from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths, scratch_slots
 
 
@@ -138,17 +144,14 @@ class DraftState:
     length: Tensor  # (B,) int64, the root's position
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
 
-    def read(self, tokens: Tensor, places: Places, *, prompt: bool = False) -> Tensor:
-        """One step: tokens (B, W) at their places -> states after the final norm (B, W, D)."""
-        return self.decoder.forward(tokens, places, extent=len(self.slot), prompt=prompt).hidden
+    def read(self, tokens: Tensor, mapping: Places, *, prompt: bool = False) -> Tensor:
+        """One step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
+        return self.decoder.forward(tokens, mapping, extent=len(self.slot), prompt=prompt).hidden
 
 
 class Draft(nn.Module, DraftHead):
     """The head. What it saves is a Hugging Face causal LM."""
 
-    Settings: ClassVar[type[DraftSettings]] = DraftSettings
-    format: ClassVar[Format] = FORMAT
-    aux_layer_ids: tuple[int, ...] = ()
     depth_weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
@@ -245,32 +248,21 @@ class Draft(nn.Module, DraftHead):
         """(..., D) -> (..., C) float32."""
         return self.output(hidden)[..., : self.config.common_size]
 
-    def read(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        key_positions: Tensor,
-    ) -> Tensor:
-        """One forward pass without a cache: arguments as in `FrozenTarget.features`, -> states after the final norm
-        (B, N, D)."""
-        return decode(
-            self.base,
-            self.text_config,
-            self.output.head.weight.dtype,
-            tokens,
-            positions=positions,
-            visible=visible,
-            key_positions=key_positions,
-        )
-
     def states(self, batch: Batch) -> Tensor:
         """(B, T, D): what slot t makes of x_0 .. x_t of its document."""
         if (length := batch.tokens.shape[1]) > self.context_length:
             raise UserError(
                 f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
             )
-        return self.read(batch.tokens, batch.positions, packed_visible(batch.documents), batch.positions)
+        return decode(
+            self.base,
+            self.text_config,
+            self.output.head.weight.dtype,
+            batch.tokens,
+            positions=batch.positions,
+            visible=packed_visible(batch.documents),
+            key_positions=batch.positions,
+        )
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, 1, 1)
@@ -345,17 +337,14 @@ class Draft(nn.Module, DraftHead):
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
         return DraftState(shape, backend, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)
 
-    def reset_rows(self, state: DraftState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
     @torch.no_grad()
     def extend(self, state: DraftState, observation: Observation) -> None:
         tokens, start, count = observation.tokens, observation.start, observation.count
         nodes, M = observation.nodes, tokens.shape[1] - 1
         if observation.missed:  # the token before them may have been drafted last, and so was never read
             read = torch.cat([state.previous[:, None], tokens[:, :-1]], 1)
-            places = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
-            state.read(read, places)
+            mapping = Observed((start - 1).clamp_min(0), torch.where(count > 0, count + 1, 0), state.slot, M + 1)
+            state.read(read, mapping)
         elif nodes is None:
             state.read(tokens[:, :-1], Observed(start, count, state.slot, M), prompt=True)
         elif state.shape.top_k > 1:
@@ -375,8 +364,8 @@ class Draft(nn.Module, DraftHead):
         observed = length + 1  # with the root, which is read first
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            places = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
-            return decoder.logits(state.read(tokens, places))
+            mapping = Drafted(observed, paths, state.slot, state.shape.top_k == 1)
+            return decoder.logits(state.read(tokens, mapping))
 
         tokens = torch.stack([state.previous, state.root], dim=1)
         pair = Observed((length - 1).clamp_min(0), None, state.slot, 2)  # a row without a prompt stands at 0

@@ -13,7 +13,7 @@ Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError
-from heads.formats.base import Format, check_tensors
-from heads.formats.eagle3 import FORMAT
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
+from heads.formats.base import check_tensors
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
-from heads.target.families import block_settings, final_norm_scale
-from heads.target.frozen import FrozenTarget, check_one_width
-from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
+from heads.target.families import final_norm_scale
+from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +59,6 @@ class Eagle3Settings(BlockSettings):
 class Eagle3Config(BlockConfig, Eagle3Settings):
     """Everything that the head's function and its training loss depend on."""
 
-    vocab_size: int
-    """The target's vocabulary: the width of its logits."""
-    num_target_layers: int
-    """Decoder layers of the target."""
-    max_position_embeddings: int
-    """Context length, for engines; the head itself has no limit."""
     aux_layer_ids: tuple[int, ...] = field()
     draft_vocab_size: int = field()
 
@@ -97,15 +90,11 @@ class Eagle3Layer(nn.Module):
 class Eagle3(Recurrent):
     """The head. Its tensors bear the names that SGLang, vLLM and the EAGLE repository read."""
 
-    Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
-    format: ClassVar[Format] = FORMAT
     config: Eagle3Config
-    d2t: Tensor
-    t2d: Tensor
 
-    def __init__(self, config: Eagle3Config, d2t: Tensor, t2d: Tensor) -> None:
+    def __init__(self, config: Eagle3Config, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
-        check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
@@ -116,9 +105,7 @@ class Eagle3(Recurrent):
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
-        self.register_buffer("kept", kept_ids(d2t), persistent=False)
+        self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
     def for_target(cls, settings: Eagle3Settings, target: FrozenTarget, token_counts: Tensor) -> "Eagle3":
@@ -129,15 +116,11 @@ class Eagle3(Recurrent):
             else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
         )
         defaults = {
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "num_target_layers": target.num_layers,
-            "max_position_embeddings": target.context_length,
             "draft_vocab_size": min(32_000, target.vocab_size),
-            **block_settings(target.config, settings.num_attention_heads),
+            **block_settings(target, settings.num_attention_heads),
         }
         config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
-        head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+        head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         norm = final_norm_scale(target.base, target.layers, target.hidden_size)
         head.initialise(target.lm_head_weight, norm, aux_scales(target, aux_layer_ids, token_counts))
         head.lm_head.weight.data.mul_(target.logit_scale)
@@ -146,14 +129,13 @@ class Eagle3(Recurrent):
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Eagle3":
         made = from_plain(Eagle3Config, config)
-        head = cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
         check_tensors(head.to_checkpoint(), weights)
-        head.load_state_dict({"d2t": head.d2t, "t2d": head.t2d} | weights)
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        weights = {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
-        return weights | tables_to_save(self.d2t, self.t2d)
+        return self.state_dict() | vocab_tables(self.kept, self.config.vocab_size)
 
     @torch.no_grad()
     def initialise(self, lm_head: Tensor, norm: Tensor, aux_scales: Tensor) -> None:
@@ -210,6 +192,3 @@ class Eagle3(Recurrent):
             read_norm=None if again else self.norm,
         )
         return HeadParts(modules=[module], fuse=self.fc, aux_norms=[*self.fc_norm] if self.fc_norm is not None else [])
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -11,7 +11,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from heads.backends.base import Backend
 from heads.base import Drafter, Observation, Pick, RoundReads, SharedLayers
@@ -57,8 +57,6 @@ class FirstLayers(nn.Module):
 class EarlyExit(Drafter):
     """A draft model made of the target's own layers."""
 
-    aux_layer_ids: tuple[int, ...] = ()
-
     def __init__(self, config: EarlyExitConfig, draft: Draft) -> None:
         self.config, self.draft = config, draft
 
@@ -78,9 +76,6 @@ class EarlyExit(Drafter):
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> DraftState:
         return self.draft.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
-
-    def reset_rows(self, state: DraftState, rows: Tensor) -> None:
-        self.draft.reset_rows(state, rows)
 
     def extend(self, state: DraftState, observation: Observation) -> None:
         self.draft.extend(state, observation)

@@ -88,7 +88,7 @@ def _grow_dynamic(
         nodes = select.prune(nodes, penalties, shape.nodes)
     else:
         nodes = replace(nodes, depths=depths.expand(B, -1))
-    expanded = nodes.places if shape.depth > 1 else None
+    expanded = nodes.expanded if shape.depth > 1 else None
     return Proposal(nodes.tokens, nodes.parents, nodes.depths, nodes.scores, expanded)
 
 

@@ -52,10 +52,7 @@ def chain_metrics(
     correct: Tensor, valid: Tensor, overlap: Tensor, row: Tensor, slots: Tensor, shape: Any
 ) -> dict[str, Tensor]:
     """Compute the metrics of a HeadLoss: correct, valid (K, R) bool and overlap (K,) by label -> sums over rows of (B,
-    T) `shape`. `accepted` counts the slots with correct guesses so far, `chains` those with labels so far.
-
-    `accepted` counts the slots whose guesses were right so far, `chains` those that had labels so far.
-    """
+    T) `shape`. `accepted` counts the slots with correct guesses so far, `chains` those with labels so far."""
     hits, live = (_by_slot(x, row, slots, shape) for x in (correct & valid, valid))
     metrics = {
         "correct": hits.sum((1, 2)),

@@ -41,10 +41,16 @@ class BlockSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(BlockSettings):
-    """Settings of one decoder block: its widths, the epsilon of its norms and the base of its rotary positions."""
+    """Settings of one decoder block, and the sizes of the target that it drafts for."""
 
     hidden_size: int
     """Width of the residual stream, the same as the target's."""
+    vocab_size: int
+    """The target's vocabulary: the width of its logits."""
+    num_target_layers: int
+    """Decoder layers of the target."""
+    max_position_embeddings: int
+    """Context length, for engines; the block itself has no limit."""
     intermediate_size: int = field()
     num_attention_heads: int = field()
     num_key_value_heads: int = field()

@@ -49,8 +49,6 @@ class LookupState:
 class Lookup(Drafter):
     """Drafter of chains by n-gram matches in the text so far."""
 
-    aux_layer_ids: tuple[int, ...] = ()
-
     def __init__(self, config: LookupConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, device
 
@@ -68,9 +66,6 @@ class Lookup(Drafter):
             )
         tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
         return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))
-
-    def reset_rows(self, state: LookupState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
 
     def extend(self, state: LookupState, observation: Observation) -> None:
         tokens, count = observation.tokens, observation.count

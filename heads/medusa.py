@@ -16,7 +16,7 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,25 +37,19 @@ from heads.base import (
     given,
 )
 from heads.errors import UserError
-from heads.formats.base import Format, check_tensors
-from heads.formats.medusa import FORMAT, field_name, to_field
+from heads.formats.base import check_tensors
+from heads.formats.medusa import field_name, to_field
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
 from heads.target.frozen import FrozenTarget, check_one_width
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
-from heads.vocab import build_vocab, check_kept, kept_ids
+from heads.vocab import build_vocab, check_kept, check_table
 
 MOST_RANKS = 32
 """Candidates of one head that a tree may use."""
 
 Path = tuple[int, ...]
-
-
-def rank_accuracies(ranks: Tensor, valid: Tensor, most: int) -> Tensor:
-    """(K, most) float64: the share of `valid` (K, ...) slots where the true token had each rank in `ranks` (K, ...)."""
-    hits = torch.stack([(valid & (ranks == rank)).flatten(1).sum(1) for rank in range(most)], dim=1)
-    return hits.double() / valid.flatten(1).sum(1).clamp_min(1)[:, None]
 
 
 def grow_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
@@ -168,27 +162,17 @@ class Level:
 class Medusa(nn.Module, DraftHead):
     """The head. It is saved as the paper's own repository names its tensors."""
 
-    Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
-    format: ClassVar[Format] = FORMAT
     config: MedusaConfig
-    aux_layer_ids: tuple[int, ...] = ()
-    token_map: Tensor | None
     kept: Tensor
 
     def __init__(self, config: MedusaConfig, kept: Tensor) -> None:
         """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
-        D, V = config.hidden_size, config.vocab_size
-        if kept.shape != (config.draft_vocab_size,) or kept.dtype != torch.int64:
-            raise UserError(
-                f"token_map: expected ({config.draft_vocab_size},) int64, got {tuple(kept.shape)} {kept.dtype}"
-            )
-        check_kept("token_map", kept, V)
+        D = config.hidden_size
         self.config = config
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         self.blocks = nn.ModuleList(ResidualBlocks(D, config.num_layers) for _ in range(config.depth))
         self.lm_heads = nn.ModuleList(nn.Linear(D, config.draft_vocab_size, bias=False) for _ in range(config.depth))
-        self.register_buffer("token_map", kept if len(kept) < V else None)  # engines want none where it says nothing
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
@@ -197,7 +181,7 @@ class Medusa(nn.Module, DraftHead):
         D, V = target.hidden_size, target.vocab_size
         defaults = {"hidden_size": D, "vocab_size": V, "draft_vocab_size": V}
         config = MedusaConfig(**{**defaults, **given(settings)})
-        head = cls(config, kept_ids(build_vocab(token_counts, config.draft_vocab_size)[0]))
+        head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         head.initialise(target.lm_head_weight)
         for out in head.lm_heads.parameters():
             out.data.mul_(target.logit_scale)
@@ -206,15 +190,21 @@ class Medusa(nn.Module, DraftHead):
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Medusa":
         made = from_plain(MedusaConfig, config)
-        if made.draft_vocab_size < made.vocab_size and "token_map" not in weights:
-            raise UserError("lacks token_map; the draft vocabulary belongs inside the head")
-        head = cls(made, weights.get("token_map", torch.arange(made.vocab_size)))
+        kept = torch.arange(made.vocab_size)
+        if made.draft_vocab_size != made.vocab_size:
+            check_table(weights, "token_map", (made.draft_vocab_size,), torch.int64)
+            kept = weights["token_map"]
+            check_kept("token_map", kept, made.vocab_size)
+        head = cls(made, kept)
         check_tensors(head.to_checkpoint(), weights)
         head.load_state_dict({name: weights[field_name(name, made.num_layers)] for name in head.state_dict()})
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        return to_field(self.state_dict(), self.config.num_layers)
+        weights = to_field(self.state_dict(), self.config.num_layers)
+        if len(self.kept) < self.config.vocab_size:  # engines want no table where it says nothing
+            weights["token_map"] = self.kept
+        return weights
 
     @property
     def own_tree(self) -> OwnTree | None:
@@ -285,9 +275,6 @@ class Medusa(nn.Module, DraftHead):
         levels = [Level(blocks, out, backend) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
         return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
 
-    def reset_rows(self, state: MedusaState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
     @torch.no_grad()
     def extend(self, state: MedusaState, observation: Observation) -> None:
         count, tokens = observation.count, observation.tokens
@@ -303,7 +290,7 @@ class Medusa(nn.Module, DraftHead):
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return state.levels[level](state.hidden).expand(-1, tokens.shape[1], -1)
 
-        ids = None if self.token_map is None else self.kept
+        ids = self.kept if len(self.kept) < self.config.vocab_size else None
         return grow(
             state.shape, state.root, state.length, state.levels[0](state.hidden), pick, expand, ids, state.select
         )
@@ -321,8 +308,8 @@ class Medusa(nn.Module, DraftHead):
 
     @torch.no_grad()
     def ranks(self, batch: Batch) -> Tensor:
-        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd where
-        the head cannot draft it. Padding where a document ends."""
+        """(K, B, T) int64: at [k, b, t], the place of x_{t+2+k} among depth k's candidates, 0 the likeliest; Vd
+        where the head cannot draft it. Padding where a document ends."""
         column = torch.full((self.config.vocab_size,), self.config.draft_vocab_size, device=self.kept.device)
         column[self.kept] = torch.arange(len(self.kept), device=self.kept.device)
         found = []
@@ -338,12 +325,14 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def grow_tree(self, batches: Iterable[Batch]) -> None:
         """Choose the static tree by how often each head's i-th candidate is the label, over held-out text."""
-        ranks, valid = [], []
+        K, most = self.config.depth, min(MOST_RANKS, self.config.draft_vocab_size)
+        hits, labels = torch.zeros(K, most, dtype=torch.float64), torch.zeros(K, dtype=torch.int64)
         for batch in batches:
-            T = batch.tokens.shape[1]
-            slots = [supervised(batch.loss_mask, batch.documents, AHEAD + k) for k in range(self.config.depth)]
-            valid.append(torch.stack([nn.functional.pad(mask, (0, T - mask.shape[1])) for mask in slots]).flatten(1))
-            ranks.append(self.ranks(batch).flatten(1))
-        most = min(MOST_RANKS, self.config.draft_vocab_size)
-        accuracies = rank_accuracies(torch.cat(ranks, 1), torch.cat(valid, 1), most)
+            ranks = self.ranks(batch).cpu()
+            for k in range(K):
+                valid = supervised(batch.loss_mask, batch.documents, AHEAD + k).cpu()  # (B, T - AHEAD - k)
+                found = ranks[k, :, : valid.shape[1]][valid]
+                hits[k] += found.bincount(minlength=most)[:most]
+                labels[k] += len(found)
+        accuracies = hits / labels.clamp_min(1)[:, None]
         self.config = replace(self.config, tree=grow_tree(accuracies.tolist(), self.config.tree_nodes))

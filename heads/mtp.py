@@ -15,7 +15,7 @@ Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
-from heads.formats.base import Format, check_tensors
-from heads.formats.mtp import FORMAT, LAYOUTS, Layout, from_field, read_native, to_field
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, rotation
+from heads.formats.base import check_tensors
+from heads.formats.mtp import LAYOUTS, Layout, from_field, read_native, to_field
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.block import BlockMaker, block_record
-from heads.target.families import block_settings, final_norm_scale
-from heads.target.frozen import FrozenTarget, check_one_width
-from heads.vocab import build_vocab, check_vocab, kept_ids, saved_tables, tables_to_save
+from heads.target.families import final_norm_scale
+from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
 """Settings that native modules bring with them."""
@@ -64,12 +64,6 @@ class MtpSettings(BlockSettings):
 class MtpConfig(BlockConfig, MtpSettings):
     """Everything that the head's function and its training loss depend on."""
 
-    vocab_size: int
-    """The target's vocabulary: the width of its logits."""
-    num_target_layers: int
-    """Decoder layers of the target; the families that number modules go on from there."""
-    max_position_embeddings: int
-    """Context length, for engines; the head itself has no limit."""
     decoder: dict[str, Any] | None = None
     """Native: what the modules' blocks are made from, `heads.target.block.block_record`."""
     draft_vocab_size: int = field()
@@ -128,16 +122,11 @@ class MtpModule(nn.Module):
 class Mtp(Recurrent):
     """The head. It is saved beside the target's own config, under the names of the family that its layout names."""
 
-    Settings: ClassVar[type[MtpSettings]] = MtpSettings
-    format: ClassVar[Format] = FORMAT
     config: MtpConfig
-    aux_layer_ids: tuple[int, ...] = ()
-    d2t: Tensor
-    t2d: Tensor
 
-    def __init__(self, config: MtpConfig, d2t: Tensor, t2d: Tensor) -> None:
+    def __init__(self, config: MtpConfig, kept: Tensor) -> None:
+        """kept (Vd,) int64: the target ids of the draft vocabulary, ascending."""
         super().__init__()
-        check_vocab(d2t, t2d, config.draft_vocab_size, config.vocab_size)
         self.config, self.num_modules = config, config.num_modules
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
@@ -153,21 +142,15 @@ class Mtp(Recurrent):
             self.rotary = (maker.rotary,)
             modules = [MtpModule(D, maker.norm, block, hidden_first=hidden_first) for block in maker.layers]
         self.mtp_layers = nn.ModuleList(modules)
-        self.register_buffer("d2t", d2t)
-        self.register_buffer("t2d", t2d)
-        self.register_buffer("kept", kept_ids(d2t), persistent=False)
+        self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
     def for_target(cls, settings: MtpSettings, target: FrozenTarget, token_counts: Tensor) -> "Mtp":
         check_one_width(target, "mtp")
         native, said = None, given(settings)
         defaults = {
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "num_target_layers": target.num_layers,
-            "max_position_embeddings": target.context_length,
             "draft_vocab_size": target.vocab_size,
-            **block_settings(target.config, None if settings.native else settings.num_attention_heads),
+            **block_settings(target, None if settings.native else settings.num_attention_heads),
         }
         if settings.native:
             embed: Any = target.shared.embed_tokens
@@ -183,7 +166,7 @@ class Mtp(Recurrent):
                     )
         config = MtpConfig(**{**defaults, **said})
         try:
-            head = cls(config, *build_vocab(token_counts, config.draft_vocab_size))
+            head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         except (TypeError, AttributeError, LookupError) as error:  # what layers of unknown families raise
             if native is None:
                 raise
@@ -196,15 +179,19 @@ class Mtp(Recurrent):
             # Its states are read by the target's output head as it is, and normed before they are recycled.
             head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
         else:
-            head.restore_modules(native.weights, target.name)
+            try:
+                check_tensors(head.modules_by_field(), native.weights)
+            except UserError as error:
+                raise UserError(f"{target.name}: {error}; the modules of its checkpoint cannot be used") from error
+            head.load_modules(native.weights)
         return head
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
         made = from_plain(MtpConfig, config)
-        head = cls(made, *saved_tables(weights, made.draft_vocab_size, made.vocab_size))
+        head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
         check_tensors(head.to_checkpoint(), weights)
-        head.take_up(weights)
+        head.load_modules(weights)
         return head
 
     @property
@@ -215,31 +202,16 @@ class Mtp(Recurrent):
     def zero_first(self) -> bool:
         return self.layout.zero_first
 
-    def own(self) -> dict[str, Tensor]:
-        """The modules' tensors under our own names."""
-        return {name: value for name, value in self.state_dict().items() if name not in ("d2t", "t2d")}
+    def modules_by_field(self) -> dict[str, Tensor]:
+        """The modules' tensors under the family's names."""
+        return to_field(self.state_dict(), self.layout, self.config.num_target_layers)
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        modules = to_field(self.own(), self.layout, self.config.num_target_layers)
-        return modules | tables_to_save(self.d2t, self.t2d)
+        return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
 
-    def take_up(self, weights: dict[str, Tensor]) -> None:
+    def load_modules(self, weights: dict[str, Tensor]) -> None:
         """Load tensors under the family's names, which are known to fit."""
-        own = from_field(weights, self.own(), self.layout, self.config.num_target_layers)
-        self.load_state_dict(own | {"d2t": self.d2t, "t2d": self.t2d})
-
-    def restore_modules(self, weights: dict[str, Tensor], name: str) -> None:
-        """Take up a checkpoint's own modules; UserError where a tensor is missing, unknown or of another shape."""
-        tables = {"d2t", "t2d"}
-        expected = {key: tuple(value.shape) for key, value in self.to_checkpoint().items() if key not in tables}
-        found = {key: tuple(value.shape) for key, value in weights.items()}
-        for key in sorted(expected.keys() | found.keys()):
-            if expected.get(key) != found.get(key):
-                raise UserError(
-                    f"{name}: {key}: by config.json expected {expected.get(key, 'no such tensor')}, "
-                    f"found {found.get(key, 'none')}; the modules of its checkpoint cannot be used"
-                )
-        self.take_up(weights)
+        self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
@@ -295,7 +267,7 @@ class Mtp(Recurrent):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         if not self.rotary:
-            return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+            return super().cos_sin(positions, dtype)
         like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
         if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
             positions = positions.expand(3, -1, -1)

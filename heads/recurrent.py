@@ -29,7 +29,7 @@ from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend
+from heads.layers import Attend, rotation
 from heads.losses import draft_loss
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 from heads.ttt_attention import causal_attention
@@ -105,7 +105,7 @@ class Recurrent(nn.Module, DraftHead):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Cosines and sines of rotary positions (B, T)."""
-        raise NotImplementedError
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
@@ -172,9 +172,6 @@ class Recurrent(nn.Module, DraftHead):
             recycled=[weight.new_zeros(batch_size, config.hidden_size) for _ in range(self.num_modules)],
         )
 
-    def reset_rows(self, state: RecurrentState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
-
     @torch.no_grad()
     def extend(self, state: RecurrentState, observation: Observation) -> None:
         extent = state.extent(observation.hidden.shape[1])
@@ -193,11 +190,11 @@ class Recurrent(nn.Module, DraftHead):
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             nonlocal recycled
-            places = Drafted(state.length, paths, state.slot, chain)
+            mapping = Drafted(state.length, paths, state.slot, chain)
             made, normed, first = list(recycled), [], min(level, J - 1)
             for module in range(first, J):
                 above = recycled[module - 1 if level <= module else module]
-                made[module], read = steps.step(module, tokens, above, None if chain else rows, places, extent)
+                made[module], read = steps.step(module, tokens, above, None if chain else rows, mapping, extent)
                 normed.append(read)
             recycled = made
             return steps.logits(normed[0])

@@ -1,22 +1,42 @@
 """Registry of the heads, and their construction for a target."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from heads.base import from_plain
-from heads.draft_model import Draft
-from heads.eagle3 import Eagle3
+from heads.draft_model import Draft, DraftSettings
+from heads.eagle3 import Eagle3, Eagle3Settings
 from heads.early_exit import EarlyExit
 from heads.errors import UserError
+from heads.formats import draft_model, eagle3, medusa, mtp
+from heads.formats.base import Format
 from heads.lookup import Lookup
-from heads.medusa import Medusa
-from heads.mtp import Mtp
+from heads.medusa import Medusa, MedusaSettings
+from heads.mtp import Mtp, MtpSettings
 from heads.target.frozen import FrozenTarget
 
-HEADS: dict[str, type[Any]] = {"eagle3": Eagle3, "draft": Draft, "medusa": Medusa, "mtp": Mtp}
-"""kind -> a class that fulfils `heads.base.DraftHead`."""
+
+@dataclass(frozen=True)
+class Method:
+    """A method of drafting whose heads are trained."""
+
+    head: type[Any]
+    """A class that fulfils `heads.base.DraftHead`."""
+    Settings: type[Any]
+    """Settings of the head in a recipe, a frozen dataclass with defaults; None follows the target."""
+    format: Format
+    """The folder that the head is saved as."""
+
+
+HEADS = {
+    "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
+    "draft": Method(Draft, DraftSettings, draft_model.FORMAT),
+    "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT),
+    "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
+}
+"""The methods by their kind, which recipes and saved heads name."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 """kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""
@@ -24,7 +44,8 @@ UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 
 def kind_of(head: Any) -> str:
     """Return the kind of a head."""
-    return next(kind for kind, cls in {**HEADS, **UNTRAINED}.items() if isinstance(head, cls))
+    classes = {kind: method.head for kind, method in HEADS.items()} | UNTRAINED
+    return next(kind for kind, cls in classes.items() if isinstance(head, cls))
 
 
 def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_counts: Tensor) -> Any:
@@ -32,11 +53,11 @@ def build_head(kind: str, settings: dict[str, Any], target: FrozenTarget, token_
 
     token_counts (V,) int64: how often each target id is a label in the training data; it decides the draft vocabulary.
     """
-    head = HEADS[kind]
+    method = HEADS[kind]
     chosen = {name: value for name, value in settings.items() if value is not None}
-    if others := chosen.keys() - {field.name for field in fields(head.Settings)}:
+    if others := chosen.keys() - {field.name for field in fields(method.Settings)}:
         raise UserError(f"head.{min(others)}: decided by the target, or no setting at all; take it out of the recipe")
-    return head.for_target(from_plain(head.Settings, chosen), target, token_counts)
+    return method.head.for_target(from_plain(method.Settings, chosen), target, token_counts)
 
 
 def untrained_kind(text: str) -> str | None:

@@ -56,7 +56,7 @@ class Proposal:
     tokens: Tensor  # (B, N) int64, target ids; node 0 is the root
     parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
     depths: Tensor  # (B, N) int64; 0 for the root
-    scores: Tensor  # (B, N) float32, log-probability of the path by the draft's reckoning; 0 for the root
+    scores: Tensor  # (B, N) float32, log-probability of the path by the draft's distributions; 0 for the root
     expanded: Tensor | None = None
     """(B, N) int64: the index of each node among those that `grow` expanded, in order; -1 for the root and nodes that
     were not expanded. None for a chain, where node j is number j - 1, and the last is not expanded."""

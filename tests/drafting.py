@@ -43,7 +43,7 @@ def some_head(name: str, device: torch.device, dtype: torch.dtype = torch.float3
     made = config(**SMALL | settings)
     vocab = build_vocab(torch.arange(made.vocab_size) % 9, made.draft_vocab_size)
     with device, torch.random.fork_rng(devices=[]):
-        head: Recurrent = kind(made, *vocab)
+        head: Recurrent = kind(made, vocab)
     head.to(device, dtype)
     draw = torch.Generator(device).manual_seed(1)
     with torch.no_grad():

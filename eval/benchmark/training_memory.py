@@ -16,7 +16,7 @@ from eval.files import check_file
 from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
-from heads.vocab import build_vocab, kept_ids
+from heads.vocab import build_vocab
 
 NUM_AUX_LAYERS = 3
 
@@ -93,7 +93,7 @@ def make_head(options: argparse.Namespace) -> Eagle3:
         depth=options.steps,
     )
     counts = torch.arange(options.vocab, 0, -1)
-    return Eagle3(config, *build_vocab(counts, options.draft_vocab))
+    return Eagle3(config, build_vocab(counts, options.draft_vocab))
 
 
 def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
@@ -117,7 +117,7 @@ def make_batch(options: argparse.Namespace, device: torch.device) -> Batch:
 
 def plain_loss(head: Eagle3, batch: Batch, scale: Tensor) -> Tensor:
     """The same KL with whole logits: for one document, every token a label."""
-    kept = kept_ids(head.d2t)
+    kept = head.kept
     with torch.no_grad():
         logits = batch.shared.lm_head(batch.hidden)  # (1, T, V): slot t predicts x_{t+1}
         best = logits.argmax(-1)

@@ -19,35 +19,39 @@ from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, gat
 EAGLE = "the EAGLE repository (cb7e084)"
 
 
+EAGLE3_FIELDS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,  # the engines norm the inputs of further layers differently
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_before_residual": False,  # SGLang knows no other
+}
+
+
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """An `Eagle3Config` and the record of its target, under the names that engines use."""
-    outputs = [
-        k - 1 for k in config.aux_layer_ids
-    ]  # SGLang numbers a stream by the layer it leaves; -1 = the embeddings
+    # SGLang numbers a stream by the layer it leaves; -1 = the embeddings.
+    outputs = [k - 1 for k in config.aux_layer_ids]
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        **EAGLE3_FIELDS,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
-        "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
         "torch_dtype": dtype,
         "bos_token_id": target.get("bos_token_id"),
         "eos_token_id": target.get("eos_token_id"),
         "pad_token_id": target.get("pad_token_id"),
-        "norm_before_residual": False,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "num_aux_hidden_states": len(config.aux_layer_ids),
@@ -113,16 +117,6 @@ EAGLE3 = {
         options=EAGLE_3_1,
     ),
     EAGLE: Eagle3Loader(targets=hooked(EAGLE, "Llama Qwen3")),
-}
-EAGLE3_FIELDS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "num_hidden_layers": 1,  # the engines norm the inputs of further layers differently
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "norm_before_residual": False,  # SGLang knows no other
 }
 EAGLE3_SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),

@@ -20,18 +20,21 @@ OLD_VLLM = "vLLM 0.32.0"
 MEDUSA = "the Medusa repository (11af0aa)"
 MEDUSA_TARGETS = frozenset({"LlamaForCausalLM"})
 """Loading of Medusa heads by the Medusa repository. It unpickles medusa_lm_head.pt, which holds the same tensors."""
-MEDUSA_FIELDS: dict[str, Any] = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+MEDUSA_FIELDS: dict[str, Any] = {
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
+}
 MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
 
 
 def field_name(own: str, blocks: int) -> str:
-    """`blocks.K.layers.J.PART`, `lm_heads.K.weight` or `token_map` as the repository calls it."""
+    """`blocks.K.layers.J.PART` or `lm_heads.K.weight` as the repository calls it."""
     if match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(\w+)", own):
         return f"{match[1]}.{match[2]}.linear.{match[3]}"
-    if match := re.fullmatch(r"lm_heads\.(\d+)\.weight", own):
-        return f"{match[1]}.{blocks}.weight"
-    assert own == "token_map", own
-    return own
+    match = re.fullmatch(r"lm_heads\.(\d+)\.weight", own)
+    assert match, own
+    return f"{match[1]}.{blocks}.weight"
 
 
 def to_field(own: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
@@ -42,15 +45,13 @@ def to_field(own: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
 def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """A `MedusaConfig` and the record of its target under the repository's names, and what vLLM asks for beside."""
     return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
+        **MEDUSA_FIELDS,
         "medusa_num_heads": config.depth,
         "medusa_num_layers": config.num_layers,
         "base_model_name_or_path": target["name"],
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "truncated_vocab_size": config.draft_vocab_size,
-        "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
         "original_lm_head": False,
         "torch_dtype": dtype,
     }

@@ -12,7 +12,7 @@ the modules alone, under the names of the target's family. Embedding table and o
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from transformers import AutoConfig
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, gated_mlp, sglang, tensors, vllm
+from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, sglang, tensors, vllm
+from heads.target.block import BlockMaker, block_record
 from heads.target.families import register_mimo
 from heads.target.hub import repo_and_revision
 
@@ -222,97 +223,34 @@ class MtpLoader:
 
     layout: str
     """One of LAYOUTS."""
-    block: Callable[[Any], Shapes]
-    """The target's config -> the tensors of a module's decoder block."""
     count: str
     """The field of the target's config with the number of modules."""
     most: Mapping[str, int | None]
     """engine -> the most modules that it loads, None for any number; engines that are not here have no class for it."""
 
 
-def block_norms(D: int) -> Shapes:
-    """The two norms of a decoder block."""
-    return {f"{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
-
-
-def qwen2_block(c: Any) -> Shapes:
-    """Return the shapes of MiMo: queries, keys and values with biases."""
-    D, d = c.hidden_size, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    queries, keys = c.num_attention_heads * d, c.num_key_value_heads * d
-    shapes = block_norms(D) | gated_mlp("mlp", D, c.intermediate_size)
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        shapes |= {f"self_attn.{name}_proj.weight": (width, D), f"self_attn.{name}_proj.bias": (width,)}
-    return shapes | {"self_attn.o_proj.weight": (D, queries)}
-
-
-def deepseek_block(c: Any) -> Shapes:
-    """Return the shapes of DeepSeek-V3: latent attention and experts."""
-    D, H, latent, rope = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
-    queries = H * (c.qk_nope_head_dim + rope)
-    shapes = block_norms(D) | {
-        "self_attn.kv_a_proj_with_mqa.weight": (latent + rope, D),
-        "self_attn.kv_a_layernorm.weight": (latent,),
-        "self_attn.kv_b_proj.weight": (H * (c.qk_nope_head_dim + c.v_head_dim), latent),
-        "self_attn.o_proj.weight": (D, H * c.v_head_dim),
-        "mlp.gate.weight": (c.n_routed_experts, D),
-        "mlp.gate.e_score_correction_bias": (c.n_routed_experts,),
-        **gated_mlp("mlp.shared_experts", D, c.n_shared_experts * c.moe_intermediate_size),
-    }
-    if c.q_lora_rank is None:
-        shapes["self_attn.q_proj.weight"] = (queries, D)
-    else:
-        shapes["self_attn.q_a_proj.weight"] = (c.q_lora_rank, D)
-        shapes["self_attn.q_a_layernorm.weight"] = (c.q_lora_rank,)
-        shapes["self_attn.q_b_proj.weight"] = (queries, c.q_lora_rank)
-    return shapes | experts(D, c.moe_intermediate_size, c.n_routed_experts)
-
-
-def qwen3_next_block(c: Any) -> Shapes:
-    """Return the shapes of Qwen3-Next and of Qwen3.5's mixtures of experts: gated attention with norms, and experts."""
-    D = c.hidden_size
-    return {
-        **gated_attention(c),
-        "mlp.gate.weight": (c.num_experts, D),
-        "mlp.shared_expert_gate.weight": (1, D),
-        **gated_mlp("mlp.shared_expert", D, c.shared_expert_intermediate_size),
-        **experts(D, c.moe_intermediate_size, c.num_experts),
-    }
-
-
-def qwen3_5_block(c: Any) -> Shapes:
-    """Return the shapes of Qwen3.5's dense models."""
-    return gated_attention(c) | gated_mlp("mlp", c.hidden_size, c.intermediate_size)
-
-
-def gated_attention(c: Any) -> Shapes:
-    """Attention whose queries come with a gate, and the norms of its block."""
-    D, d = c.hidden_size, c.head_dim
-    queries, keys = c.num_attention_heads * d, c.num_key_value_heads * d
-    return block_norms(D) | {
-        "self_attn.q_proj.weight": (2 * queries, D),
-        "self_attn.k_proj.weight": (keys, D),
-        "self_attn.v_proj.weight": (keys, D),
-        "self_attn.o_proj.weight": (D, queries),
-        "self_attn.q_norm.weight": (d,),
-        "self_attn.k_norm.weight": (d,),
-    }
-
-
-def experts(D: int, width: int, count: int) -> Shapes:
-    """Each expert under a number of its own."""
-    return {name: shape for e in range(count) for name, shape in gated_mlp(f"mlp.experts.{e}", D, width).items()}
-
-
 ONE_EACH = {VLLM: 1, SGLANG: 1}
 MTP = {
-    "DeepseekV3ForCausalLM": MtpLoader("deepseek", deepseek_block, "num_nextn_predict_layers", {VLLM: None, SGLANG: 1}),
-    "MiMoForCausalLM": MtpLoader("mimo", qwen2_block, "num_nextn_predict_layers", ONE_EACH),
-    "Qwen3NextForCausalLM": MtpLoader("qwen", qwen3_next_block, "num_nextn_predict_layers", ONE_EACH),
-    "Qwen3_5ForCausalLM": MtpLoader("qwen", qwen3_5_block, "mtp_num_hidden_layers", ONE_EACH),
-    "Qwen3_5MoeForCausalLM": MtpLoader("qwen", qwen3_next_block, "mtp_num_hidden_layers", ONE_EACH),
+    "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {VLLM: None, SGLANG: 1}),
+    "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH),
+    "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
+    "Qwen3_5ForCausalLM": MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH),
+    "Qwen3_5MoeForCausalLM": MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH),
 }
 """Class of target -> how its modules are loaded. The folder's config.json is the target's own: engines go by its class,
 and take embedding table and output head from the target where the folder has none. None reads a draft vocabulary."""
+
+
+def module_shapes(config: Any, layout: Layout, count: int) -> Shapes:
+    """The tensors of `count` modules of a target with this config; their blocks are layers of the target's own
+    class."""
+    D = config.hidden_size
+    with torch.device("meta"):
+        block = BlockMaker(block_record(config, 1)).layers[0].state_dict()
+        module = {f"{part}.weight": torch.empty((D, 2 * D) if part == "input_proj" else (D,)) for part in PARTS}
+    module |= {f"block.{name}": tensor for name, tensor in block.items()}
+    own = {f"mtp_layers.{i}.{name}": tensor for i in range(count) for name, tensor in module.items()}
+    return {name: tuple(tensor.shape) for name, tensor in to_field(own, layout, config.num_hidden_layers).items()}
 
 
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
@@ -326,18 +264,10 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
         register_mimo()
         own = {key: value for key, value in folder.config.items() if key not in ("draftsmith", "auto_map")}
         config: Any = AutoConfig.for_model(**own)
-        layers = config.num_hidden_layers
-        block = loader.block(config)
-        count = count_modules(layout, folder.shapes, layers)
+        count = count_modules(layout, folder.shapes, config.num_hidden_layers)
+        expected = module_shapes(config, layout, max(count, 1))
     except Exception as error:  # each family's config refuses in its own way
         return None, [f"config.json: not that of a {name} ({first_line(error)})"]
-    D, expected = config.hidden_size, Shapes()
-    for i in range(max(count, 1)):
-        prefix = layout.of_module(i, layers)
-        parts = dict(zip(PARTS, layout.parts, strict=True))
-        for part, theirs in parts.items():
-            expected[f"{prefix}{theirs}.weight"] = (D, 2 * D) if part == "input_proj" else (D,)
-        expected |= {prefix + layout.block + key: shape for key, shape in block.items()}
     promised = getattr(config, loader.count, None)
     faults = fields(folder.config, {"architectures": [folder.target.get("architecture")]})
     if promised is not None and promised != count:

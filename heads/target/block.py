@@ -43,10 +43,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 def block_record(config: Any, count: int) -> dict[str, Any]:
     """Reduce a Hugging Face `config` to the settings of `count` full-attention layers of its last layer's kind, in JSON
-    types, without the target's number of layers and vocabulary.
-
-    As JSON gives it back; nothing of it is about the target's own layers or vocabulary.
-    """
+    types, without the target's number of layers and vocabulary."""
     record: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     for name in NOT_OF_A_LAYER:
         record.pop(name, None)

@@ -61,7 +61,7 @@ class EncoderDecoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Hidden size of the decoder."""
+        """The decoder's layers."""
         layers: nn.ModuleList = self.decoder.block
         return layers
 
@@ -69,10 +69,7 @@ class EncoderDecoder(nn.Module):
         self, tokens: Tensor, *, positions: Tensor, visible: Tensor, key_positions: Tensor, cache: HFCache | None
     ) -> Tensor:
         """Return the decoder's states after its final norm (B, N, D); arguments as in `FrozenTarget.features`. A step
-        that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
-
-        A step that reads prompts (`HFCache.aim`) has whole prompts from position 0 on.
-        """
+        that reads prompts (`HFCache.aim`) has whole prompts from position 0 on."""
         embedded = self.decoder.embed_tokens(tokens)
         is_input = self.is_input(tokens, visible, cache)  # (B, N)
         keys_are_input = is_input if cache is None else mark(cache, is_input)  # (B, S)
@@ -128,10 +125,7 @@ class EncoderDecoder(nn.Module):
 
     def alone(self, tokens: Tensor) -> Tensor:
         """Return the states (B, n, D) of the last n tokens, from the start token on, as the model itself computes them.
-        All rows have their first start token at the same position.
-
-        All rows have their first start token at the same place.
-        """
+        All rows have their first start token at the same position."""
         inputs, answers = self.split(tokens)
         source = self.encoder(input_ids=inputs).last_hidden_state
         hidden: Tensor = self.decoder(

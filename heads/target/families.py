@@ -169,19 +169,3 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if ids is None:
         ids = getattr(model.config.get_text_config(), "eos_token_id", None)
     return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-
-
-def block_settings(config: Any, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a decoder block of the target's shape for a head; `num_heads` replaces the target's."""
-    D, heads = config.hidden_size, num_heads or config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
-        key_heads = heads
-    return {
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": getattr(config, "head_dim", None) or D // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
-        "rope_theta": rope_theta(config),
-    }

@@ -28,6 +28,7 @@ from heads.target.families import (
     eos_ids,
     find_layers,
     register_mimo,
+    rope_theta,
     unused_weights,
 )
 from heads.target.hub import MODEL, is_here, repo_and_revision
@@ -196,11 +197,7 @@ class FrozenTarget:
     def check(self) -> None:
         """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document packed
         behind another must get the logits that the model gives it alone. Encoders, ignored masks and unknown scalings
-        of the logits fail this check.
-
-        A short document packed behind another must get the logits that the model itself gives it alone. Encoders,
-        masks that are not heeded and unknown scalings of the logits fail that.
-        """
+        of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
         damaged = False
@@ -266,6 +263,27 @@ def check_one_width(target: FrozenTarget, kind: str) -> None:
             f"{target.name}: its embeddings are {width} wide and its hidden states {target.hidden_size}; "
             f"{kind} needs one width, use another target"
         )
+
+
+def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
+    """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
+    config = target.config
+    D, heads = target.hidden_size, num_heads or config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
+        key_heads = heads
+    return {
+        "hidden_size": D,
+        "vocab_size": target.vocab_size,
+        "num_target_layers": target.num_layers,
+        "max_position_embeddings": target.context_length,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": getattr(config, "head_dim", None) or D // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": rope_theta(config),
+    }
 
 
 @torch.no_grad()

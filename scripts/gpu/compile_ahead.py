@@ -156,7 +156,7 @@ def draft(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         table = torch.nn.Embedding(128256, 4096, dtype=dtype)
         shared = SharedLayers(embed_tokens=table, lm_head=lambda hidden: hidden, lm_head_weight=table.weight)
-        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), *vocab), Mtp(MtpConfig(**widths), *vocab)
+        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), vocab), Mtp(MtpConfig(**widths), vocab)
     for head in heads:
         head.to("meta", dtype)
         for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):

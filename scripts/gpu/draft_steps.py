@@ -64,9 +64,9 @@ def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recu
         table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16)
         head: Recurrent
         if name == "eagle3":
-            head = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 4, 5)), *vocab)
+            head = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 4, 5)), vocab)
         else:
-            head = Mtp(MtpConfig(**widths), *vocab)
+            head = Mtp(MtpConfig(**widths), vocab)
         head.to(device, torch.bfloat16)
     shared = SharedLayers(
         embed_tokens=table, lm_head=lambda hidden: hidden @ table.weight.T, lm_head_weight=table.weight

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from heads.draft_lm import model_record
 from heads.draft_model import Draft
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
@@ -23,7 +22,7 @@ from heads.layers import BlockConfig
 from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
 from heads.target.aux_layers import check_aux_layer_ids
-from heads.vocab import kept_ids, vocab_of
+from heads.target.smaller_model import model_record
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, copy_block, copy_norms, grow_llama, grow_norm, grow_output, place
 
@@ -66,7 +65,7 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
             f"draft_vocab_size: a head of {config.draft_vocab_size} draft ids can be grown to as many and up to "
             f"{config.draft_vocab_size + spare}, got {count}"
         )
-    kept = torch.cat([kept_ids(head.d2t), old.vocab_size + torch.arange(surplus)])
+    kept = torch.cat([head.kept, old.vocab_size + torch.arange(surplus)])
     grown_config = replace(
         config,
         **block,
@@ -75,7 +74,7 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
         aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
         draft_vocab_size=count,
     )
-    grown = blank(Eagle3(grown_config, *vocab_of(kept, new.vocab_size)), head.fc.weight.dtype)
+    grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
     L = len(config.aux_layer_ids)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
     ours, theirs = grown.midlayer, head.midlayer
@@ -108,8 +107,8 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
         vocab_size=new.vocab_size,
         num_target_layers=new.num_hidden_layers,
     )
-    kept = kept_ids(head.d2t)
-    grown = blank(Mtp(grown_config, *vocab_of(kept, new.vocab_size)), next(head.parameters()).dtype)
+    kept = head.kept
+    grown = blank(Mtp(grown_config, kept), next(head.parameters()).dtype)
     for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
         assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
         small, large = theirs.block, ours.block

@@ -23,7 +23,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import grow
-from heads.registry import HEADS
+from heads.registry import UNTRAINED
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import MOST_NODES, Proposal, TreeShape
 
@@ -101,7 +101,7 @@ class PairHead(nn.Module, Drafter):
 def known_pairs() -> Iterator[None]:
     """Have reports find the head of word pairs where they find all others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(HEADS, "pairs", PairHead)
+        patch.setitem(UNTRAINED, "pairs", PairHead)
         yield
 
 

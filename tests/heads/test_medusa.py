@@ -11,12 +11,12 @@ from torch import Tensor
 
 from heads.backends.cpu import library
 from heads.backends.selection import BACKENDS
-from heads.base import Batch, Observation, SharedLayers, most_nodes, shape_for
+from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
 from heads.formats.medusa import to_field
-from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree, rank_accuracies
+from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import Proposal, parse_shape, static_shape
-from tests.heads.random_batch import random_batch
+from tests.heads.small_heads import greedy, observe, random_batch
 
 BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
@@ -33,9 +33,8 @@ def make_head(**changes: Any) -> Medusa:
     return head.double()
 
 
-def make_batch(documents: list[list[int]], *, labels_from: int = 3) -> Batch:
-    width, vocab = CONFIG.hidden_size, CONFIG.vocab_size
-    return random_batch(documents, width=width, vocab=vocab, labels_from=labels_from)
+def make_batch(documents: list[list[int]]) -> Batch:
+    return random_batch(documents, width=CONFIG.hidden_size, vocab=CONFIG.vocab_size)
 
 
 def released(weights: Mapping[str, Tensor], hidden: Tensor, k: int, num_layers: int) -> Tensor:
@@ -50,16 +49,6 @@ def test_a_head_is_the_released_definition() -> None:
     head, hidden = make_head(), torch.randn(4, 8, dtype=torch.float64)
     for k in range(3):
         torch.testing.assert_close(head.logits(hidden, k), released(head.to_checkpoint(), hidden, k, 2))
-
-
-def test_blocks_have_weights_of_their_own() -> None:
-    head = make_head()
-    matrices = [layer.weight for blocks in head.blocks for layer in blocks.layers]  # type: ignore[union-attr]
-    assert len(matrices) == 6
-    assert all(a.data_ptr() != b.data_ptr() for a, b in combinations(matrices, 2))
-    head.loss(make_batch([[20]]), torch.ones(3, dtype=torch.float64)).loss.backward()
-    grads: list[Tensor] = [matrix.grad for matrix in matrices]
-    assert all(not torch.equal(a, b) and a.abs().sum() > 0 for a, b in combinations(grads, 2))
 
 
 @pytest.mark.parametrize("loss", ["labels", "kl"])
@@ -108,10 +97,6 @@ def test_counts_are_the_labels_of_each_depth() -> None:
     assert head.counts(batch.loss_mask, batch.documents).tolist() == [3, 3, 1]
 
 
-def test_depth_weights_are_the_papers() -> None:
-    assert make_head().depth_weights == pytest.approx((1.0, 0.8, 0.64))
-
-
 def test_it_begins_as_the_targets_own_output_head() -> None:
     head, lm_head, hidden = make_head(), torch.randn(20, 8).double(), torch.randn(4, 8).double()
     head.initialise(lm_head)
@@ -119,11 +104,6 @@ def test_it_begins_as_the_targets_own_output_head() -> None:
         torch.testing.assert_close(head.logits(hidden, k), hidden @ lm_head[KEPT].T)
     head.loss(make_batch([[20]]), torch.ones(3, dtype=torch.float64)).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
-
-
-def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
-    return columns if token_ids is None else token_ids[columns], logp
 
 
 def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> MedusaState:
@@ -134,9 +114,7 @@ def observed(head: Medusa, batch: Batch, shape: str, lengths: list[int]) -> Medu
     head.reset_rows(state, torch.ones(len(lengths), dtype=torch.bool))
     count, start = torch.tensor(lengths), torch.zeros(len(lengths), dtype=torch.int64)
     for part in (count // 2, count - count // 2, torch.zeros_like(count)):  # the last: a row that is done
-        rows = (start[:, None] + torch.arange(9)).clamp_max(19)
-        hidden = batch.hidden.gather(1, rows[:, :8, None].expand(-1, -1, 8))
-        head.extend(state, Observation(batch.tokens.gather(1, rows), hidden[..., :0], hidden, start, part, None))
+        observe(head, state, batch, start, part, 8)
         start = start + part
     return state
 
@@ -212,21 +190,6 @@ def test_a_tree_too_deep_or_too_wide_is_refused() -> None:
         make_head().foresees(batch, 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"depth": 0}, "depth"),
-        ({"num_layers": 0}, "num_layers"),
-        ({"depth_decay": 0.0}, "depth_decay"),
-        ({"loss": "mse"}, "loss"),
-        ({"tree_nodes": 1}, "tree_nodes"),
-    ],
-)
-def test_bad_settings_are_named(change: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError, match=f"head.{word}"):
-        make_head(**change)
-
-
 @pytest.mark.parametrize("draft_vocab_size", [12, 20])
 def test_ranks_are_places_in_each_heads_order(draft_vocab_size: int) -> None:
     head, batch = make_head(draft_vocab_size=draft_vocab_size), make_batch([[20]])
@@ -272,12 +235,6 @@ def test_greedy_growth_is_the_best_tree_there_is(nodes: int, seed: int) -> None:
 def test_nodes_that_were_never_right_are_not_grown() -> None:
     assert grow_tree([[0.5, 0.0], [0.5, 0.0]], 9) == ((0,), (0, 0))
     assert len(grow_tree([[0.0, 0.0], [0.0, 0.0]], 9)) == 1  # a tree has a node at least
-
-
-def test_accuracies_are_shares_of_valid_slots() -> None:
-    ranks = torch.tensor([[0, 0, 1, 5], [2, 0, 0, 0]])
-    valid = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    assert rank_accuracies(ranks, valid, 3).tolist() == [[0.5, 0.25, 0.0], [0.5, 0.0, 0.5]]
 
 
 def test_the_head_grows_and_carries_its_tree() -> None:

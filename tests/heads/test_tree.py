@@ -19,14 +19,15 @@ Path = tuple[int, ...]
 
 
 @pytest.fixture(params=["torch", "kernels"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's operations, and by kernels in Triton's interpreter."""
-    if request.param == "kernels":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("on a GPU the kernels themselves are run")
-        request.getfixturevalue("interpreted")
-        monkeypatch.setattr(Distribution, "select", TRITON.select)
+def select(request: pytest.FixtureRequest) -> Select:
+    """The choice of nodes by torch's operations, and by kernels in Triton's interpreter."""
+    if request.param == "torch":
+        return TORCH
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the kernels themselves are run")
+    request.getfixturevalue("interpreted")
+    return TRITON.select
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,8 @@ def test_a_static_tree_without_a_parent_is_refused() -> None:
 class Distribution:
     """A draft whose distribution depends on the whole path, and which sees only what `grow` shows it."""
 
-    select: Select = TORCH
-
-    def __init__(self, shape: TreeShape, kind: str, batch: int) -> None:
-        self.shape, self.kind, self.batch = shape, kind, batch
+    def __init__(self, shape: TreeShape, kind: str, batch: int, select: Select = TORCH) -> None:
+        self.shape, self.kind, self.batch, self.select = shape, kind, batch, select
         self.expanded = torch.zeros(batch, 0, dtype=torch.int64)  # tokens of the expanded nodes, in order
         self.calls: list[tuple[int, ...]] = []
         self.before = torch.zeros(batch, 1, dtype=torch.int64)  # tokens of the level before
@@ -154,10 +153,9 @@ def check_form(proposal: Proposal, shape: TreeShape, batch: int) -> None:
     assert torch.equal(proposal.depths[:, 1:], depth_of_parent[:, 1:] + 1) and int(proposal.depths.max()) <= shape.depth
 
 
-@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("text", ["chain:4", "tree:1x3x4", "tree:4x3x12", "tree:3x4x9", "tree:4x3x31", "tree:5x1x4"])
-def test_dynamic_trees_are_eagle_2s(text: str) -> None:
-    distribution = Distribution(parse_shape(text), "random", 3)
+def test_dynamic_trees_are_eagle_2s(text: str, select: Select) -> None:
+    distribution = Distribution(parse_shape(text), "random", 3, select)
     proposal = distribution.grow()
     check_form(proposal, distribution.shape, 3)
     for b in range(3):
@@ -168,12 +166,11 @@ def test_dynamic_trees_are_eagle_2s(text: str) -> None:
             assert math.isclose(found[path], score, abs_tol=1e-4)
 
 
-@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("kind", ["certain", "flat"])
 @pytest.mark.parametrize("text", ["tree:4x3x5", "tree:4x3x12", "tree:6x2x7", "tree:3x4x30"])
-def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
+def test_trees_are_closed_where_scores_tie(kind: str, text: str, select: Select) -> None:
     """A child of probability 1 ties with its parent; the parent is kept first, and no node is kept twice."""
-    distribution = Distribution(parse_shape(text), kind, 2)
+    distribution = Distribution(parse_shape(text), kind, 2, select)
     proposal = distribution.grow()
     check_form(proposal, distribution.shape, 2)
     for b in range(2):
@@ -186,48 +183,39 @@ def test_trees_are_closed_where_scores_tie(kind: str, text: str) -> None:
         assert int(proposal.depths.max()) == distribution.shape.depth
 
 
-@pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize("text", ["static:3", "static:3.2.1", "static:1.2.2"])
-def test_static_trees_take_the_children_by_rank(text: str) -> None:
-    distribution = Distribution(parse_shape(text), "random", 2)
+RAGGED = static_shape([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)], "ragged")
+"""Medusa's trees give good ranks more children than bad ones."""
+
+
+@pytest.mark.parametrize(
+    "shape", [*map(parse_shape, ("static:3", "static:3.2.1", "static:1.2.2")), RAGGED], ids=lambda shape: str(shape)
+)
+def test_static_trees_take_the_children_by_rank(shape: TreeShape, select: Select) -> None:
+    distribution = Distribution(shape, "random", 2, select)
     proposal = distribution.grow()
-    check_form(proposal, distribution.shape, 2)
-    branching = [int(part) for part in text.removeprefix("static:").split(".")]
+    check_form(proposal, shape, 2)
+    assert shape.paths is not None
     for b in range(2):
-        level, wanted = [()], [()]
-        for width in branching:
-            level = [(*p, int(t)) for p in level for t in distribution.logits(b, p).argsort(descending=True)[:width]]  # type: ignore[misc]
-            wanted += level
+        wanted: list[Path] = [()]
+        for ranks in shape.paths:
+            tokens: Path = ()
+            for rank in ranks:
+                tokens = (*tokens, int(distribution.logits(b, tokens).argsort(descending=True)[rank]))
+            wanted.append(tokens)
         assert sorted(paths(proposal, b)) == sorted(wanted)
 
 
-@pytest.mark.usefixtures("ways")
-def test_a_ragged_static_tree() -> None:
-    """Medusa's trees give good ranks more children than bad ones."""
-    ranks: list[Path] = [(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)]
-    distribution = Distribution(static_shape(ranks, "mine"), "random", 1)
-    found = sorted(paths(distribution.grow(), 0)[1:])
-    wanted = []
-    for path in ranks:
-        tokens: Path = ()
-        for rank in path:
-            tokens = (*tokens, int(distribution.logits(0, tokens).argsort(descending=True)[rank]))
-        wanted.append(tokens)
-    assert found == sorted(wanted)
-
-
-@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize(
     "text", ["none", "chain:1", "chain:6", "tree:1x5x6", "tree:4x3x12", "static:3", "static:3.2.1"]
 )
-def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str) -> None:
+def test_shapes_are_static_and_scratch_slots_hold_what_is_expanded(text: str, select: Select) -> None:
     shape = parse_shape(text)
     if shape is ROOT_ONLY:
         assert scratch_slots(shape) == 0
         return
     calls = []
     for kind in ("random", "certain", "flat"):
-        distribution = Distribution(shape, kind, 2)
+        distribution = Distribution(shape, kind, 2, select)
         distribution.grow()
         assert distribution.expanded.shape[1] == scratch_slots(shape)
         calls.append(distribution.calls)

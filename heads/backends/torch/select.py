@@ -33,7 +33,7 @@ class Nodes:
     tokens: Tensor  # (B, T) int64
     parents: Tensor  # (B, T) int64
     scores: Tensor  # (B, T) float32 as a rule, log-probability of the path
-    places: Tensor  # (B, T) int64, each one's place among the expanded; -1 where it is not
+    expanded: Tensor  # (B, T) int64, each one's index among the expanded; -1 where it is not
     depths: Tensor  # (T,) int64 while a tree grows, (B, N) when it is pruned
 
 
@@ -52,8 +52,8 @@ def new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) 
     """Room for nodes of these depths (T,) below root (B,), with scores of that type; what is not drawn yet is
     padding."""
     B, T = len(root), len(depths)
-    tokens, parents, places = root.new_empty(3, B, T)
-    return Nodes(tokens, parents, root.new_empty(B, T, dtype=dtype), places, depths)
+    tokens, parents, expanded = root.new_empty(3, B, T)
+    return Nodes(tokens, parents, root.new_empty(B, T, dtype=dtype), expanded, depths)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Level:
     above: Tensor  # (M,) int64, its parent
     expanded: Tensor  # (P,) int64, which of the M are expanded
     rows: Tensor  # (P,) int64, their parents among the nodes expanded above
-    paths: Tensor  # (P, the level) int64, the places of those above, and their own
+    paths: Tensor  # (P, the level) int64, the indices of those above, and their own
 
 
 def first_node(K: int, level: int) -> int:
@@ -86,7 +86,7 @@ def widen(
     start, end, children = first_node(K, level), first_node(K, level + 1), picked.flatten(1)
     totals = nodes.scores[:, start:end]
     if beam is None:
-        nodes.parents.zero_(), nodes.places.fill_(-1)
+        nodes.parents.zero_(), nodes.expanded.fill_(-1)
         nodes.tokens[:, 0] = root
         nodes.scores[:, 0].zero_()  # to assign a number would be a copy from the host
         totals.copy_(logp[:, 0])
@@ -106,7 +106,7 @@ def widen(
         paths = beam.paths.gather(1, rows[..., None].expand(-1, -1, level - 1))
         paths = torch.cat([paths, beam.paths[..., -1:] + K], dim=2)
     after = Beam(children.gather(1, best), scores, best + start, rows, paths)
-    nodes.places.scatter_(1, after.nodes, paths[..., -1])
+    nodes.expanded.scatter_(1, after.nodes, paths[..., -1])
     return after
 
 
@@ -121,7 +121,7 @@ def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
         nodes.tokens.gather(1, kept),
         place.gather(1, nodes.parents.gather(1, kept)),
         nodes.scores.gather(1, kept),
-        nodes.places.gather(1, kept),
+        nodes.expanded.gather(1, kept),
         nodes.depths[kept],
     )
 

@@ -32,7 +32,7 @@ def widen(
     pad, levels = next_power_of_2(W * K), next_power_of_2(level)
     _widen[(B,)](
         root, above.scores, above.nodes, above.paths, picked, logp, *picked.stride(), *logp.stride(),
-        nodes.tokens, nodes.parents, nodes.scores, nodes.places,
+        nodes.tokens, nodes.parents, nodes.scores, nodes.expanded,
         after.tokens, after.scores, after.nodes, after.rows, after.paths,
         T, first_node(K, level), level, K, W * K, FIRST=beam is None, LAST=last,
         PAD=pad, TILE=min(pad, COMPARED // pad), LEVELS=levels, CHUNK=min(levels, COMPARED // pad),
@@ -104,12 +104,12 @@ def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
     B, T = nodes.tokens.shape
     if nodes.scores.dtype != torch.float32 or T > MOST_NODES:
         return select.prune(nodes, penalties, count)
-    tokens, parents, places, depths = nodes.tokens.new_empty(4, B, count)
-    kept = Nodes(tokens, parents, nodes.scores.new_empty(B, count), places, depths)
+    tokens, parents, expanded, depths = nodes.tokens.new_empty(4, B, count)
+    kept = Nodes(tokens, parents, nodes.scores.new_empty(B, count), expanded, depths)
     pad = next_power_of_2(T)
     _prune[(B,)](
-        nodes.tokens, nodes.parents, nodes.scores, nodes.places, nodes.depths, penalties,
-        kept.tokens, kept.parents, kept.scores, kept.places, kept.depths, T, count,
+        nodes.tokens, nodes.parents, nodes.scores, nodes.expanded, nodes.depths, penalties,
+        kept.tokens, kept.parents, kept.scores, kept.expanded, kept.depths, T, count,
         BITS=4 if pad <= 1024 else 2, PAD=pad, num_warps=4 if pad <= 512 else 8,
     )  # fmt: skip
     return kept

@@ -48,7 +48,7 @@ HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def make_head(name: str) -> Recurrent:
     torch.manual_seed(1)
     kind, config, settings = HEADS[name]
-    head: Recurrent = kind(config(**WIDTHS, **settings), *build_vocab(torch.randint(0, 9, (V,)), 40))
+    head: Recurrent = kind(config(**WIDTHS, **settings), build_vocab(torch.randint(0, 9, (V,)), 40))
     with torch.no_grad():
         for key, parameter in head.named_parameters():
             parameter.normal_(1.0 if "norm" in key else 0.0, 0.3)
@@ -115,7 +115,7 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
 @pytest.mark.parametrize(("layout", "same"), [("mimo", True), ("qwen", False)])
 def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, same: bool) -> None:
     """The one token of a prompt's second place decides what is drafted behind it, or does not."""
-    head = Mtp(MtpConfig(**WIDTHS, layout=layout), *build_vocab(torch.ones(V), 40))  # type: ignore[arg-type]
+    head = Mtp(MtpConfig(**WIDTHS, layout=layout), build_vocab(torch.ones(V), 40))  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(torch.randn_like(parameter).bfloat16())

@@ -104,7 +104,7 @@ def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
                 line, at = [], int(beam.nodes[b, w])
                 assert nodes.tokens[b, at] == beam.tokens[b, w]
                 while at:
-                    line.append(int(nodes.places[b, at]))
+                    line.append(int(nodes.expanded[b, at]))
                     at = int(nodes.parents[b, at])
                 assert beam.paths[b, w].tolist() == line[::-1] and line[0] == (level - 1) * K + w
                 if before is not None:

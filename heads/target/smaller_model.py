@@ -1,4 +1,4 @@
-"""The language model inside a `draft` head: a smaller one by path, kept layers of the target, or a fresh one.
+"""A language model smaller than its target: one by path, kept layers of the target, or a fresh one.
 
 Whichever it is, it ends with as many vocabulary rows as the target has, and drafts only tokens that both knew before.
 """

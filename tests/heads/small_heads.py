@@ -1,0 +1,110 @@
+"""Small random heads in float64, random batches, and the state of a head that has seen the beginning of one."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from heads.backends.base import Backend
+from heads.backends.selection import TORCH
+from heads.base import Batch, DraftHead, Observation, SharedLayers
+from heads.eagle3 import Eagle3, Eagle3Config
+from heads.mtp import Mtp, MtpConfig
+from heads.recurrent import Recurrent
+from heads.tree import parse_shape
+from heads.vocab import build_vocab
+
+Head = TypeVar("Head", bound=Recurrent)
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 40,
+    "num_target_layers": 8,
+    "draft_vocab_size": 24,
+    "rope_theta": 100.0,
+    "max_position_embeddings": 64,
+    "depth": 4,
+}
+
+
+def eagle3_head(**changes: Any) -> Eagle3:
+    return filled(Eagle3, Eagle3Config(**{**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))
+
+
+def mtp_head(**changes: Any) -> Mtp:
+    return filled(Mtp, MtpConfig(**{**SIZES, **changes}))
+
+
+def filled(kind: Callable[[Any, Tensor], Head], config: Any) -> Head:
+    torch.manual_seed(1)
+    head = kind(config, build_vocab(torch.randint(0, 9, (config.vocab_size,)), config.draft_vocab_size))
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return head.double()
+
+
+def random_batch(
+    documents: list[list[int]], *, width: int = 16, vocab: int = 40, num_aux_layers: int = 3, labels_from: int = 3
+) -> Batch:
+    """Rows of documents of the given lengths, random features, float64; labels from each document's `labels_from`-th
+    token on."""
+    torch.manual_seed(2)
+    B, T = len(documents), sum(documents[0])
+    table, out = torch.randn(2, vocab, width, dtype=torch.float64)
+    tokens = torch.randint(0, vocab, (B, T))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in documents])
+    return Batch(
+        tokens=tokens,
+        loss_mask=positions >= labels_from,
+        positions=positions,
+        documents=ids,
+        embeddings=table[tokens],
+        aux_hidden_states=torch.randn(B, T, num_aux_layers * width, dtype=torch.float64),
+        hidden=torch.randn(B, T, width, dtype=torch.float64),
+        shared=SharedLayers(
+            embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out
+        ),
+    )
+
+
+def with_tokens(batch: Batch, tokens: Tensor) -> Batch:
+    """The same features beside other tokens."""
+    return dataclasses.replace(batch, tokens=tokens, embeddings=batch.shared.embed_tokens(tokens))
+
+
+def observe(head: DraftHead, state: Any, batch: Batch, start: Tensor, count: Tensor, width: int) -> None:
+    """Show `count` (B,) positions of each row from `start` (B,) on, with padding behind them up to `width`."""
+    rows = (start[:, None] + torch.arange(width + 1)).clamp_max(batch.tokens.shape[1] - 1)
+    aux_hidden_states, hidden = (
+        x.gather(1, rows[:, :width, None].expand(-1, -1, x.shape[2])) for x in (batch.aux_hidden_states, batch.hidden)
+    )
+    head.extend(state, Observation(batch.tokens.gather(1, rows), aux_hidden_states, hidden, start, count, None))
+
+
+def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int], backend: Backend = TORCH) -> Any:
+    """A draft state that has seen the first `lengths` positions of each row, in one go."""
+    state = head.new_state(
+        batch.shared, batch_size=len(lengths), capacity=28, shape=parse_shape(shape), backend=backend
+    )
+    count = torch.tensor(lengths)
+    observe(head, state, batch, torch.zeros_like(count), count, max(lengths))
+    return state
+
+
+def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
+    return columns if token_ids is None else token_ids[columns], logp
+
+
+def kept_log_probabilities(head: Recurrent, batch: Batch, state: Tensor) -> dict[int, float]:
+    """Target id -> log q of a normed state (D,), for each token that the head drafts."""
+    logq = head.logits(state, head.lm_head_weight(batch.shared)).log_softmax(-1)
+    return dict(zip(head.kept.tolist(), logq.tolist(), strict=True))
