@@ -15,9 +15,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.measure import Comparison, Variant
-from eval.runtime.distribution import RowSampling, gumbel
-from eval.runtime.identity import find_flips, is_narrow, pinned_engine
+from eval.runtime.identity import find_flips, pinned_engine
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import is_narrow
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain
 

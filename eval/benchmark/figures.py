@@ -15,8 +15,8 @@ from eval.benchmark.environment import decoder_facts, device_facts, versions
 from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results, finite
-from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import PHASES, Output
+from eval.runtime.request import Detokenizer
 from heads.base import Drafter
 from heads.checkpoint import weights_hash
 from heads.registry import kind_of

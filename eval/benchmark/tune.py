@@ -18,7 +18,7 @@ from eval.benchmark.measure import line_up, profile
 from eval.benchmark.metrics import Trace, acceptance_by_depth
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from eval.runtime.rules import check_rule
+from eval.runtime.sampling import check_rule
 from heads.backends.base import Backend
 from heads.backends.selection import select_backend
 from heads.base import Drafter, Observation, Pick, SharedLayers

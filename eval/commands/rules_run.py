@@ -27,11 +27,9 @@ from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
+from eval.runtime.acceptance import Rejection, block, expected_tokens, ratio
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.judges import Rejection
-from eval.runtime.rejection import block, expected_tokens, ratio
-from eval.runtime.rules import RULES, check_rule
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.errors import UserError
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 

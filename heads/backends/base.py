@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places
 from heads.base import Observation, SharedLayers
 from heads.target.frozen import Features
-from heads.tree import Pick, Proposal, TreeShape
+from heads.tree import Acceptance, Pick, Proposal, TreeShape
 
 if TYPE_CHECKING:
+    from heads.backends.torch.commit import Commit
     from heads.backends.torch.linear import Product
+    from heads.backends.torch.sampling import RowSampling
     from heads.backends.torch.select import Select
 
 
@@ -173,6 +175,14 @@ class Backend:
     """Of a tree's nodes."""
     take_newest: Callable[..., None]
     """As `heads.backends.triton.inputs.take_newest`."""
+    sampling: "type[RowSampling]"
+    """Noise, choices and a draft's picks."""
+    match: Callable[[Proposal, Tensor, Tensor | None, int], Acceptance]
+    """As `heads.backends.torch.accept.match`."""
+    take_path: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """As `heads.backends.torch.accept.take_path`."""
+    commit: "type[Commit]"
+    """A round's outcome taken into the state of all rows."""
 
     def open_recurrent(
         self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape

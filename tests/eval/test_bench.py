@@ -30,9 +30,8 @@ from eval.reporting.drawing import inline_svg
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
 from eval.reporting.report import model_card, print_report, read_log, write_report
+from eval.runtime.acceptance import Rejection, Verdict
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.judges import Rejection
-from eval.runtime.rejection import Verdict
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from eval.runtime.rules import RULES
+from eval.runtime.sampling import RULES
 from heads.errors import UserError
 from train.recipe import Eval, dump_recipe, load_recipe, plain_settings
 

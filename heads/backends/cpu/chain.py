@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.draws import CompiledPick
-from heads.backends.cpu.library import ChainStruct, load
+from heads.backends.cpu.library import ChainStruct, loaded
 from heads.tree import Proposal
 
 
@@ -51,7 +51,6 @@ def take_newest(
     tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
 ) -> None:
     """As `heads.backends.triton.inputs.take_newest`, of a draft model."""
-    library, known = load(), [x.contiguous() for x in (tokens, start, count)]
-    assert library is not None
+    known = [x.contiguous() for x in (tokens, start, count)]
     where = (x.data_ptr() for x in (*known, previous, root, length))
-    library.advance(*where, len(root), tokens.shape[1] - 1)
+    loaded().advance(*where, len(root), tokens.shape[1] - 1)

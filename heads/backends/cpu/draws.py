@@ -1,8 +1,7 @@
-"""Noise and choices on a CPU in C: `eval.runtime.distribution` in one pass over each row.
+"""Noise and choices on a CPU in C: `heads.backends.torch.sampling` in one pass over each row.
 
-In float64 operations noise for thousands of ids is a good part of a small target's round. All here return None where C
-does not serve, and then the tensor operations do; the two give the same to the bit, but for one value of the noise in
-some hundred millions.
+In float64 operations noise for thousands of ids is a good part of a small target's round. The two give the same to the
+bit, but for one value of the noise in some hundred millions.
 
 Letters: B rows, W positions a row, V columns of the logits.
 """
@@ -12,42 +11,38 @@ import ctypes
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import SamplingStruct, load
+from heads.backends.cpu.library import SamplingStruct, loaded
+from heads.backends.torch.sampling import RowSampling
 
 SERIAL_VALUES = 1 << 16
 """Noise for fewer ids is not worth waking a second thread for."""
 
 
-def library_for(like: Tensor) -> ctypes.CDLL | None:
-    """Return the library for tensors of this device, or None."""
-    return load() if like.device.type == "cpu" else None
+class CpuSampling(RowSampling):
+    """`RowSampling` in C, but for rows that filter."""
 
+    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(batch_size, device)
+        self.library = loaded()
+        self.pick = CompiledPick(self.library, self.temperature, self.seed)
 
-def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None:
-    """Compute `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
-    library = library_for(seeds)
-    if library is None:
-        return None
-    (B, W), V = positions.shape, len(token_ids)
-    held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
-    noise = torch.empty(B, W, V)
-    library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
-    return noise
+    def gumbel(self, seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        (B, W), V = positions.shape, len(token_ids)
+        held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
+        noise = torch.empty(B, W, V)
+        self.library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
+        return noise
 
-
-def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor | None:
-    """The choice of rows that filter nothing: logits (B, W, V) float32, temperature and seeds (B,), positions (B, W) of
-    the tokens to be chosen -> (B, W) ids. A row at temperature 0 gets its argmax."""
-    library = library_for(logits)
-    if library is None or logits.dtype != torch.float32:
-        return None
-    B, W, V = logits.shape
-    threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
-    logits, positions = logits.contiguous(), positions.contiguous()
-    chosen = torch.empty_like(positions)
-    tensors = logits, temperature, seeds, positions, chosen
-    library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
-    return chosen
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        if not self.random or self.filtered or logits.dtype != torch.float32:
+            return super().choose(logits, positions)
+        B, W, V = logits.shape
+        threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
+        logits, positions = logits.contiguous(), positions.contiguous()
+        chosen = torch.empty_like(positions)
+        tensors = logits, self.temperature, self.seed, positions, chosen
+        self.library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
+        return chosen
 
 
 class CompiledPick:

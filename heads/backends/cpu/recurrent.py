@@ -20,7 +20,7 @@ from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.decoder import draft_product, in_c
 from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.kernels import pack
-from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, load
+from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, loaded
 from heads.backends.cpu.stack import CpuStack
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
@@ -119,11 +119,9 @@ class CpuRecurrent(RecurrentSteps):
         cos_sin_table: tuple[Tensor, Tensor],
         batch_size: int,
     ) -> None:
-        library = load()
-        assert library is not None
         cos, sin = (table[0, 0] for table in cos_sin_table)  # (S, d) each
         half = cos.shape[1] // 2
-        self.library, self.draft, self.embed = library, draft, embed
+        self.library, self.draft, self.embed = loaded(), draft, embed
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
         self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
         self.cos_sin_table = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)

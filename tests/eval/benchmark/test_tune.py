@@ -9,9 +9,9 @@ from torch import Tensor
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
 from eval.benchmark.tune import NEVER, Calibration, Outcome, calibrate, can_draft, ranks
-from eval.runtime.acceptance import match
-from eval.runtime.distribution import RowSampling
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match
+from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, candidates
-from eval.runtime.rules import check_adaptive
+from eval.runtime.sampling import check_adaptive
 from heads.errors import UserError
 from heads.tree import TreeShape, parse_shape
 

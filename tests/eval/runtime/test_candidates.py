@@ -10,7 +10,7 @@ import torch
 
 from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_head, build_untrained

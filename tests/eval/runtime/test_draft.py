@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.backends.torch.cache import KVCache
 from heads.draft_model import DraftState

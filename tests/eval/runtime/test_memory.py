@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.memory import check_memory, free_bytes, is_out_of_memory, row_bytes
+from eval.runtime.graph import is_out_of_memory
+from eval.runtime.memory import check_memory, free_bytes, row_bytes
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.candidates import PATIENCE, PENDING, PendingStates
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.pending import PATIENCE, PENDING, PendingStates
-from heads.backends.round_state import RoundState
+from heads.backends.torch.commit import RoundState
 from heads.base import Observation
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.prompts import Prompt
-from eval.runtime.distribution import RowSampling, gumbel
+from eval.runtime.acceptance import DRAFTS, LAST, TESTS, Draws, Rejection, Verdict, family_of, make_rule
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.judges import DRAFTS, LAST, TESTS, Draws, Rejection, make_rule
-from eval.runtime.rejection import Verdict, family_of
-from eval.runtime.rules import RULES, check_rule
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.noise import stream, uniform
+from heads.backends.torch.noise import gumbel, stream, uniform
+from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain, parse_shape, static_shape

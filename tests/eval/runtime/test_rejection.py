@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match
-from eval.runtime.distribution import RowSampling
-from eval.runtime.judges import Rejection
-from eval.runtime.rejection import Verdict, expected_tokens, quotient, ratio, residual
-from eval.runtime.rules import RULES
+from eval.runtime.acceptance import Rejection, Verdict, expected_tokens, quotient, ratio, residual
+from eval.runtime.sampling import RULES
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match
+from heads.backends.torch.sampling import RowSampling
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
 
 EXACT = 1e-9

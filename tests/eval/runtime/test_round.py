@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow

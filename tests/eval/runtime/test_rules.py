@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.prompts import Prompt
-from eval.runtime.distribution import RowSampling
+from eval.runtime.acceptance import Draws, Rule, draw_counters, make_rule
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.judges import Draws, Rule, draw_counters, make_rule
-from eval.runtime.rules import RULES, check_rule
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation, Pick
 from heads.errors import UserError
 from heads.growth import grow

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.state import Commit
-from heads.backends.round_state import RoundState
+from heads.backends.torch.commit import Commit, RoundState
 from tests.switches import kernels_on_cpu, need_c
 
 B = 5

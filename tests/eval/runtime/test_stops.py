@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.request_state import StopWatch
+from eval.runtime.request import StopWatch
 from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from heads.tree import parse_shape

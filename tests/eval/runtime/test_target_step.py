@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions
-from eval.runtime.target_step import TargetStep, check_family
+from eval.runtime.round import TargetStep, check_family
 from heads.backends.huggingface import HFDecoder
 from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.errors import UserError, warn_once

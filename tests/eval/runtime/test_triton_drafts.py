@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.backends.selection import BACKENDS, TORCH, TRITON
+from heads.backends.torch.sampling import RowSampling
 from heads.growth import grow
 from heads.tree import parse_shape
 from tests.launches import Launches

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.tree import parse_shape

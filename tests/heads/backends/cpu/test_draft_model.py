@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from heads.backends.cpu import library
 from heads.backends.cpu.decoder import CpuDecoder
 from heads.backends.cpu.draws import CompiledPick
 from heads.backends.selection import CPU
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.triton.inputs import take_newest_twin
 from heads.base import Observation
 from heads.draft_model import DraftState

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
 from heads.backends.cpu import draws, library
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from tests.switches import without_c
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")

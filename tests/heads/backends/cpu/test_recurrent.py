@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from heads.backends.base import Backend
 from heads.backends.cpu import library
 from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
 from heads.backends.selection import CPU, TORCH
+from heads.backends.torch.sampling import RowSampling
 from heads.base import Observation, Pick, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig

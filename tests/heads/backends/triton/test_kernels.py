@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match
 from heads.tree import Acceptance, Proposal
 
 pytest.importorskip("triton")
@@ -229,7 +229,7 @@ def test_accept(B: int, N: int, V: int) -> None:
 
 
 def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
-    from eval.runtime.acceptance import match_chain
+    from heads.backends.torch.accept import match_chain
     from heads.backends.triton.accept import accept
 
     B, N = 4, 6

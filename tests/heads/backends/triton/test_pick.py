@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.triton.noise import key_of, noise_of
 from heads.backends.triton.pick import Noise, best_columns
 from heads.backends.triton.runtime import constexpr, jit, tl
