@@ -74,7 +74,7 @@ def head_rounds(
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
     state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape), backend=backend)
     assert isinstance(state.steps, TritonRecurrent) == (backend is TRITON)
-    pick = backend.sampling(2, device).pick
+    pick = TRITON.sampling(2, device).pick  # the same for both
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
@@ -127,7 +127,7 @@ def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, bac
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
     accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)
-    proposals, pick = [], backend.sampling(2, target.device).pick
+    proposals, pick = [], TRITON.sampling(2, target.device).pick  # the same for both
     for number in range(4):
         head.extend(state, accepted_tokens)
         proposals.append(head.propose(state, pick))

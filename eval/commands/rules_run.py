@@ -159,7 +159,7 @@ def compare(one: Run, other: Run) -> Record:
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
     """Return the tokens that `ratio` and `block` are expected to emit of the same drafts, over all rounds of all
     requests."""
-    rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling, engine.target.device)
+    rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain = [0.0] * len(requests)
     whole = [0.0] * len(requests)

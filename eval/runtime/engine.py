@@ -168,7 +168,7 @@ class Engine:
             pending=pending_room(backend.on_host) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
         )
         if backend.on_host:
-            check_memory(per_row, options.batch_size, target.name)
+            check_memory(per_row, options.batch_size, free_bytes(), target.name)
         spec = CacheSpec(
             batch_size=options.batch_size,
             capacity=round_up(options.max_length),
@@ -384,12 +384,11 @@ def row_bytes(
     return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
 
 
-def check_memory(per_row: int, batch_size: int, name: str) -> None:
-    """Raise UserError if a batch needs more memory than this machine has free, with a batch that would fit.
+def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
+    """Raise UserError if a batch needs more bytes than are free, with a batch that would fit.
 
     A GPU refuses what it does not have. A CPU's operating system grants it, and kills the process that comes to use it.
     """
-    free = free_bytes()
     need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
     if free is None or need <= room:
         return

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime import pending
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
@@ -347,17 +346,6 @@ def toy() -> type[Toy]:
 @pytest.fixture(scope="session")
 def every_draw() -> type[EveryDraw]:
     return EveryDraw
-
-
-@pytest.fixture
-def few_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have a resting head's states fill their room soon."""
-
-    def limit(most: int, patience: int = pending.PATIENCE) -> None:
-        for name, value in (("PENDING", most), ("PATIENCE", patience)):
-            monkeypatch.setattr(pending, name, value)
-
-    return limit
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, candidates
+from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.sampling import check_adaptive
 from heads.errors import UserError
 from heads.tree import TreeShape, parse_shape
@@ -188,6 +190,11 @@ def test_trials_grow_rarer() -> None:
         moves.append(world.controller.switches)
     rates = [moves[i] - moves[j] for i, j in ((9, 0), (79, 70))]
     assert 0 <= rates[1] <= 4 < rates[0] + 1
+
+
+def test_plain_decoding_is_not_adaptive(target_of: Any) -> None:
+    with pytest.raises(UserError, match="adaptive drafts need a head"):
+        Engine(target_of("llama"), None, EngineOptions(max_length=64, adaptive=True))
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

@@ -12,7 +12,6 @@ from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
@@ -36,8 +35,11 @@ class Restless(Controller):
             self._change_to(self.chance.randrange(len(self.shapes)))
 
 
-def make_restless(engine: Engine) -> Engine:
+def make_restless(engine: Engine, block: int, room: int) -> Engine:
+    """`room`: states of a resting head that are kept, read `block` of them at once."""
     assert engine.candidates is not None
+    pending = engine.candidates.paused_state.pending
+    pending.block, pending.room = block, room
     engine.candidates.controller = Restless(engine.candidates.controller.shapes)
     return engine
 
@@ -73,9 +75,7 @@ def test_no_token_changes_whatever_is_drafted(
     poll_interval: int,
     target_of: TargetOf,
     prompts: list[list[int]],
-    few_pending: Callable[..., None],
 ) -> None:
-    few_pending(4, 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
     plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
@@ -90,7 +90,7 @@ def test_no_token_changes_whatever_is_drafted(
             adaptive=True,
         ),
     )
-    outputs = make_restless(engine).generate(requests)
+    outputs = make_restless(engine, 4, 8).generate(requests)
     assert texts(outputs) == texts(plain)
     assert len(engine.timings.candidates) >= 3
     assert sum(engine.timings.candidates.values()) == engine.timings.rounds
@@ -108,10 +108,8 @@ def test_what_the_head_is_given_has_no_gaps(
     target_of: TargetOf,
     scripted_head: HeadType,
     prompts: list[list[int]],
-    few_pending: Callable[..., None],
 ) -> None:
     """The scripted head compares with the target's own features whatever it observes, and where."""
-    few_pending(4)
     target = target_of("llama")
     requests = make_requests(prompts)
     plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
@@ -120,7 +118,7 @@ def test_what_the_head_is_given_has_no_gaps(
     engine = Engine(
         target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=192, adaptive=True)
     )
-    make_restless(engine)
+    make_restless(engine, 4, 64)
     for _ in range(2):  # rows are used again
         assert texts(engine.generate(requests)) == texts(plain)
     assert head.observations > 50
@@ -129,10 +127,9 @@ def test_what_the_head_is_given_has_no_gaps(
 @pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], few_pending: Callable[..., None]
+    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
     """Wherever both drafted, both drafted the same."""
-    few_pending(8, patience)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -147,9 +144,8 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
     request = Request(prompts[4], 120, SAMPLINGS[1], ignore_eos=True)
     Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192)).generate([request])
     always, drafts = drafts, {}
-    make_restless(
-        Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=192, adaptive=True))
-    ).generate([request])
+    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=192, adaptive=True))
+    make_restless(engine, 8, 8 * patience).generate([request])
     common = sorted(always.keys() & drafts.keys())
     assert len(common) > 15
     assert {len(drafts[at]) for at in common} == {2, 3, 4, 5}, "chains of all lengths, and their roots"
@@ -236,12 +232,3 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
                 candidates.controller.candidate = candidate
                 candidates.begin(1).round(128)
         assert torch.equal(engine.decoder.head_state.length, engine.decoder.state.length)
-
-
-def test_what_cannot_be_adaptive_is_refused(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    with pytest.raises(UserError, match="adaptive drafts need a head"):
-        Engine(target, None, EngineOptions(max_length=64, adaptive=True))
-    with pytest.raises(UserError, match="rule block with adaptive drafts"):
-        head = make_head("draft", target)
-        Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=64, rule="block", adaptive=True))

@@ -1,12 +1,14 @@
 """Whatever is drafted, the text is the target's own, to the token."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.candidates import PATIENCE, PENDING
+from eval.runtime.engine import Engine, EngineOptions, Output, Request, check_memory, row_bytes
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -106,18 +108,6 @@ def test_text_is_independent_of_head_shape_and_batch(
             assert not any(output.accepted)
 
 
-def test_a_chain_that_is_always_right_is_accepted_whole(
-    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
-) -> None:
-    target = target_of("llama")
-    request = Request(prompts[3], 16, WARM, ignore_eos=True)
-    plain = decode_plainly(target, [request])
-    head = scripted_head(target, sequences([request], plain), right=1.0)
-    output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
-    assert output.tokens == plain[0].tokens
-    assert output.accepted == output.reached == [4, 4, 4]  # 1 + 3 * 5 tokens
-
-
 def test_the_limit_cuts_inside_an_accepted_path(
     target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
@@ -136,9 +126,9 @@ def test_the_limit_cuts_inside_an_accepted_path(
 
 
 def test_eos_cuts_inside_an_accepted_path(
-    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
-    target = target_of("llama")
+    target = copy(target_of("llama"))
     request = Request(prompts[5], 24, WARM)
     free = decode_plainly(target, [Request(prompts[5], 24, WARM, ignore_eos=True)])
     known = sequences([request], free)
@@ -147,7 +137,7 @@ def test_eos_cuts_inside_an_accepted_path(
     for place, token in enumerate(free[0].tokens):
         if token in free[0].tokens[:place]:
             continue
-        monkeypatch.setattr(target, "eos_token_ids", (absent, token))
+        target.eos_token_ids = (absent, token)
         head = scripted_head(target, known, right=1.0)
         output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
         assert output.tokens == free[0].tokens[: place + 1]
@@ -215,25 +205,6 @@ def test_padded_prompts_change_nothing(target_of: TargetOf, scripted_head: HeadT
     assert texts(engine.generate(requests)) == texts(plain)
 
 
-def test_seeds_tell_sampled_outputs_apart_and_repeat_them(target_of: TargetOf, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = [Request(prompts[1], 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True) for seed in range(4)]
-    first, again = (decode_plainly(target, requests, batch_size=4) for _ in range(2))
-    assert texts(first) == texts(again)
-    assert len({tuple(output.tokens) for output in first}) == 4
-
-
-def test_streamed_tokens_are_the_output(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[:6], eos=True)
-    plain = decode_plainly(target, requests)
-    streamed: list[list[int]] = [[] for _ in requests]
-    head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=2, max_length=192))
-    outputs = engine.generate(requests, on_tokens=lambda index, tokens: streamed[index].extend(tokens))
-    assert streamed == [output.tokens for output in outputs] == [output.tokens for output in plain]
-
-
 def test_profiling_splits_the_decode_time(
     target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
@@ -247,14 +218,6 @@ def test_profiling_splits_the_decode_time(
     assert all(seconds > 0 for seconds in timings.breakdown.values())
     assert sum(timings.breakdown.values()) <= timings.decode_seconds
     assert timings.rounds == output.rounds
-
-
-def test_an_engine_serves_many_calls(target_of: TargetOf, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[:5])
-    engine = Engine(target, None, EngineOptions(batch_size=2, max_length=192))
-    assert texts(engine.generate(requests)) == texts(engine.generate(requests))
-    assert engine.generate([]) == []
 
 
 def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_head: HeadType) -> None:
@@ -317,3 +280,25 @@ def test_every_round_is_timed_and_outputs_know_theirs(
             assert sum(output.emitted()) == len(output.tokens) - 1 and min(output.emitted(), default=1) >= 1
             assert output.first_round + output.rounds <= timings.rounds
         assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a seat"
+
+
+def test_a_batch_that_does_not_fit_a_cpu_is_refused_with_one_that_would(target_of: TargetOf) -> None:
+    for free in (2 * 2**30, None):  # None: unknown
+        check_memory(2**29, 3, free, "big")
+    check_memory(2**40, 1, None, "big")
+    with pytest.raises(UserError, match=r"big: a batch of 64 needs 32.0 GiB .* 1.9 GiB are free; a batch of 3 would"):
+        check_memory(2**29, 64, 2 * 2**30, "big")
+    with pytest.raises(UserError, match="shorten the sequences"):
+        check_memory(2**40, 1, 2 * 2**30, "big")
+    with pytest.raises(UserError, match=r"llama: a batch of 100000000 needs .*a batch of \d+ would fit"):
+        Engine(target_of("llama"), None, EngineOptions(batch_size=100_000_000, max_length=512))
+
+
+def test_longer_sequences_larger_trees_drafts_and_paused_heads_need_more(target_of: TargetOf) -> None:
+    target, sizes = target_of("llama"), {"capacity": 4096, "nodes": 8, "drafts": False}
+    modest = row_bytes(target, None, **sizes)
+    assert row_bytes(target, None, **sizes | {"capacity": 8192}) > 1.9 * modest
+    for more in ({"nodes": 64}, {"drafts": True}):
+        assert row_bytes(target, None, **sizes | more) > modest
+    pending = PENDING * PATIENCE * target.hidden_size * target.dtype.itemsize
+    assert row_bytes(target, None, **sizes, pending=PENDING * PATIENCE) == modest + pending

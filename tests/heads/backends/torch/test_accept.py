@@ -9,8 +9,6 @@ from heads.backends.slot_mapping import ancestors
 from heads.backends.torch.accept import match, match_chain
 from heads.tree import Proposal
 
-pytestmark = pytest.mark.usefixtures("with_c")
-
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:
     """The deepest path of chosen tokens; the lowest end node where several are as deep."""
