@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import LanguageModel
 from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.draws import CompiledPick
 from heads.backends.cpu.kernels import MOST_ROWS, PackedWeight, pack
@@ -26,6 +25,7 @@ from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Norm, Product
+from heads.target.frozen import LanguageModel
 from heads.tree import Pick, Proposal
 
 _made: "WeakKeyDictionary[NativeDecoder, CompiledDecoder]" = WeakKeyDictionary()

@@ -8,14 +8,13 @@ of them shown, d head dimension.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import RecurrentSteps
+from heads.backends.base import RecurrentSpec, RecurrentSteps
 from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.decoder import draft_product, in_c
 from heads.backends.cpu.draws import CompiledPick
@@ -29,7 +28,7 @@ from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.base import Observation
 from heads.target.families import additive
-from heads.tree import Pick, Proposal, TreeShape
+from heads.tree import Pick, Proposal
 
 
 @dataclass(frozen=True)
@@ -98,28 +97,14 @@ class CpuRecurrent(RecurrentSteps):
     """The slot number of padding: the kernels do not write it."""
 
     @classmethod
-    def of(
-        cls,
-        head: Any,
-        parts: HeadParts | None,
-        embed: Callable[[Tensor], Tensor],
-        lm_head_weight: Tensor,
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-        shape: TreeShape,
-    ) -> "CpuRecurrent | None":
-        """As `heads.backends.base.Backend.recurrent`."""
-        draft = None if parts is None else compiled_draft(parts, lm_head_weight)
-        return None if draft is None else cls(draft, embed, cos_sin_table, batch_size)
+    def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
+        """None where the kernels do not know the head."""
+        draft = None if spec.parts is None else compiled_draft(spec.parts, spec.lm_head_weight)
+        return None if draft is None else cls(draft, spec)
 
-    def __init__(
-        self,
-        draft: CpuDraft,
-        embed: Callable[[Tensor], Tensor],
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-    ) -> None:
-        cos, sin = (table[0, 0] for table in cos_sin_table)  # (S, d) each
+    def __init__(self, draft: CpuDraft, spec: RecurrentSpec) -> None:
+        embed, batch_size = spec.embed, spec.batch_size
+        cos, sin = (table[0, 0] for table in spec.cos_sin_table)  # (S, d) each
         half = cos.shape[1] // 2
         self.library, self.draft, self.embed = loaded(), draft, embed
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
@@ -151,13 +136,7 @@ class CpuRecurrent(RecurrentSteps):
         return logits
 
     def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        states: Tensor,
-        rows: Tensor | None,
-        places: Observed | Drafted,
-        extent: int,
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         B, W = tokens.shape
         D = states.shape[2]

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.graph import SMALLEST_EXTENT, Rounds
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
@@ -238,14 +237,6 @@ def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
     assert texts(engine.generate(REQUESTS[:2])) == texts(expected)
     assert len(made) == 3 and alive_when_emptied == [0]
     assert "the GPU has no memory left for them" in caplog.messages[-1]
-
-
-def test_extents_are_few_and_large_enough(target_of: TargetOf) -> None:
-    rounds = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=512)).decoder, None)
-    assert rounds.extents() == [256, 512]
-    assert all(rounds.bucket(n) in rounds.extents() and rounds.bucket(n) >= n for n in range(1, 513))
-    short = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=100)).decoder, None)
-    assert short.extents() == [128] and SMALLEST_EXTENT > 128
 
 
 def count_tensors() -> int:

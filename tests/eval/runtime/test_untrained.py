@@ -84,23 +84,6 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(
         place += accepted + 1
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x9", "static:2.2"])
-def test_an_early_exits_text_is_the_targets(
-    shape: str, batch_size: int, target_of: TargetOf, prompts: list[list[int]]
-) -> None:
-    target = target_of("llama")
-    samplings = [Sampling(), Sampling(temperature=1.0, seed=3)]
-    requests = [Request(p, 16, samplings[i % 2]) for i, p in enumerate(prompts)]
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
-    head = build_untrained("early_exit:2", target)
-    outputs = Engine(
-        target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=192)
-    ).generate(requests)
-    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
-    assert sum(sum(output.accepted) for output in outputs) > 0
-
-
 def test_an_early_exit_holds_no_weights_of_its_own(target_of: TargetOf) -> None:
     target = target_of("llama")
     own = {id(parameter) for parameter in target.model.parameters()}

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
+from torch.utils._python_dispatch import _disable_current_modes
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.round import read_prompts
@@ -21,26 +19,6 @@ from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
-
-WAITS = {
-    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
-    *("aten::item", "aten::unique_dim", "aten::_unique2", "aten::bincount", "aten::lift_fresh"),
-}
-"""Operations for which a GPU's host waits: sizes or values that only the device knows, and constants it sends."""
-
-
-class Watch(TorchDispatchMode):
-    """Fails at the first operation that would wait."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name not in WAITS, f"{name} waits for the device"
-        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
-            assert not masks, f"{name} by a mask waits for the device"
-        if name == "aten::repeat_interleave":
-            assert (kwargs or {}).get("output_size") is not None or not isinstance(args[-1], Tensor), f"{name} waits"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +47,12 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("llama", "eagle3", "static:3.2", "ratio"),
     ],
 )
-def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
+def test_no_round_waits(family: str, kind: str, shape: str, rule: str, no_waiting: Any) -> None:
     requests = [Request([5, 6, 7], 20, ignore_eos=True), Request([9, 8], 20, Sampling(0.9, top_k=9, seed=3), (), True)]
     engine = warm_engine(family, kind, shape, requests, rule=rule)
     with torch.inference_mode():
         before = engine.decoder.state.output_length.clone()
-        with Watch():  # type: ignore[no-untyped-call]
+        with no_waiting(constants=False):
             engine.decoder.round(64)
             engine.reports.send()
     assert (engine.decoder.state.output_length > before).all()
@@ -120,7 +98,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
     assert launches.names.total() <= most, launches.names
 
 
-def test_the_watch_sees_what_waits() -> None:
+def test_the_watch_sees_what_waits(no_waiting: Any) -> None:
     x, mask = torch.arange(4), torch.tensor([True, False, True, False])
     for work in (
         lambda: x[mask],
@@ -129,5 +107,5 @@ def test_the_watch_sees_what_waits() -> None:
         lambda: x.repeat_interleave(x),
         lambda: x.masked_select(mask),
     ):
-        with pytest.raises(AssertionError, match="wait"), Watch():  # type: ignore[no-untyped-call]
+        with pytest.raises(AssertionError, match="wait"), no_waiting(constants=False):
             work()
