@@ -12,7 +12,7 @@ Letters: B rows, K depth, R rounds of a span, S tokens kept of each row, M of th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from eval.runtime.acceptance import make_rule
 from eval.runtime.adaptive import Controller, Span, candidates
 from eval.runtime.round import Decoder
 from heads.backends.torch.commit import RoundState
-from heads.base import Drafter, Observation, Pick
+from heads.base import Observation, Pick
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
 
 PENDING = 64
@@ -110,48 +110,39 @@ class PendingStates:
         self.most = 0
 
 
-@dataclass
-class PausedState:
-    """State of a paused head."""
-
-    pending: PendingStates
-    head_state: Any
-    zeros: Tensor  # (B, 1) int64
-
-
 class PausedDrafter:
-    """A head that drafts nothing while it is paused."""
+    """A head that drafts nothing while it is paused; it has its own state, whatever it is given."""
 
-    def __init__(self, head: Drafter) -> None:
-        self.head, self.aux_layer_ids = head, head.aux_layer_ids
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.head is not None
+        self.head, self.head_state, self.zeros = decoder.head, decoder.head_state, decoder.zeros
+        self.aux_layer_ids = decoder.head.aux_layer_ids
+        self.pending = PendingStates(decoder.state, on_host=decoder.backend.on_host)
 
-    def reset_rows(self, state: PausedState, rows: Tensor) -> None:
-        state.pending.forget(rows)
-        self.head.reset_rows(state.head_state, rows)
+    def reset_rows(self, state: Any, rows: Tensor) -> None:
+        self.pending.forget(rows)
+        self.head.reset_rows(self.head_state, rows)
 
-    def propose(self, state: PausedState, pick: Pick) -> Proposal:
-        return Proposal(state.pending.rounds.root[:, None], state.zeros, state.zeros, state.zeros)
+    def propose(self, state: Any, pick: Pick) -> Proposal:
+        return Proposal(self.pending.rounds.root[:, None], self.zeros, self.zeros, self.zeros)
 
-    def extend(self, state: PausedState, observation: Observation) -> None:
+    def extend(self, state: Any, observation: Observation) -> None:
         if observation.nodes is None:  # a prompt, of rows that have just been reset
-            self.head.extend(state.head_state, observation)
+            self.head.extend(self.head_state, observation)
         else:
-            state.pending.keep(observation)
+            self.pending.keep(observation)
 
-    def catch_up(self, state: PausedState) -> None:
+    def catch_up(self) -> None:
         """Let the head read the pending tokens."""
-        for observation in state.pending.drain():
-            self.head.extend(state.head_state, observation)
+        for observation in self.pending.drain():
+            self.head.extend(self.head_state, observation)
 
 
 class Candidates:
     """Candidates of one decoder, and the controller that chooses among them."""
 
     def __init__(self, decoder: Decoder) -> None:
-        assert decoder.head is not None
-        self.paused = PausedDrafter(decoder.head)
-        pending = PendingStates(decoder.state, on_host=decoder.backend.on_host)
-        self.paused_state = PausedState(pending, decoder.head_state, decoder.zeros)
+        self.paused = PausedDrafter(decoder)
         shapes = [
             decoder.shape if str(decoder.shape) == name else parse_shape(name) for name in candidates(decoder.shape)
         ]
@@ -166,7 +157,7 @@ class Candidates:
             decoder,
             shape=shape,
             head=head,
-            head_state=replace(decoder.head_state, shape=shape) if drafts else self.paused_state,
+            head_state=replace(decoder.head_state, shape=shape) if drafts else None,
             rule=make_rule("match", shape, decoder.sampling, decoder.backend),
             update=decoder.backend.commit(decoder.state, decoder.update.eos, shape.depth),
         )
@@ -180,12 +171,12 @@ class Candidates:
     def begin(self, rounds: int) -> Decoder:
         """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
         here, on the host."""
-        candidate, pending = self.candidates[self.controller.candidate], self.paused_state.pending
+        candidate, pending = self.candidates[self.controller.candidate], self.paused.pending
         if candidate is not self.idle:
-            self.paused.catch_up(self.paused_state)
+            self.paused.catch_up()
             self.before.copy_(candidate.state.rounds)
         elif not pending.has_room(rounds):
-            self.paused.catch_up(self.paused_state)
+            self.paused.catch_up()
             pending.most = rounds
         return candidate
 

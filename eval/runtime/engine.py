@@ -250,16 +250,14 @@ class Engine:
 
     def _goes_on(self, request_states: list[RequestState | None], waiting: deque[tuple[int, Request]]) -> bool:
         """Return True if rounds can be launched before the host polls again."""
-        free = any(request_state is None for request_state in request_states)
-        return any(request_state is not None and request_state.left > 0 for request_state in request_states) and not (
-            free and waiting
-        )
+        has_newcomers = waiting and None in request_states
+        return not has_newcomers and any(state is not None and state.left > 0 for state in request_states)
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
         """Launch rounds until the host polls again, without those before which every row must have ended, as each gives
         a token."""
-        sitting = [request_state for request_state in request_states if request_state is not None]
-        rounds = min(self.poll_interval, max((request_state.left for request_state in sitting), default=0), PENDING)
+        running = [state for state in request_states if state is not None]
+        rounds = min(self.poll_interval, max((state.left for state in running), default=0), PENDING)
         if rounds <= 0:
             return
         if self.candidates is not None and self.capture is not None and not self.profile:
@@ -270,11 +268,9 @@ class Engine:
         if not self.launched:
             self.looked = self._moment()
         for _ in range(rounds):
-            extent = min(
-                round_up(max(request_state.most_tokens for request_state in sitting) + N), decoder.step.capacity
-            )
-            for request_state in sitting:
-                request_state.launch(M)
+            extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
+            for state in running:
+                state.launch(M)
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 from heads.backends.base import Backend
-from heads.backends.cpu import chain
+from heads.backends.cpu import draws
 from heads.backends.cpu.commit import CpuCommit
 from heads.backends.cpu.compiling import find_compiler
 from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder, draft_product
-from heads.backends.cpu.draws import CpuSampling
 from heads.backends.cpu.library import load
 from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.backends.huggingface import HFDecoder
@@ -61,8 +60,8 @@ CPU = replace(
     decoder=first(CpuDecoder.of, HFDecoder),
     recurrent=first(CpuRecurrent.of, TorchRecurrent),
     product=draft_product,
-    take_newest=chain.take_newest,
-    sampling=CpuSampling,
+    take_newest=draws.take_newest,
+    sampling=draws.CpuSampling,
     commit=CpuCommit,
 )
 TRITON = replace(

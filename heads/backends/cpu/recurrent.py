@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from heads.backends.base import RecurrentSpec, RecurrentSteps
-from heads.backends.cpu.chain import Chain
 from heads.backends.cpu.decoder import draft_product, in_c
-from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.draws import Chain, CompiledPick
 from heads.backends.cpu.kernels import pack
 from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, loaded
 from heads.backends.cpu.stack import CpuStack

@@ -38,7 +38,7 @@ class Restless(Controller):
 def make_restless(engine: Engine, block: int, room: int) -> Engine:
     """`room`: states of a resting head that are kept, read `block` of them at once."""
     assert engine.candidates is not None
-    pending = engine.candidates.paused_state.pending
+    pending = engine.candidates.paused.pending
     pending.block, pending.room = block, room
     engine.candidates.controller = Restless(engine.candidates.controller.shapes)
     return engine
@@ -224,7 +224,7 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     )
     candidates = engine.candidates
     assert candidates is not None
-    candidates.paused_state.pending.may_ask = False  # as on a GPU
+    candidates.paused.pending.may_ask = False  # as on a GPU
     with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():

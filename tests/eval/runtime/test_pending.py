@@ -150,7 +150,7 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
     head.extend = noted
     engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192, adaptive=True))
     assert engine.candidates is not None
-    engine.candidates.paused_state.pending.room = PENDING * patience
+    engine.candidates.paused.pending.room = PENDING * patience
     engine.candidates.controller.note = lambda span: None  # type: ignore[method-assign]
     engine.candidates.controller.candidate = engine.candidates.controller.none
     engine.generate([Request([5, 6, 7], 150, ignore_eos=True)])
