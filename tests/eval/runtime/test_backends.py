@@ -10,7 +10,7 @@ from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 from tests.launches import Launches
-from tests.small_targets import make_head, make_target, texts
+from tests.small_targets import make_head, make_target, open_engine, texts
 from tests.switches import kernels_on_cpu, need_c
 
 WAYS = (
@@ -74,4 +74,4 @@ def test_a_backend_that_cannot_be_had_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="backend"):
         refused = FrozenTarget(target, "wide")
         with kernels_on_cpu():  # and without C
-            Engine(refused, None, EngineOptions(max_length=64, backend=name))
+            open_engine(refused, None, max_length=64, backend=name)

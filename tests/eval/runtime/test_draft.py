@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -32,11 +32,9 @@ def test_the_output_is_the_targets_own(family: str, batch_size: int, target_of: 
         Request([5, 6, 7 + i][: 1 + i % 3], 12 + i % 3, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True)
         for i in range(4 if batch_size == 1 else 10)
     ]
-    plain = Engine(target, None, EngineOptions(batch_size=4, max_length=128)).generate(requests)
+    plain = open_engine(target, None, batch_size=4, max_length=128).generate(requests)
     for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
-        engine = Engine(
-            target, draft_of(target), EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=128)
-        )
+        engine = open_engine(target, draft_of(target), shape, batch_size=batch_size, max_length=128)
         outputs = engine.generate(requests)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain], shape
         accepted = [number for output in outputs for number in output.accepted]
@@ -59,7 +57,5 @@ def test_a_draft_that_is_the_target_is_always_right(family: str, dtype: torch.dt
         Request([5, 6, 7 + i], 25, Sampling(temperature=float(i % 2), seed=i), ignore_eos=True) for i in range(3)
     ]
     for shape in ("chain:3", "static:2.1.1", "static:3.2.1"):
-        outputs = Engine(target, head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128)).generate(
-            requests
-        )
+        outputs = open_engine(target, head, shape, batch_size=2, max_length=128).generate(requests)
         assert all(output.rounds == 6 and output.accepted == [3] * 6 for output in outputs), shape

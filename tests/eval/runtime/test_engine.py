@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from eval.runtime.candidates import PATIENCE, PENDING
-from eval.runtime.engine import Engine, EngineOptions, Output, Request, check_memory, row_bytes
+from eval.runtime.engine import Output, Request, check_memory, row_bytes
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -37,7 +38,7 @@ def make_requests(prompts: Sequence[Sequence[int]], *, new: int = 20, eos: bool 
 
 
 def decode_plainly(target: FrozenTarget, requests: Sequence[Request], **settings: Any) -> list[Output]:
-    return Engine(target, None, EngineOptions(max_length=192, **settings)).generate(requests)
+    return open_engine(target, None, max_length=192, **settings).generate(requests)
 
 
 def sequences(requests: Sequence[Request], outputs: Sequence[Output]) -> list[list[int]]:
@@ -71,7 +72,7 @@ def test_drafts_change_no_token_in_any_family(
     plain = decode_plainly(target, requests)
     for shape in (CHAIN, TREE):
         head = scripted_head(target, sequences(requests, plain), duplicates=shape is TREE)
-        engine = Engine(target, head, EngineOptions(shape=shape, batch_size=3, max_length=192))
+        engine = open_engine(target, head, shape, batch_size=3, max_length=192)
         outputs = engine.generate(requests)
         assert texts(outputs) == texts(plain)
         assert sum(sum(output.accepted) for output in outputs) > 0
@@ -81,12 +82,7 @@ def test_drafts_change_no_token_in_any_family(
 @pytest.mark.parametrize("shape", ["chain:1", "chain:5", "tree:4x3x9", "tree:5x1x3", "static:2.1.2"])
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 def test_text_is_independent_of_head_shape_and_batch(
-    right: float,
-    shape: str,
-    batch_size: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
+    right: float, shape: str, batch_size: int, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     target = target_of("llama")
     requests = make_requests(prompts[4:], new=14, eos=True)
@@ -95,7 +91,7 @@ def test_text_is_independent_of_head_shape_and_batch(
     tree = parse_shape(shape)
     if tree.paths is not None:
         tree = TreeShape(tree.depth, tree.top_k, tree.nodes, text=shape)
-    engine = Engine(target, head, EngineOptions(shape=tree, batch_size=batch_size, max_length=192))
+    engine = open_engine(target, head, tree, batch_size=batch_size, max_length=192)
     outputs = engine.generate(requests)
     assert texts(outputs) == texts(plain)
     for output in outputs:
@@ -117,7 +113,7 @@ def test_the_limit_cuts_inside_an_accepted_path(
     for limit in range(1, 16):
         head = scripted_head(target, known, right=1.0)
         request = Request(prompts[3], limit, WARM, ignore_eos=True)
-        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
+        output = open_engine(target, head, CHAIN, max_length=64).generate([request])[0]
         assert output.tokens == known[0][len(prompts[3]) :][:limit]
         assert output.finish_reason == "length"
         left = limit - 1
@@ -139,33 +135,11 @@ def test_eos_cuts_inside_an_accepted_path(
             continue
         target.eos_token_ids = (absent, token)
         head = scripted_head(target, known, right=1.0)
-        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
+        output = open_engine(target, head, CHAIN, max_length=64).generate([request])[0]
         assert output.tokens == free[0].tokens[: place + 1]
         assert output.finish_reason == "eos"
         ended += 1
     assert ended > 5
-
-
-@pytest.mark.parametrize("poll_interval", [2, 7])
-def test_results_do_not_depend_on_how_often_the_host_looks(
-    poll_interval: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
-) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[4:], eos=True)
-    plain = decode_plainly(target, requests)
-    known = sequences(requests, plain)
-    assert texts(decode_plainly(target, requests, batch_size=3, poll_interval=poll_interval)) == texts(plain)
-    results = []
-    for interval in (1, poll_interval):
-        head = scripted_head(target, known, right=1.0)
-        engine = Engine(target, head, EngineOptions(shape=CHAIN, batch_size=3, max_length=192, poll_interval=interval))
-        outputs = engine.generate(requests)
-        results.append([(o.tokens, o.finish_reason, o.rounds, o.accepted, o.reached) for o in outputs])
-    assert results[0] == results[1]
-    assert [r[0] for r in results[0]] == [o.tokens for o in plain]
 
 
 def test_a_request_does_not_depend_on_its_neighbours_or_its_row(target_of: TargetOf, prompts: list[list[int]]) -> None:
@@ -186,21 +160,19 @@ def test_long_rows_that_ended_do_not_trouble_short_ones(
         Request(prompts[3], 60, ignore_eos=True),
         Request(prompts[10] * 10, 3, WARM),
     ]
-    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
+    plain = open_engine(target, None, max_length=400).generate(requests)
     for poll_interval in (1, 8):
         head = scripted_head(target, sequences(requests, plain), right=0.1)
-        engine = Engine(
-            target, head, EngineOptions(shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
-        )
+        engine = open_engine(target, head, TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
         assert texts(engine.generate(requests)) == texts(plain)
 
 
 def test_padded_prompts_change_nothing(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
     target = target_of("gemma3_text")
     requests = [Request(prompt, 10, WARM) for prompt in (prompts[10] * 10, prompts[0], prompts[5], prompts[9] * 22)]
-    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
+    plain = open_engine(target, None, max_length=400).generate(requests)
     head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=3, max_length=322))
+    engine = open_engine(target, head, TREE, batch_size=3, max_length=322)
     engine.decoder.step.pads = True
     assert texts(engine.generate(requests)) == texts(plain)
 
@@ -210,7 +182,7 @@ def test_profiling_splits_the_decode_time(
 ) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=64))
+    engine = open_engine(target, head, TREE, max_length=64)
     engine.profile = True
     output = engine.generate([Request(prompts[0], 5, ignore_eos=True)])[0]
     timings = engine.timings
@@ -224,9 +196,9 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_he
     target = target_of("llama")
     prompt = [5] * 20
     request = Request(prompt, 128 - 20 - TREE.nodes, ignore_eos=True)
-    plain = Engine(target, None, EngineOptions(max_length=128)).generate([request])
+    plain = open_engine(target, None, max_length=128).generate([request])
     head = scripted_head(target, sequences([request], plain), right=0.9)
-    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=128))
+    engine = open_engine(target, head, TREE, max_length=128)
     assert engine.decoder.step.capacity == 128
     assert engine.generate([request])[0].tokens == plain[0].tokens
 
@@ -244,7 +216,7 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_he
 def test_bad_requests_are_refused(request_: Request, words: str, target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64))
+    engine = open_engine(target, head, CHAIN, max_length=64)
     with pytest.raises(UserError, match=words):
         engine.generate([Request([3], 2), request_])
 
@@ -252,13 +224,13 @@ def test_bad_requests_are_refused(request_: Request, words: str, target_of: Targ
 def test_bad_engines_are_refused(target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="max_length: expected 1 to 512"):
-        Engine(target, None, EngineOptions(max_length=513))
+        open_engine(target, None, max_length=513)
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, None, EngineOptions(shape=CHAIN, max_length=64))
+        open_engine(target, None, CHAIN, max_length=64)
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, scripted_head(target, []), EngineOptions(shape=ROOT_ONLY, max_length=64))
+        open_engine(target, scripted_head(target, []), ROOT_ONLY, max_length=64)
     with pytest.raises(UserError, match="batch size"):
-        Engine(target, None, EngineOptions(batch_size=0, max_length=64))
+        open_engine(target, None, batch_size=0, max_length=64)
 
 
 def test_every_round_is_timed_and_outputs_know_theirs(
@@ -269,9 +241,7 @@ def test_every_round_is_timed_and_outputs_know_theirs(
     plain = decode_plainly(target, requests)
     for poll_interval in (1, 3):
         head = scripted_head(target, sequences(requests, plain))
-        engine = Engine(
-            target, head, EngineOptions(shape=CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
-        )
+        engine = open_engine(target, head, CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
         outputs = engine.generate(requests)
         timings = engine.timings
         assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0
@@ -291,7 +261,7 @@ def test_a_batch_that_does_not_fit_a_cpu_is_refused_with_one_that_would(target_o
     with pytest.raises(UserError, match="shorten the sequences"):
         check_memory(2**40, 1, 2 * 2**30, "big")
     with pytest.raises(UserError, match=r"llama: a batch of 100000000 needs .*a batch of \d+ would fit"):
-        Engine(target_of("llama"), None, EngineOptions(batch_size=100_000_000, max_length=512))
+        open_engine(target_of("llama"), None, batch_size=100000000, max_length=512)
 
 
 def test_longer_sequences_larger_trees_drafts_and_paused_heads_need_more(target_of: TargetOf) -> None:

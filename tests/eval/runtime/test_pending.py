@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from eval.runtime.candidates import PATIENCE, PENDING, PendingStates
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from heads.backends.torch.commit import RoundState
 from heads.base import Observation
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 B = 3
 Known = list[list[tuple[int, float, float]]]
@@ -148,7 +148,7 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
         extend(state, observation)
 
     head.extend = noted
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192, adaptive=True))
+    engine = open_engine(target, head, "chain:2", max_length=192, adaptive=True)
     assert engine.candidates is not None
     engine.candidates.paused.pending.room = PENDING * patience
     engine.candidates.controller.note = lambda span: None  # type: ignore[method-assign]

@@ -48,13 +48,7 @@ def draws_of(shape: TreeShape) -> list[int]:
 
 
 def outcome(
-    toy: Any,
-    every_draw: Any,
-    shape: TreeShape,
-    rule: str,
-    *,
-    likeliest: bool = False,
-    judge: Judge | None = None,
+    toy: Any, every_draw: Any, shape: TreeShape, rule: str, *, likeliest: bool = False, judge: Judge | None = None
 ) -> tuple[Tensor, float]:
     """The distribution (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
 

@@ -16,6 +16,7 @@ from heads.growth import grow
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -99,7 +100,7 @@ def test_a_round_never_waits_for_the_host(
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
 def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
     head = BigramHead() if shape != "none" else None
-    engine = Engine(target_of("llama"), head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128))
+    engine = open_engine(target_of("llama"), head, shape, batch_size=2, max_length=128)
     with torch.inference_mode():
         newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
         read_prompts(engine.decoder, newcomers)
@@ -114,14 +115,3 @@ def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> N
         assert {name: getattr(state, name)[0].item() for name in recorded} == before
         assert state.output[0, :2].tolist() == output
         assert state.rounds[1] == 5 and not state.done[1]
-
-
-def test_a_real_draft_with_shared_noise_changes_no_token(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    requests = [
-        Request([5, 6, 7 + i], 20, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(6)
-    ]
-    plain = Engine(target, None, EngineOptions(max_length=128)).generate(requests)
-    for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
-        engine = Engine(target, BigramHead(), EngineOptions(shape=parse_shape(shape), batch_size=4, max_length=128))
-        assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eval.benchmark.prompts import Prompt
 from eval.runtime.acceptance import DRAFTS, LAST, TESTS, Draws, Rejection, Rule, draw_counters, make_rule
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.backends.selection import TORCH
 from heads.backends.slot_mapping import ancestors
@@ -22,6 +22,7 @@ from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape, static_shape
+from tests.small_targets import open_engine
 
 DECODED = 4
 """Tokens whose joint distribution is looked at."""
@@ -177,10 +178,8 @@ def test_at_temperature_zero_every_rule_gives_the_targets_own_tokens(
     """Beside sampled rows too, where a greedy row goes through the arithmetic of the sampled ones."""
     for samplings in ([Sampling()], [Sampling(), Sampling(1.0, seed=3)]):
         requests = requests_of(tiny_prompts[:4], samplings, new=12)
-        plain = Engine(tiny_target, None, EngineOptions(max_length=96)).generate(requests)
-        engine = Engine(
-            tiny_target, pair_head, EngineOptions(shape=parse_shape(text), batch_size=4, max_length=96, rule=rule)
-        )
+        plain = open_engine(tiny_target, None, max_length=96).generate(requests)
+        engine = open_engine(tiny_target, pair_head, text, batch_size=4, max_length=96, rule=rule)
         outputs = engine.generate(requests)
         greedy = [i for i, request in enumerate(requests) if request.sampling.temperature == 0]
         assert [outputs[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
@@ -191,11 +190,7 @@ def test_greedy_rows_use_every_sibling(tiny_target: FrozenTarget, pair_head: Any
     requests = requests_of(tiny_prompts[:4], [Sampling(), Sampling(1.0)], new=12)
     rounds = {}
     for rule in RULES[:2]:
-        engine = Engine(
-            tiny_target,
-            pair_head,
-            EngineOptions(shape=parse_shape("static:3.2"), batch_size=2, max_length=96, rule=rule),
-        )
+        engine = open_engine(tiny_target, pair_head, "static:3.2", batch_size=2, max_length=96, rule=rule)
         rounds[rule] = [output.rounds for output in engine.generate(requests)][::2]
     assert rounds["ratio"] == rounds["match"]
 
@@ -209,10 +204,8 @@ def test_what_a_request_gives_depends_on_it_alone(
     seen = []
     for batch_size, poll in ((1, 1), (4, 3)):
         torch.manual_seed(batch_size)  # no noise of the library's is used
-        engine = Engine(
-            tiny_target,
-            pair_head,
-            EngineOptions(shape=parse_shape(text), batch_size=batch_size, max_length=96, poll_interval=poll, rule=rule),
+        engine = open_engine(
+            tiny_target, pair_head, text, batch_size=batch_size, max_length=96, poll_interval=poll, rule=rule
         )
         seen.append([output.tokens for output in engine.generate(requests)])
     assert seen[0] == seen[1]
@@ -225,9 +218,7 @@ def test_the_first_tokens_of_requests_have_the_targets_distribution(
     """Through the whole engine: with two tokens to choose from, three tokens come out in eight ways."""
     prompt, count = list(tiny_prompts[0].ids), 250
     requests = [Request(prompt, 3, Sampling(1.0, top_k=2, seed=i), ignore_eos=True) for i in range(count)]
-    engine = Engine(
-        tiny_target, pair_head, EngineOptions(shape=parse_shape("chain:2"), batch_size=50, max_length=64, rule=rule)
-    )
+    engine = open_engine(tiny_target, pair_head, "chain:2", batch_size=50, max_length=64, rule=rule)
     outputs = [tuple(output.tokens) for output in engine.generate(requests)]
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
@@ -287,17 +278,15 @@ class Copying(Drafter):
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_a_draft_without_a_distribution_is_refused_by_rules_that_need_one(rule: str, tiny_target: FrozenTarget) -> None:
     request = Request([5, 6], 8, Sampling(1.0))
-    engine = Engine(tiny_target, Copying(), EngineOptions(shape=parse_shape("chain:2"), max_length=32, rule=rule))
+    engine = open_engine(tiny_target, Copying(), "chain:2", max_length=32, rule=rule)
     with pytest.raises(UserError, match=f"rule {rule} needs the distribution that the draft was drawn from"):
         engine.generate([request])
-    assert Engine(tiny_target, Copying(), EngineOptions(shape=parse_shape("chain:2"), max_length=32)).generate(
-        [request]
-    )
+    assert open_engine(tiny_target, Copying(), "chain:2", max_length=32).generate([request])
 
 
 def test_plain_decoding_has_no_rule(tiny_target: FrozenTarget) -> None:
     with pytest.raises(UserError, match="plain decoding has none"):
-        Engine(tiny_target, None, EngineOptions(max_length=32, rule="ratio"))
+        open_engine(tiny_target, None, max_length=32, rule="ratio")
 
 
 # Faults of published implementations that the sums of test_rejection.py do not show.

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.tree import parse_shape
 from tests.launches import Launches
-from tests.small_targets import make_target
+from tests.small_targets import make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
@@ -22,17 +21,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torc
 
 
 @pytest.fixture(autouse=True)
-def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from triton.runtime.interpreter import GridExecutor
-
-    launch = GridExecutor.__call__
-
-    def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # the interpreter is the host
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", unrecorded)
-    with kernels_on_cpu(), as_on_a_gpu():
+def every_kernel() -> Iterator[None]:
+    with Launches(), kernels_on_cpu(), as_on_a_gpu():
         yield
 
 
@@ -66,7 +56,7 @@ def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **o
     settings = {"layers": [0, 1]} if kind == "draft" else settings
     head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
     options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
-    engine = Engine(target, head, EngineOptions(**options))
+    engine = open_engine(target, head, **options)
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         engine.decoder.round(64)
