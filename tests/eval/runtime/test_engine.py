@@ -265,7 +265,8 @@ def test_a_batch_that_does_not_fit_a_cpu_is_refused_with_one_that_would(target_o
 
 
 def test_longer_sequences_larger_trees_drafts_and_paused_heads_need_more(target_of: TargetOf) -> None:
-    target, sizes = target_of("llama"), {"capacity": 4096, "nodes": 8, "drafts": False}
+    target = target_of("llama")
+    sizes: dict[str, Any] = {"capacity": 4096, "nodes": 8, "drafts": False}
     modest = row_bytes(target, None, **sizes)
     assert row_bytes(target, None, **sizes | {"capacity": 8192}) > 1.9 * modest
     for more in ({"nodes": 64}, {"drafts": True}):
