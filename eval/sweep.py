@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.bench import parse_arguments as parse_bench
 from eval.command import Parser, count, exit_status, seed
 
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from eval.commands.sweep_run import run_sweep
 
-    return run_sweep(options)
+    return run_sweep(options, parse_bench)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
 """(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
-of its own. scripts/bench_losses.py times gradients written out against those that autograd finds."""
+of its own. scripts/bench_losses.py times the one of `kl` against the one that autograd finds."""
 
 
 def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:

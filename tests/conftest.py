@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_TOKEN_PATH"] = os.devnull  # no test finds the token of whoever runs it
 # Before torchao is, which transformers imports where it is installed: four lines of warnings.
 if "torchao" not in sys.modules:
     logging.getLogger("torchao").setLevel(logging.ERROR)
@@ -28,6 +29,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.switches import kernels_on_cpu, need_c, without_c
 
 PROCESSES = 2
 
@@ -110,27 +113,9 @@ if find_spec("triton") and os.environ.get("TRITON_INTERPRET"):
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 128 tokens: 6 special ones, ASCII text, and the commonest pairs of letters."""
     characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ", "ĉ"]  # byte-level names of space, newline, tab
-    merges = [("Ġ", letter) for letter in "tasifdn"] + [
-        ("e", "r"),
-        ("i", "n"),
-        ("o", "n"),
-        ("r", "e"),
-        ("t", "h"),
-        ("s", "e"),
-    ]
-    merges += [
-        ("o", "r"),
-        ("e", "n"),
-        ("a", "t"),
-        ("l", "f"),
-        ("Ġ", "Ġ"),
-        ("Ċ", "Ġ"),
-        ("e", "l"),
-        ("d", "e"),
-        ("s", "t"),
-    ]
-    merges += [("Ġ", "="), ("Ġ", "c"), ("Ġ", "r")]
-    vocabulary = [*SPECIAL_TOKENS, *characters, *("".join(pair) for pair in merges)]
+    pairs = "Ġt Ġa Ġs Ġi Ġf Ġd Ġn er in on re th se or en at lf ĠĠ ĊĠ el de st Ġ= Ġc Ġr"
+    merges = [(pair[0], pair[1]) for pair in pairs.split()]
+    vocabulary = [*SPECIAL_TOKENS, *characters, *pairs.split()]
     vocabulary += [f"<|reserved{i}|>" for i in range(128 - len(vocabulary))]
     model = models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges, unk_token="<unk>")
     tokenizer = Tokenizer(model)
@@ -176,16 +161,12 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_c() -> Iterator[None]:
-    from tests.switches import without_c
-
     with without_c():
         yield
 
 
 @pytest.fixture
 def interpreted() -> Iterator[None]:
-    from tests.switches import kernels_on_cpu
-
     with kernels_on_cpu():
         yield
 
@@ -193,8 +174,6 @@ def interpreted() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["C", "torch"])
 def with_c(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Both ways of a CPU: through C, and without it."""
-    from tests.switches import need_c, without_c
-
     if request.param:
         need_c()
         yield True

@@ -23,18 +23,9 @@ from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 
 SMALL: dict[str, Any] = dict(
-    hidden_size=24,
-    intermediate_size=40,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=12,
-    rms_norm_eps=1e-5,
-    vocab_size=60,
-    num_target_layers=8,
-    draft_vocab_size=40,
-    rope_theta=100.0,
-    max_position_embeddings=256,
-)
+    hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-5,
+    vocab_size=60, num_target_layers=8, draft_vocab_size=40, rope_theta=100.0, max_position_embeddings=256,
+)  # fmt: skip
 AUX_LAYER_IDS = {"aux_layer_ids": (2, 4, 5)}
 HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "eagle3": (Eagle3, Eagle3Config, AUX_LAYER_IDS),

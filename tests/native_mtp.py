@@ -13,47 +13,21 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 D, V = 32, 128
-COMMON = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-}
-MIMO = {"num_hidden_layers": 3, "num_key_value_heads": 2}
-DEEPSEEK = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-}
-QWEN = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+COMMON = dict(
+    vocab_size=V, hidden_size=D, intermediate_size=48, num_attention_heads=4, max_position_embeddings=512,
+    initializer_range=0.2, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+)  # fmt: skip
+MIMO = dict(num_hidden_layers=3, num_key_value_heads=2)
+DEEPSEEK = dict(
+    num_hidden_layers=3, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+    moe_intermediate_size=16, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+    qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+)  # fmt: skip
+QWEN = dict(
+    num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
+    linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
 ATTENTION = {"layer_types": ["full_attention"] * 4}
 """Of Qwen's: without its recurrent layers, which no target here may have."""
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,33 +38,38 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def mlp(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (width, D),
-        f"{prefix}.up_proj.weight": (width, D),
-        f"{prefix}.down_proj.weight": (D, width),
-    }
+Shapes = dict[str, tuple[int, ...]]
 
 
-def mimo_shapes(i: int) -> dict[str, tuple[int, ...]]:
+def norms(prefix: str, *names: str) -> Shapes:
+    return {f"{prefix}.{name}.weight": (D,) for name in names}
+
+
+def mlp(prefix: str, width: int) -> Shapes:
+    shapes = {"gate_proj": (width, D), "up_proj": (width, D), "down_proj": (D, width)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def mimo_shapes(i: int) -> Shapes:
     p = f"model.mtp_layers.{i}"
+    widths = {"q": D, "k": 16, "v": 16}
     return {
-        **{f"{p}.{norm}.weight": (D,) for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm")},
+        **norms(p, "token_layernorm", "hidden_layernorm", "final_layernorm"),
         f"{p}.input_proj.weight": (D, 2 * D),
-        **{f"{p}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
-        **{f"{p}.self_attn.{name}_proj.weight": (width, D) for name, width in (("q", D), ("k", 16), ("v", 16))},
-        **{f"{p}.self_attn.{name}_proj.bias": (width,) for name, width in (("q", D), ("k", 16), ("v", 16))},
+        **norms(p, "input_layernorm", "post_attention_layernorm"),
+        **{f"{p}.self_attn.{name}_proj.weight": (width, D) for name, width in widths.items()},
+        **{f"{p}.self_attn.{name}_proj.bias": (width,) for name, width in widths.items()},
         f"{p}.self_attn.o_proj.weight": (D, D),
         **mlp(f"{p}.mlp", 48),
     }
 
 
-def deepseek_shapes(i: int) -> dict[str, tuple[int, ...]]:
+def deepseek_shapes(i: int) -> Shapes:
     p = f"model.layers.{3 + i}"
-    shapes: dict[str, tuple[int, ...]] = {
-        **{f"{p}.{norm}.weight": (D,) for norm in ("enorm", "hnorm", "shared_head.norm")},
+    shapes: Shapes = {
+        **norms(p, "enorm", "hnorm", "shared_head.norm"),
         f"{p}.eh_proj.weight": (D, 2 * D),
-        **{f"{p}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
+        **norms(p, "input_layernorm", "post_attention_layernorm"),
         f"{p}.self_attn.q_a_proj.weight": (24, D),
         f"{p}.self_attn.q_a_layernorm.weight": (24,),
         f"{p}.self_attn.q_b_proj.weight": (4 * 24, 24),
@@ -107,31 +86,32 @@ def deepseek_shapes(i: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def qwen_dense_shapes(i: int) -> dict[str, tuple[int, ...]]:
+def qwen_dense_shapes(i: int) -> Shapes:
     """Qwen3.5's smaller models."""
     assert i == 0
+    p = "mtp.layers.0"
     return {
         "mtp.fc.weight": (D, 2 * D),
-        **{f"mtp.{norm}.weight": (D,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")},
-        **{f"mtp.layers.0.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")},
-        "mtp.layers.0.self_attn.q_proj.weight": (2 * 4 * 16, D),
-        "mtp.layers.0.self_attn.k_proj.weight": (2 * 16, D),
-        "mtp.layers.0.self_attn.v_proj.weight": (2 * 16, D),
-        "mtp.layers.0.self_attn.o_proj.weight": (D, 4 * 16),
-        "mtp.layers.0.self_attn.q_norm.weight": (16,),
-        "mtp.layers.0.self_attn.k_norm.weight": (16,),
-        **mlp("mtp.layers.0.mlp", 48),
+        **norms("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        **norms(p, "input_layernorm", "post_attention_layernorm"),
+        f"{p}.self_attn.q_proj.weight": (2 * 4 * 16, D),
+        f"{p}.self_attn.k_proj.weight": (2 * 16, D),
+        f"{p}.self_attn.v_proj.weight": (2 * 16, D),
+        f"{p}.self_attn.o_proj.weight": (D, 4 * 16),
+        f"{p}.self_attn.q_norm.weight": (16,),
+        f"{p}.self_attn.k_norm.weight": (16,),
+        **mlp(f"{p}.mlp", 48),
     }
 
 
-def qwen_shapes(i: int) -> dict[str, tuple[int, ...]]:
+def qwen_shapes(i: int) -> Shapes:
     """Qwen3-Next's and those of Qwen3.5's mixtures of experts."""
+    p = "mtp.layers.0.mlp"
     shapes = {name: shape for name, shape in qwen_dense_shapes(i).items() if ".mlp." not in name}
-    shapes["mtp.layers.0.mlp.gate.weight"] = (4, D)
-    shapes["mtp.layers.0.mlp.shared_expert_gate.weight"] = (1, D)
-    shapes |= mlp("mtp.layers.0.mlp.shared_expert", 16)
+    shapes |= {f"{p}.gate.weight": (4, D), f"{p}.shared_expert_gate.weight": (1, D)}
+    shapes |= mlp(f"{p}.shared_expert", 16)
     for e in range(4):
-        shapes |= mlp(f"mtp.layers.0.mlp.experts.{e}", 16)
+        shapes |= mlp(f"{p}.experts.{e}", 16)
     return shapes
 
 

@@ -14,16 +14,9 @@ from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = dict(
-    vocab_size=512,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
-    initializer_range=0.1,
-    eos_token_id=2,
-)
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.1, eos_token_id=2,
+)  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": dict(head_dim=64),

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from heads.backends.cpu import compiling, library
+from heads.backends.triton import runtime
 
 LOADERS = (compiling.find_compiler, library.load)
 
@@ -31,9 +32,13 @@ def forget_libraries() -> None:
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
     """Run Triton's kernels on CPU tensors, in its interpreter, and no C."""
-    with without_c(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.backends.triton.runtime.ON_CPU", True)
-        yield
+    before = runtime.ON_CPU
+    with without_c():
+        runtime.ON_CPU = True
+        try:
+            yield
+        finally:
+            runtime.ON_CPU = before
 
 
 @contextmanager

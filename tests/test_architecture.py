@@ -140,7 +140,7 @@ def test_every_recipe_loads(path: Path) -> None:
     assert load_recipe(path)
 
 
-STAGES = ("files", "runtime", "command", "benchmark", "reporting")  # of eval/; entries and commands come last
+STAGES = ("files", "runtime", "command", "benchmark", "reporting", "commands")  # of eval/; entries come last
 
 
 def stage(module: str) -> int:
@@ -150,19 +150,22 @@ def stage(module: str) -> int:
 
 
 def test_eval_measures_before_it_reports() -> None:
+    """Entries import commands, commands reports, reports measurements, measurements the runtime; none goes back."""
     for path in modules("eval"):
         own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if path.name == "__init__.py":
-            continue
         names = [name for name in imported_names(path) if name.startswith("eval.")]
         wrong = [name for name in names if stage(name) > stage(own)]
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules("eval")}
-    imports = {own: {name for name in imported_names(path) if name in files} for own, path in files.items()}
-    while leaves := [own for own, names in imports.items() if not names & imports.keys()]:
-        for own in leaves:
-            del imports[own]
-    assert not imports, f"a cycle among {sorted(imports)}"
+@pytest.mark.parametrize("folder", ORDER)
+def test_no_docstring_begins_as_a_question(folder: str) -> None:
+    """Docstrings are noun phrases or imperatives, as in PyTorch's documentation; those below a field too."""
+    found = []
+    for path in modules(folder):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if text.split()[:1]:
+                    if text.split()[0] in ("What", "Whether", "How", "Which"):
+                        found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text[:60]}")
+    assert not found

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import bench
-from eval.benchmark.measurements import folders_of, newest_results
 from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
 from tests.faults import full_disk
+from tests.native_mtp import change_weights
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 CHAT = "data.sources=[{kind: chat, path: bad.jsonl}]"
 BAD = "data.sources.0.path=bad.jsonl"
+LONG = b'{"text": "%s"}\n' % (b"sea " * 600)
 WEIGHTS = "model.safetensors"
 
 
@@ -40,14 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         "target": {"path": str(tiny_target_dir)},
         "head": {"kind": "eagle3", "depth": 2, "intermediate_size": 32},
         "data": {"sources": [{"kind": "text", "path": "data.jsonl"}], "context_length": 48},
-        "train": {
-            "max_steps": 2,
-            "batch_size": 2,
-            "lr": 0.01,
-            "precision": "fp32",
-            "log_every": 1,
-            "checkpoint_every": 1,
-        },
+        "train": dict(max_steps=2, batch_size=2, lr=0.01, precision="fp32", log_every=1, checkpoint_every=1),
         "eval": {"prompts": "prompts.jsonl", "max_new_tokens": 8, "tree": "chain:2", "report": {"repeats": 1}},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -120,55 +113,41 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
     ("changes", "fault"),
     [
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
-        (["train.max_stps=3"], "unknown key; did you mean 'max_steps'?"),
         (["head.dept=3"], "unknown key for head kind eagle3; did you mean 'depth'?"),
         (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
-        (["train.lr=.nan"], "train.lr: should be a finite number"),
-        (["eval.top_k=5"], "eval.top_k: has no effect at eval.temperature 0"),
-        (["train.decay_fraction=0.5"], "has no effect with schedule cosine"),
         (["target.path=''"], "target.path: String should have at least 1 character"),
-        (["output_dir=''"], "output_dir: String should have at least 1 character"),
         (["eval.tree=chian:5"], "tree 'chian:5'"),
         (["head.depth=0"], "head.depth: expected 1 to 1024"),
         (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
         (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
+        (["head.kind=[1]"], "head.kind: unknown kind [1]"),
+        (["data.sources=[{}]"], "data.sources.0.kind: is missing; one of python, text, chat"),
+        (["head.depth=48"], "head.depth: expected less than data.context_length (48)"),
+        (["train.lr=1e300"], "train.lr: should be less than or equal to 100"),
+        (["eval.temperature=1e-30"], "eval.temperature: temperature: expected 0 (greedy) or"),
+        (["eval.report.temperatures=[1e-30]"], "eval.report.temperatures.0: temperature: expected 0 (greedy) or"),
     ],
 )
 def test_recipes(changes: list[str], fault: str, refused: Any) -> None:
     assert fault in refused(lambda: train(*changes))
 
 
-def test_a_bad_head_is_given_before_any_data_is_read(here: Path, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.loop.load_data", lambda *_: 1 / 0)
-    assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]"))
+def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
+    assert "head.aux_layer_ids" in refused(lambda: train("head.aux_layer_ids=[]", "data.sources.0.path=no.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("data", "changes", "fault"),
     [
-        (b"", [BAD], "bad.jsonl: the file is empty"),
-        (b"\n\n", [BAD], "bad.jsonl: the file is empty"),
         (b'{"text": "a"}\n{"text": \n', [BAD], "bad.jsonl:2: expected a JSON record (Expecting value at column 9)"),
-        (b'{"text": "a"}\n[1]\n', [BAD], "bad.jsonl:2: expected a JSON object with keys, got list"),
         (b'{"txt": "a"}\n', [BAD], "bad.jsonl:1: expected a record with 'text', got keys txt"),
-        (b'{"text": "\xff"}\n', [BAD], "bad.jsonl:1: expected UTF-8 text"),
         (b'{"text": "a"}\n', [BAD], "no token to train on: every document is too short"),
-        (
-            b'{"messages": [{"role": "user", "content": "hi"}]}\n',
-            [CHAT],
-            "1 of 1 records are left out: 1 without an answer",
-        ),
-        (b'{"messages": [{"role": ["user"], "content": "hi"}]}\n', [CHAT], "bad.jsonl:1: messages[0]: expected a role"),
         (b'{"messages": "hi"}\n', [CHAT], "bad.jsonl:1: expected 'messages' to be a list of turns"),
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
-        (b'{"text": "%s"}\n' % (b"sea " * 600), ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
         (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
-        (
-            b'{"text": "%s"}\n' % (b"sea " * 600),
-            ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"],
-            "need 1814 positions, the target has 512",
-        ),
+        (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
+        (LONG, ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"], "need 1814 positions, the target has 512"),
     ],
 )
 def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Path, refused: Any) -> None:
@@ -176,70 +155,32 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
     assert fault in refused(lambda: train(*changes))
 
 
-@pytest.mark.filterwarnings("ignore:.*is_decoder")
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
         ("missing", "neither a folder here nor found on the hub"),
-        ("empty", "found no config.json in it"),
-        ("file", "found no config.json in it"),
-        ("code", "comes with Python code of its own"),
-        ("cut short", "18 of its weights have no place in the LlamaForCausalLM of 6 layers"),
-        ("no tokenizer", "no tokenizer that can be loaded"),
-        ("no language model", "expected a whole causal language model"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
-        ("shallow", "too shallow for the default auxiliary layers"),
+        ("not finite", "its logits are not finite"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
+        ("another's weights", "with fingerprint of the weights"),
+        ("shallow", "too shallow for the default auxiliary layers"),
     ],
 )
 def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refused: Any) -> None:
     path = here / "other"
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("mine")
-    elif kind in ("code", "cut short"):
+    if kind in ("truncated", "not finite"):
         shutil.copytree(tiny_target_dir, path)
-        change = {
-            "code": {
-                "model_type": "own",
-                "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
-            },
-            "cut short": {"num_hidden_layers": 6},
-        }
-        config = json.loads((path / "config.json").read_text()) | change[kind]
-        (path / "config.json").write_text(json.dumps(config))
-    elif kind == "no tokenizer":
-        shutil.copytree(tiny_target_dir, path, ignore=shutil.ignore_patterns("tok*", "*.jinja"))
-    elif kind == "no language model":
-        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-        BertModel(BertConfig(vocab_size=128, **sizes)).save_pretrained(path)  # type: ignore[arg-type]
-    elif kind == "truncated":
-        shutil.copytree(tiny_target_dir, path)
+    if kind == "truncated":
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
-    elif kind == "shallow":
-        make_target(path, tiny_target_dir, num_hidden_layers=2)
-    elif kind == "another's tokenizer":
-        make_target(path, tiny_target_dir, vocab_size=100)
-    assert fault in refused(lambda: train("target.path=other"))
+    elif kind == "not finite":
+        change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
+    elif kind != "missing":
+        sizes = {"another's tokenizer": {"vocab_size": 100}, "shallow": {"num_hidden_layers": 2}}
+        make_target(path, tiny_target_dir, **sizes.get(kind, {}))
+    if kind != "another's weights":
+        assert fault in refused(lambda: train("target.path=other"))
     if kind != "shallow":
         assert fault in refused(lambda: measure("run", "--target", "other"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"hidden_size": 64}, "with hidden size 32, but other has 64"),
-        ({"vocab_size": 256}, "with vocabulary 128, but other has 256"),
-        ({"num_hidden_layers": 9}, "with number of layers 8, but other has 9"),
-        ({}, "with fingerprint of the weights"),
-    ],
-)
-def test_a_head_for_another_target(
-    changes: dict[str, int], fault: str, here: Path, tiny_target_dir: Path, refused: Any
-) -> None:
-    make_target(here / "other", tiny_target_dir, **changes)
-    assert fault in refused(lambda: measure("run", "--target", "other"))
 
 
 def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_dir: Path, refused: Any) -> None:
@@ -252,48 +193,6 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
     assert measure("faint-run", "--dtype", "bfloat16") == 0
     shutil.rmtree(here / "out")
     assert "ask for bfloat16" in refused(lambda: measure("faint-run", "--dtype", "float16"))
-
-
-def drop(weights: dict[str, torch.Tensor]) -> None:
-    del weights["fc.weight"]
-
-
-def add(weights: dict[str, torch.Tensor]) -> None:
-    weights["more"] = torch.zeros(1)
-
-
-def reshape(weights: dict[str, torch.Tensor]) -> None:
-    weights["fc.weight"] = weights["fc.weight"].T.contiguous()
-
-
-def poison(weights: dict[str, torch.Tensor]) -> None:
-    weights["fc.weight"][0, 0] = torch.nan
-
-
-def point_elsewhere(weights: dict[str, torch.Tensor]) -> None:
-    weights["d2t"] = torch.arange(128)
-
-
-@pytest.mark.parametrize("change", [drop, add, reshape, poison, point_elsewhere])
-def test_tampered_weights(change: Callable[[dict[str, torch.Tensor]], None], here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file)
-    assert "run/head" in refused(measure)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated_weights(keep: int, here: Path, refused: Any) -> None:
-    file = here / "run/head" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:keep])
-    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(measure)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": {"kind": "medusa"}}'])
-def test_a_damaged_record_of_a_head(text: str, here: Path, refused: Any) -> None:
-    (here / "run/head/config.json").write_text(text)
-    assert "run/head/config.json" in refused(measure)
 
 
 @pytest.mark.parametrize(
@@ -330,12 +229,6 @@ def test_the_readme_of_something_else_is_not_replaced(here: Path, refused: Any) 
     assert "output_dir .: holds a README.md of something else" in refused(lambda: train("output_dir=."))
     shutil.copy(here / "run/results.json", here)
     assert "holds a README.md of something else" in refused(lambda: exit_status(lambda: report_command(here)))
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"schema_version": 1}'])
-def test_a_results_file_that_is_none(text: str, here: Path, refused: Any) -> None:
-    (here / "results.json").write_text(text)
-    assert "results.json: " in refused(lambda: exit_status(lambda: report_command(here)))
 
 
 def test_an_output_dir_in_use(here: Path, refused: Any) -> None:
@@ -391,31 +284,19 @@ def test_results_are_of_the_head_that_lies_there_and_of_the_settings_asked_for(h
     assert measured()["head"]["sha256"] == again != first["head"]["sha256"]
 
 
-def test_a_head_that_was_cut_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
+def test_a_head_that_was_damaged_is_neither_finished_nor_measured(here: Path, refused: Any) -> None:
     file = here / "run/head" / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(lambda: train("output_dir=run"))
+    assert f"run/head/{WEIGHTS}: truncated or damaged" in refused(measure)
+    (here / "run/head/config.json").write_text("{}")
+    assert "run/head/config.json" in refused(measure)
 
 
 def test_results_that_were_damaged_are_measured_again(here: Path) -> None:
     (here / "run/results.json").write_text("{")
     assert train("output_dir=run") == 0
     assert read_results(here / "run/results.json")["exact"]["divergences"] == []
-
-
-def test_every_measurement_of_a_run_is_kept(here: Path) -> None:
-    """Prompts from a file with a comma in its name, too."""
-    (here / "prompts.jsonl").rename(here / "some, of mine.jsonl")
-    own = (here / "run/results.json").read_bytes()
-    given = ["run", "--prompts", "some, of mine.jsonl", "--tree", "chain:2", "--max-new-tokens", "8", "--repeats", "1"]
-    for _ in range(2):
-        assert exit_status(lambda: bench.main(given)) == 0
-    folders = sorted((here / "run/bench").iterdir())
-    assert len(folders) == 2 and all((folder / "report.html").is_file() for folder in folders)
-    assert all("chain-2_greedy_some-of-mine" in folder.name for folder in folders)
-    assert (here / "run/results.json").read_bytes() == own
-    newest = newest_results(folders_of(here / "run"))
-    assert newest is not None and newest[0] == folders[1] and newest[1]["suites"].keys() == {"some, of mine"}
 
 
 def test_a_report_that_was_cut_off_is_written_by_the_same_command(here: Path) -> None:

@@ -20,8 +20,7 @@ import pytest
 import torch
 import yaml
 
-from eval.benchmark.messages import read_messages
-from eval.benchmark.records import read_records
+from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
@@ -43,10 +42,7 @@ PAGES += sorted({page for name in FOLDERS for page in (ROOT / name).rglob("READM
 PAGES += [ROOT / ".github/CONTRIBUTING.md"]
 RECORDS = ROOT / "eval/results"
 ELSEWHERE = {
-    "pip": ".ci/run",
-    "pytest": ".ci/run",
-    "ruff": ".ci/run",
-    "mypy": ".ci/run",
+    **dict.fromkeys(("pip", "pytest", "ruff", "mypy"), ".ci/run"),
     "scripts/make_target.py": "tests/scripts/test_make_target.py",
     "scripts/recipe_keys.py": "tests/train/test_recipe_keys.py",
 }
@@ -81,7 +77,6 @@ class Command:
 
     page: str
     text: str
-    is_inline: bool
     needs: str | None
 
     @property
@@ -115,15 +110,15 @@ def commands_of(page: Path) -> Iterator[Command]:
         for line in block.replace("\\\n", " ").splitlines():
             for command in line.split(" && "):
                 if not command.startswith("#"):
-                    yield Command(str(page.relative_to(ROOT)), command.strip(), False, needs and needs[1])
+                    yield Command(str(page.relative_to(ROOT)), command.strip(), needs and needs[1])
     for command in re.findall(r"`((?:accelerate launch .*|python )\w+/\w+\.py [^`]+)`", text):
-        yield Command(str(page.relative_to(ROOT)), command, True, None)
+        yield Command(str(page.relative_to(ROOT)), command, None)
 
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands_of(page)))
 OURS = [command for command in COMMANDS if command.is_ours]
-RUN = [c for n, c in enumerate(OURS) if c.text not in {before.text for before in OURS[:n]}]
-RUN = [c for c in RUN if c.needs is None and c.program not in ELSEWHERE]
+ONCE = {command.text: command for command in reversed(OURS)}
+RUN = [c for c in OURS if c is ONCE[c.text] and c.needs is None and c.program not in ELSEWHERE]
 
 
 def test_the_first_page_begins_with_two_commands() -> None:
@@ -195,16 +190,10 @@ def test_a_command_runs(command: Command, checkout: Path) -> None:
     # One after the other, as a reader would: later ones measure what earlier ones trained.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        shortened(command),
-        cwd=checkout,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        shortened(command), cwd=checkout, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=900,
-    )
-    assert done.returncode == 0, done.stdout
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_program_in_python_runs(

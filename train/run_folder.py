@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.benchmark.environment import device_facts, versions
 from eval.files import check_folder, sync_folder, write_json, write_text
-from eval.reporting.report import check_card
+from eval.reporting.card import check_card
 from heads.errors import UserError, shown
 from heads.target.frozen import FrozenTarget
 from train.recipe import dump_recipe

@@ -11,8 +11,7 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from eval.benchmark.results import Results
-from eval.benchmark.sweep_file import figures_of
+from eval.benchmark.results import Results, figures_of
 from eval.files import write_text
 from eval.reporting.format import is_disturbed
 from heads.errors import UserError, first_line

@@ -6,23 +6,36 @@ A calibration on a few prompts measures how deep drafts are accepted and what a 
 
 gives a curve over chains and dynamic trees. Its best setting and the settings beside it are then measured like any
 other, on all prompts; should one beside it win, so are the ones beside that. What is chosen was always measured.
+
+One wide tree shows the acceptance of every smaller one of its width: a tree of fewer nodes or levels keeps the
+likeliest of the same candidates, so it would have held a node of the accepted path exactly if that node's rank among
+the candidates of its levels was good enough. The rounds of one run thus give the whole curve.
+
+Letters: B batch, N nodes, K depth, R rounds.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from eval.benchmark.metrics import predicted_speedup
+from eval.benchmark.measure import line_up, profile
+from eval.benchmark.metrics import Trace, acceptance_by_depth, predicted_speedup
 from eval.benchmark.prompts import Prompt, spread
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
-from eval.benchmark.tune import Calibration, calibrate, can_draft
 from eval.command import AUTO
-from heads.base import Drafter
+from eval.runtime.sampling import check_rule
+from heads.backends.base import Backend
+from heads.backends.selection import select_backend
+from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
+from heads.growth import DEPTH_PENALTY
 from heads.target.frozen import FrozenTarget
-from heads.tree import TreeShape, parse_shape
+from heads.tree import Proposal, TreeShape, parse_shape
 
 LONGEST_CHAIN, DEEPEST_TREE = 10, 8
 WIDTHS = (2, 4, 8)
@@ -31,6 +44,39 @@ NODES = (8, 12, 16, 24, 32, 48, 64)
 LARGEST_TREE = NODES[-1]
 CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 8, 64
 MOST_COMPARISONS = 4
+NEVER = 1 << 30
+"""The rank of a node that was not accepted: no tree holds it."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One draft, tried."""
+
+    shape: TreeShape
+    draft: float
+    """Seconds of a round's draft; the same of its verification, and of what is left."""
+    verify: float
+    rest: float
+    plain: float
+    """Seconds of a plain step in the same minute."""
+    ranks: Tensor  # (R, K, K) int64: [r, d - 1, k - 1] is the rank of the accepted node at depth d among k levels
+
+    def tokens(self, depth: int, nodes: int) -> float:
+        """Tokens a round would have emitted with so many levels and nodes, the bonus token included."""
+        held = self.ranks[:, :depth, depth - 1] < nodes  # (R, depth)
+        return 1.0 + float(held.sum(dim=1).double().mean())
+
+    def costs_ms(self) -> Results:
+        """Costs in milliseconds."""
+        seconds = {"draft": self.draft, "verify": self.verify, "rest": self.rest, "plain": self.plain}
+        milliseconds = {name: 1e3 * value for name, value in seconds.items()}
+        return {"tree": str(self.shape), "nodes": self.shape.nodes, **milliseconds}
+
+    def alpha(self) -> list[float | None]:
+        """Acceptance by depth, of the whole draft."""
+        K = self.shape.depth
+        accepted = (self.ranks[:, :, K - 1] < NEVER).sum(dim=1).tolist()
+        return acceptance_by_depth([Trace(0, tuple(accepted), tuple(min(n + 1, K) for n in accepted))], K)
 
 
 @dataclass(frozen=True)
@@ -99,11 +145,11 @@ class Search:
 
     def record(self, temperature: float) -> Results:
         """Return the entry in results.json."""
-        longest = next(calibration for calibration in self.calibrations if calibration.shape.top_k == 1)
+        longest = next(c for c in self.calibrations if c.shape.top_k == 1)
         return {
             "temperature": temperature,
             "alpha": longest.alpha(),
-            "costs_ms": [cost_record(calibration) for calibration in self.calibrations],
+            "costs_ms": [calibration.costs_ms() for calibration in self.calibrations],
             "curve": [asdict(point) for point in self.curve],
             "proposed": [point.tree for point in self.proposed],
             "measured": self.measured,
@@ -112,26 +158,13 @@ class Search:
         }
 
 
-def cost_record(calibration: Calibration) -> Results:
-    """Costs of a calibration in milliseconds."""
-    parts = {
-        "draft": calibration.draft,
-        "verify": calibration.verify,
-        "rest": calibration.rest,
-        "plain": calibration.plain,
-    }
-    return {"tree": str(calibration.shape), "nodes": calibration.shape.nodes} | {
-        name: 1e3 * s for name, s in parts.items()
-    }
-
-
 def start_search(
     target: FrozenTarget,
     head: Drafter,
     prompts: Sequence[Prompt],
     temperature: float,
     settings: BenchSettings,
-    fixed: Sequence[TreeShape] = (),
+    fixed: Sequence[TreeShape],
 ) -> Search:
     """Run the calibration, on prompts spread over all of them; the shapes `fixed` are measured whatever it says.
     UserError if the head drafts nothing that is looked for."""
@@ -167,15 +200,13 @@ def tree_text(depth: int, width: int, nodes: int) -> str:
 
 def cost_curve(calibrations: Sequence[Calibration]) -> list[Point]:
     """The model's figures for every setting that the calibrations speak of."""
-    plain = float(np.mean([calibration.plain for calibration in calibrations]))
+    plain = float(np.mean([c.plain for c in calibrations]))
     points = []
     for shape, calibration in candidates(calibrations):
         tokens = calibration.tokens(shape.depth, shape.nodes)
-        draft, verify, rest = costs(shape, calibrations)
-        speedup = predicted_speedup(tokens, plain_seconds=plain, draft=draft, verify=verify, rest=rest)
-        points.append(
-            Point(shape.text, shape.depth, shape.nodes, shape.top_k, tokens, 1e3 * (draft + verify + rest), speedup)
-        )
+        seconds = round_seconds(shape, calibrations)
+        speedup = predicted_speedup(tokens, plain_seconds=plain, round_seconds=seconds)
+        points.append(Point(shape.text, shape.depth, shape.nodes, shape.top_k, tokens, 1e3 * seconds, speedup))
     return points
 
 
@@ -183,10 +214,7 @@ def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Cal
     """Return every chain and tree inside the calibrated range, with the calibration that has its acceptance: the
     largest of its width."""
     found = []
-    largest = {
-        calibration.shape.top_k: calibration
-        for calibration in sorted(calibrations, key=lambda calibration: calibration.shape.nodes)
-    }
+    largest = {c.shape.top_k: c for c in sorted(calibrations, key=lambda c: c.shape.nodes)}
     for width, calibration in sorted(largest.items()):
         if width == 1:
             texts = [f"chain:{k}" for k in range(1, calibration.shape.depth + 1)]
@@ -198,16 +226,13 @@ def candidates(calibrations: Sequence[Calibration]) -> list[tuple[TreeShape, Cal
     return found
 
 
-def costs(shape: TreeShape, calibrations: Sequence[Calibration]) -> tuple[float, float, float]:
-    """Seconds of draft, verification and the rest of a round: between the measured ones, in a straight line. Drafting
-    goes by levels among calibrations of the same width, the others by nodes among chains or among trees."""
-    same_width = [calibration for calibration in calibrations if calibration.shape.top_k == shape.top_k]
-    same_form = [calibration for calibration in calibrations if (calibration.shape.top_k == 1) == (shape.top_k == 1)]
-    return (
-        between(shape.depth, [(calibration.shape.depth, calibration.draft) for calibration in same_width]),
-        between(shape.nodes, [(calibration.shape.nodes, calibration.verify) for calibration in same_form]),
-        between(shape.nodes, [(calibration.shape.nodes, calibration.rest) for calibration in same_form]),
-    )
+def round_seconds(shape: TreeShape, calibrations: Sequence[Calibration]) -> float:
+    """Seconds of a round: between the measured ones, in a straight line. Drafting goes by levels among calibrations of
+    the same width, verification and the rest by nodes among chains or among trees."""
+    same_width = [c for c in calibrations if c.shape.top_k == shape.top_k]
+    same_form = [c for c in calibrations if (c.shape.top_k == 1) == (shape.top_k == 1)]
+    drafting = between(shape.depth, [(c.shape.depth, c.draft) for c in same_width])
+    return drafting + between(shape.nodes, [(c.shape.nodes, c.verify + c.rest) for c in same_form])
 
 
 def between(x: float, points: Sequence[tuple[float, float]]) -> float:
@@ -230,3 +255,98 @@ def beside(centre: Point, curve: Sequence[Point]) -> list[Point]:
         level = [p for p in depth_first if p.depth == depth]
         found += sorted(level, key=lambda p: (abs(p.nodes - centre.nodes), p.nodes))[:1]
     return found
+
+
+def calibrate(
+    target: FrozenTarget,
+    head: Drafter,
+    shapes: Sequence[TreeShape],
+    prompts: Sequence[Prompt],
+    temperature: float,
+    settings: BenchSettings,
+) -> list[Calibration]:
+    """Decode `prompts` once with each shape, in turns with plain decoding."""
+    recorded = [Recorded(head) for _ in shapes]
+    comparison = line_up(target, list(zip(recorded, shapes, strict=True)), prompts, temperature, settings)
+    for head in recorded:
+        head.outcomes.clear()  # of the warm-up
+    phases_of = profile(comparison, len(prompts))
+    if not all(head.outcomes for head in recorded):
+        raise UserError(
+            f"--tree auto: every output of the {len(prompts)} prompts tried ended with its first token, which the "
+            "prefill gives; name a tree, use other prompts, or allow more new tokens"
+        )
+    return [
+        Calibration(
+            shape,
+            phases["draft"],
+            phases["verify"],
+            phases["accept"] + phases["commit"],
+            phases["plain"],
+            torch.cat([ranks(outcome, shape.depth) for outcome in head.outcomes]),
+        )
+        for shape, phases, head in zip(shapes, phases_of, recorded, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Proposal of one round, and the path that was accepted."""
+
+    scores: Tensor  # (B, N)
+    depths: Tensor  # (B, N)
+    path: Tensor  # (B, K + 1), nodes, the root first
+    count: Tensor  # (B,), how many of them are accepted, the root included; 0 for a row that takes no part
+
+
+class Recorded(Drafter):
+    """A drafter, and the outcome of its proposals. They are kept as they are: counting waits until the clocks stand."""
+
+    def __init__(self, head: Drafter) -> None:
+        self.head, self.aux_layer_ids = head, head.aux_layer_ids
+        self.proposal: Proposal | None = None
+        self.outcomes: list[Outcome] = []
+
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> Any:
+        return self.head.new_state(shared, batch_size=batch_size, capacity=capacity, shape=shape, backend=backend)
+
+    def reset_rows(self, state: Any, rows: Tensor) -> None:
+        self.head.reset_rows(state, rows)
+
+    def propose(self, state: Any, pick: Pick) -> Proposal:
+        self.proposal = self.head.propose(state, pick)
+        return self.proposal
+
+    def extend(self, state: Any, observation: Observation) -> None:
+        if observation.nodes is not None:
+            assert self.proposal is not None
+            kept = (self.proposal.scores, self.proposal.depths, observation.nodes, observation.count)
+            self.outcomes.append(Outcome(*(tensor.clone() for tensor in kept)))
+        self.head.extend(state, observation)
+
+
+def ranks(outcome: Outcome, depth: int) -> Tensor:
+    """(R, K, K) int64, `Calibration.ranks` of the rows that took part."""
+    rows = outcome.count > 0
+    depths, path, count = outcome.depths[rows], outcome.path[rows], outcome.count[rows]
+    key = outcome.scores[rows].float() - DEPTH_PENALTY * depths
+    key[:, 0] = torch.inf
+    level = torch.arange(1, depth + 1, device=key.device)
+    own = key.gather(1, path[:, 1:])  # (R, K)
+    better = key[:, None] > own[..., None]  # (R, K, N)
+    within = depths[:, None] <= level[:, None]  # (R, K levels, N)
+    rank = (better[:, :, None] & within[:, None]).sum(dim=3)  # (R, K, K)
+    accepted = level[None, :, None] < count[:, None, None]
+    return torch.where(accepted & (level[:, None] <= level), rank, NEVER).cpu()
+
+
+def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
+    """Return True if a head fills trees of this shape and the rule judges them."""
+    try:
+        check_rule(rule, shape)
+        head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape, backend=select_backend(target))
+    except UserError:
+        return False
+    return True

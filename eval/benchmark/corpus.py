@@ -36,11 +36,7 @@ def installed_source() -> tuple[Path, ...]:
 
 def is_held_out(relative_path: str) -> bool:
     """Return True if a module belongs to the held-out split; a function of its path alone."""
-    return _is_held_out(hashlib.sha256(relative_path.encode()).digest())
-
-
-def _is_held_out(digest: bytes) -> bool:
-    return int.from_bytes(digest) % 100 < HELD_OUT_PERCENT
+    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()) % 100 < HELD_OUT_PERCENT
 
 
 @cache
@@ -59,10 +55,9 @@ def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
             for name in files:
                 if name.endswith(".py"):
                     modules.setdefault((prefix + name).removeprefix("./"), Path(place, name))
-    digests = {name: hashlib.sha256(name.encode()).digest() for name in modules}
     splits: dict[bool, list[tuple[str, Path]]] = {True: [], False: []}
-    for name in sorted(modules, key=digests.__getitem__):
-        splits[_is_held_out(digests[name])].append((name, modules[name]))
+    for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        splits[is_held_out(name)].append((name, modules[name]))
     return splits
 
 

@@ -1,22 +1,29 @@
-"""Hardware and versions of a measurement, for results and provenance, and other work on its cores."""
+"""Facts of a measurement: its target, head, hardware and versions, and other work on its cores."""
 
 import os
 import platform
 import subprocess
 import sys
 import time
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from heads.backends.cpu.compiling import find_compiler
 from heads.backends.cpu.decoder import CompiledDecoder
 from heads.backends.selection import select_backend
 from heads.backends.torch.architectures import why_not_native
 from heads.backends.triton.decoder import DTYPES
+from heads.base import Drafter
+from heads.checkpoint import weights_hash
+from heads.registry import kind_of
 from heads.target.frozen import FrozenTarget
+from heads.target.quantization import weight_bytes
 
 PACKAGES = (
     *("torch", "triton", "torchao", "transformers", "tokenizers"),
@@ -25,6 +32,52 @@ PACKAGES = (
 ROOT = Path(__file__).resolve().parents[2]
 STAT = Path("/proc/stat")
 LOOK_SECONDS = 0.3
+
+
+def target_facts(target: FrozenTarget) -> dict[str, Any]:
+    """Return the identity and the size of the target."""
+    return {
+        "name": target.name,
+        "architecture": type(target.model).__name__,
+        "fingerprint": target.fingerprint,
+        "quantize": target.quantize,
+        "weight_bytes": weight_bytes(target.model),
+        "parameters": num_parameters(target.model),
+        "layers": target.num_layers,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "grown_from": getattr(target.config, "grown_from", None),
+        "adapter": target.adapter,
+    }
+
+
+def head_facts(head: Drafter, path: str) -> dict[str, Any]:
+    """Return the identity and the size of the head: its own weights, none if it uses the target's."""
+    config: Any = getattr(head, "config", None)
+    return {
+        "kind": kind_of(head),
+        "path": path,
+        "sha256": weights_hash(path),
+        "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
+        "aux_layer_ids": list(head.aux_layer_ids),
+        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+    }
+
+
+def environment(target: FrozenTarget) -> dict[str, Any]:
+    """Return the time and the machine of the measurement."""
+    return {
+        "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "device": device_facts(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "decoder": decoder_facts(target),
+        "versions": versions(),
+    }
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Weights, tied ones once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -58,14 +111,20 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 
 
 def contention(device: torch.device) -> str | None:
-    """Return advice if other processes use cores that this one's threads need: threads that compute one product wait
-    for the slowest, thousands of times a step. None if none do, or if it cannot be seen."""
+    """Return advice if other processes use cores that this one's threads need; None if none do, or if it cannot be
+    seen."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not STAT.is_file():
         return None
-    cores, started, before = len(os.sched_getaffinity(0)), time.perf_counter(), idle_seconds()
+    started, before = time.perf_counter(), idle_seconds(STAT)
     time.sleep(LOOK_SECONDS)
-    idle = (idle_seconds() - before) / (time.perf_counter() - started)
+    return advice(threads, (idle_seconds(STAT) - before) / (time.perf_counter() - started))
+
+
+def advice(threads: int, idle: float) -> str | None:
+    """Return advice for `threads` on cores of which `idle` do nothing: threads that compute one product wait for the
+    slowest, thousands of times a step."""
+    cores = len(os.sched_getaffinity(0))
     if idle >= threads - 0.5:
         return None
     return (
@@ -74,10 +133,10 @@ def contention(device: torch.device) -> str | None:
     )
 
 
-def idle_seconds() -> float:
-    """Return the idle seconds of this process's cores since the machine started, all together."""
+def idle_seconds(stat: Path) -> float:
+    """Return the idle seconds of this process's cores since the machine started, all together, by /proc/stat."""
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    rows = [line.split() for line in STAT.read_text(encoding="ascii").splitlines()]
+    rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines()]
     return sum(int(row[4]) + int(row[5]) for row in rows if row[0] in own) / os.sysconf("SC_CLK_TCK")
 
 
@@ -104,14 +163,13 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit checked out, with a + where files differ from it; "unknown" outside a clone."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+
     try:
-        revision = _git("rev-parse", "--short=12", "HEAD")
-        return revision + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
-    ).stdout.strip()

@@ -1,252 +1,36 @@
-"""The figures of results.json: of a comparison's variants, and what identifies target, head and machine."""
+"""The figures of results.json: those of a comparison's variants, audited token by token.
+
+Under the rule `match`, and under any rule at temperature 0, every token must be plain decoding's. Under the other rules
+a sampled text is another draw from the target's distribution than plain decoding's: no comparison of texts can
+distinguish a right one from a wrong one. That the rules keep the distribution is proved by summing up everything that
+can happen (tests/eval/runtime/test_rejection.py). The rest is checked here: the same engines, over the same prompts at
+temperature 0, must give plain decoding's tokens, and every repeat the same tokens again.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark import metrics
-from eval.benchmark.audit import audit, find_divergences
-from eval.benchmark.environment import decoder_facts, device_facts, versions
 from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results, finite
 from eval.runtime.engine import PHASES, Output
+from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.request import Detokenizer
-from heads.base import Drafter
-from heads.checkpoint import weights_hash
-from heads.registry import kind_of
+from eval.runtime.sampling import Sampling
+from heads.backends.selection import is_narrow
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from heads.target.frozen import FrozenTarget
-from heads.target.quantization import weight_bytes
+from heads.tree import is_chain
 
 NUM_SAMPLES = 4
-
-
-def figures(
-    comparison: Comparison, variant: Variant, divergences: Sequence[dict[str, Any]], units: Sequence[int]
-) -> Results:
-    """Return the figures of one setting over some of the units (all of them, or a suite's)."""
-    indices = [i for unit in units for i in comparison.units[unit]]
-    chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
-    differing = [d for d in divergences if (d["suite"], d["prompt"]) in chosen]
-    wrong, near_ties = split_near_ties(differing)
-    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
-    outputs = [variant.outputs[0][i] for i in indices]
-    traces = [trace(output) for output in outputs]
-    depth = variant.shape.depth
-    in_distribution = variant.in_distribution(comparison)
-    tokens, made = [comparison.tokens(unit) for unit in units], [comparison.tokens(unit, variant) for unit in units]
-    plain = [comparison.plain.unit_seconds(unit) for unit in units]
-    seconds = [variant.unit_seconds(unit) for unit in units]
-    timings = variant.timings_of(units)
-    tau = metrics.tau(traces)
-    phases = comparison.breakdowns[comparison.drafting.index(variant)]
-    return {
-        "tree": str(variant.shape),
-        "depth": depth,
-        "nodes": variant.shape.nodes,
-        "temperature": comparison.requests[0].sampling.temperature,
-        "rule": variant.engine.options.rule,
-        "exact": {
-            **(
-                in_distribution_record(len(indices), len(indices), identical, wrong)
-                if in_distribution
-                else {"prompts": len(indices), "identical": identical, "divergences": wrong}
-            ),
-            **near_ties,
-        },
-        "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
-        "alpha": metrics.acceptance_by_depth(traces, depth),
-        "accepted_histogram": metrics.accepted_histogram(traces, depth),
-        "baseline": {
-            "tokens_per_second": metrics.tokens_per_second(tokens, plain),
-            "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
-            "token_ms": token_percentiles(comparison.plain.timings_of(units)),
-        },
-        "speculative": {
-            "tokens_per_second": metrics.tokens_per_second(made, seconds),
-            "ms_per_round": 1e3 * sum(seconds) / max(sum(timing.rounds for timing in timings), 1),
-            "token_ms": token_percentiles(timings),
-            "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
-            "plain_step_ms": 1e3 * phases["plain"],
-        },
-        "speedup": speedup_record(comparison, variant, units, tau) if identical == len(indices) else None,
-        **({} if variant.engine.candidates is None else {"adaptive": adaptive_record(variant, units)}),
-        "loop_share": metrics.loop_share([output.tokens for output in outputs]),
-        "tokens": sum(len(output.tokens) for output in outputs),
-        "undecoded": sum(len(output.tokens) == 1 for output in outputs),
-    }
-
-
-def speedup_record(comparison: Comparison, variant: Variant, units: Sequence[int], tau: float) -> Results:
-    """Return the speedup over plain decoding of a variant over some of the units, measured and predicted."""
-    plain = [comparison.plain.unit_seconds(unit) for unit in units]
-    seconds = [variant.unit_seconds(unit) for unit in units]
-    if variant.in_distribution(comparison):  # the texts are others than plain decoding's, so rates are compared
-        made, tokens = ([comparison.tokens(unit, who) for unit in units] for who in (variant, comparison.plain))
-        rates = (made, seconds), (tokens, plain)
-        measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
-    else:
-        measured, interval = metrics.speedup(plain, seconds), metrics.speedup_interval(plain, seconds)
-    phases = comparison.breakdowns[comparison.drafting.index(variant)]
-    return {
-        "measured": measured,
-        "ci95": interval,
-        "predicted": metrics.predicted_speedup(
-            tau,
-            plain_seconds=phases["plain"],
-            draft=phases["draft"],
-            verify=phases["verify"],
-            rest=phases["accept"] + phases["commit"],
-        ),
-    }
-
-
-def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
-    """The spread of the time between tokens."""
-    return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
-
-
-def adaptive_record(variant: Variant, units: Sequence[int]) -> Results:
-    """Return the share of rounds of each draft, the longest first."""
-    assert variant.engine.candidates is not None
-    rounds = sum((timing.candidates for timing in variant.timings_of(units)), Counter())
-    names = [str(shape) for shape in variant.engine.candidates.controller.shapes]
-    return {"shares": {name: rounds[name] / max(rounds.total(), 1) for name in names}, "rounds": rounds.total()}
-
-
-def split_near_ties(divergences: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Results]:
-    """Split divergences into faults, and a record with the near-ties, if there are any, under `near_ties`."""
-    wrong = [d for d in divergences if not d.get("near_tie")]
-    near = [d for d in divergences if d.get("near_tie")]
-    return wrong, {"near_ties": near} if near else {}
-
-
-def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[dict[str, Any]]) -> dict[str, Results]:
-    """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
-    groups: dict[str, list[int]] = {}
-    for unit, indices in enumerate(comparison.units):
-        prompt = comparison.prompts[indices[0]]
-        groups.setdefault(prompt.suite, []).append(unit)
-        if prompt.category != prompt.suite:
-            groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
-    return {name: figures(comparison, variant, divergences, units) for name, units in groups.items()}
-
-
-def headline(measurements: Sequence[Results]) -> int:
-    """The setting that stands for all: the fastest at the first temperature, or the first one if the audit failed."""
-    candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
-    if any(measurements[i]["speedup"] is None for i in candidates):
-        return 0
-    return max(candidates, key=lambda i: measurements[i]["speedup"]["measured"])
-
-
-def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[dict[str, Any]]) -> Results:
-    """The audit over every setting measured; plain decoding must repeat itself too."""
-    prompts = sum(m["exact"]["prompts"] for m in measurements)
-    divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
-    compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
-    identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
-    record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
-    if any("kind" in m["exact"] for m in measurements):
-        record = in_distribution_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
-    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
-    return {**record, "near_ties": near} if near else record
-
-
-def in_distribution_record(
-    prompts: int, compared: int, identical: int, divergences: Sequence[dict[str, Any]]
-) -> Results:
-    """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
-    temperature 0, under `greedy`."""
-    greedy = {"prompts": compared, "identical": identical}
-    return {
-        "kind": "distribution",
-        "prompts": prompts,
-        "identical": None,
-        "greedy": greedy,
-        "divergences": list(divergences),
-    }
-
-
-def target_facts(target: FrozenTarget) -> Results:
-    """Return the identity and the size of the target."""
-    return {
-        "name": target.name,
-        "architecture": type(target.model).__name__,
-        "fingerprint": target.fingerprint,
-        "quantize": target.quantize,
-        "weight_bytes": weight_bytes(target.model),
-        "parameters": num_parameters(target.model),
-        "layers": target.num_layers,
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "grown_from": getattr(target.config, "grown_from", None),
-        "adapter": target.adapter,
-    }
-
-
-def head_facts(head: Drafter, path: str) -> Results:
-    """Return the identity and the size of the head: its own weights, none if it uses the target's."""
-    config: Any = getattr(head, "config", None)
-    return {
-        "kind": kind_of(head),
-        "path": path,
-        "sha256": weights_hash(path),
-        "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
-        "aux_layer_ids": list(head.aux_layer_ids),
-        "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
-    }
-
-
-def environment(target: FrozenTarget) -> Results:
-    """Return the time and the machine of the measurement."""
-    return {
-        "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "device": device_facts(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "decoder": decoder_facts(target),
-        "versions": versions(),
-    }
-
-
-def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
-    """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
-    chosen = spread(range(len(comparison.prompts)), NUM_SAMPLES)
-    return [
-        {
-            "suite": prompt.suite,
-            "prompt_id": prompt.id,
-            "prompt": prompt.text,
-            "output": tokenizer.decode(output.tokens),
-            "rounds": output.rounds,
-            "tau": finite(metrics.tau([trace(output)])),
-            "pieces": pieces(output, tokenizer),
-        }
-        for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)
-    ]
-
-
-def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
-    """The output token by token: text, round (0 = the prefill), drafted or the target's own.
-
-    A token may end inside a character; its text then comes with the token that completes it.
-    """
-    rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
-    detokenizer = Detokenizer(tokenizer)
-    return [
-        {"text": detokenizer.push(token), "round": rounds[n], "drafted": drafted}
-        for n, (token, drafted) in enumerate(zip(output.tokens, output.drafted(), strict=True))
-    ]
-
-
-def num_parameters(module: nn.Module) -> int:
-    """Weights, tied ones once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+Divergence = dict[str, Any]
 
 
 @dataclass
@@ -278,7 +62,273 @@ def judge(result: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokeniz
     return judged
 
 
+def audit(comparison: Comparison, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase) -> list[list[Divergence]]:
+    """Return for each of `comparison.drafting` the places where it is not exact, by `find_divergences`."""
+    if not comparison.in_distribution:
+        return [find_differences(comparison, variant, target, tokenizer) for variant in comparison.drafting]
+    greedy = at_temperature_zero(comparison)
+    return [
+        find_differences(greedy, again, target, tokenizer)
+        + find_divergences(comparison, variant, target, tokenizer, reference=variant)
+        for variant, again in zip(comparison.drafting, greedy.drafting, strict=True)
+    ]
+
+
+def find_differences(
+    comparison: Comparison, variant: Variant, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase
+) -> list[Divergence]:
+    """Find the places where a variant's tokens are not plain decoding's; in narrow numbers on a GPU, those of plain
+    decoding through steps of as many nodes. A text of a tree that differs in near-ties alone is marked `near_tie`
+    (`eval.runtime.identity`)."""
+    if not is_narrow(target):
+        return find_divergences(comparison, variant, target, tokenizer)
+    pinned = pinned_engine(variant.engine)
+    reference = Variant(pinned)
+    for unit, indices in enumerate(comparison.units):
+        reference.run(unit, indices, comparison.requests, 0)
+    found = find_divergences(comparison, variant, target, tokenizer, reference=reference)
+    by_id = {(prompt.suite, prompt.id): i for i, prompt in enumerate(comparison.prompts)}
+    for divergence in found:
+        i = by_id[divergence["suite"], divergence["prompt"]]
+        flips = find_flips(pinned, comparison.requests[i], variant.outputs[divergence["repeat"]][i].tokens)
+        divergence["against"] = "plain"
+        divergence |= near_tie(flips, may_tie=not is_chain(variant.shape) and not variant.engine.options.strict)
+    return found
+
+
+def near_tie(flips: Sequence[Flip], *, may_tie: bool) -> Results:
+    """Return the record of a text's flips: a near-tie if it differs in near-ties alone, where those are allowed."""
+    record = [{**asdict(flip), "near_tie": flip.is_near_tie} for flip in flips]
+    return {"near_tie": may_tie and bool(flips) and all(flip.is_near_tie for flip in flips), "flips": record}
+
+
+def at_temperature_zero(comparison: Comparison) -> Comparison:
+    """Decode the prompts again with the same engines, greedily."""
+    requests = [replace(request, sampling=Sampling()) for request in comparison.requests]
+    plain, *drafting = (Variant(variant.engine) for variant in (comparison.plain, *comparison.drafting))
+    for unit, indices in enumerate(comparison.units):
+        for variant in (plain, *drafting):
+            variant.run(unit, indices, requests, 0)
+    return Comparison(comparison.prompts, requests, comparison.units, plain, drafting)
+
+
+def find_divergences(
+    comparison: Comparison,
+    variant: Variant,
+    target: FrozenTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    reference: Variant | None = None,
+) -> list[Divergence]:
+    """Find the places where a variant's tokens, in any repeat, are not the first ones of `reference`, plain decoding by
+    default: at most one entry a prompt. With `comparison.plain` itself, this checks that plain decoding repeats itself.
+    """
+    found = []
+    first = reference or comparison.plain
+    for i, prompt in enumerate(comparison.prompts):
+        expected, sampling = first.outputs[0][i].tokens, comparison.requests[i].sampling
+        for repeat, outputs in enumerate(variant.outputs):
+            position = first_difference(expected, outputs[i].tokens)
+            if position is None:
+                continue
+            pair = [tokens[position] if position < len(tokens) else None for tokens in (expected, outputs[i].tokens)]
+            texts = [None if token is None else tokenizer.decode([token]) for token in pair]
+            found.append(
+                {
+                    "suite": prompt.suite,
+                    "prompt": prompt.id,
+                    "tree": str(variant.shape),
+                    "against": "plain" if first is comparison.plain else "itself",
+                    "temperature": sampling.temperature,
+                    "repeat": repeat,
+                    "position": position,
+                    "plain_token": pair[0],
+                    "token": pair[1],
+                    "plain_text": texts[0],
+                    "text": texts[1],
+                    "top_two_margin": top_two_margin(target, [*prompt.ids, *expected[:position]], sampling),
+                }
+            )
+            break
+    return found
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first position at which two token sequences differ, the shorter one's end included; None if they are
+    equal."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+@torch.no_grad()
+def top_two_margin(target: FrozenTarget, ids: Sequence[int], sampling: Sampling) -> float:
+    """Return the margin of the token after `ids`: the gap between the two best scores that the choice compares. At
+    temperature 0 the scores are log-probabilities, else processed log-probabilities plus the position's noise."""
+    T = len(ids)
+    tokens = torch.tensor([ids], device=target.device)  # (1, T)
+    positions = torch.arange(T, device=target.device)
+    visible = (positions <= positions[:, None])[None]
+    features = target.features(tokens, positions=positions[None], visible=visible, key_positions=positions[None])
+    logits = target.shared.lm_head(features.hidden[:, -1:])  # (1, 1, V)
+    if sampling.temperature == 0:
+        scores = logits.log_softmax(dim=-1)
+    else:
+        rows = RowSampling(1, target.device)
+        rows.set_row(0, sampling)
+        position = torch.full((1, 1), T, device=target.device)
+        token_ids = torch.arange(logits.shape[-1], device=target.device)
+        scores = rows.log_distribution(logits) + gumbel(rows.seed, position, token_ids)
+    best = scores.flatten().topk(2).values
+    return float(best[0] - best[1])
+
+
+def figures(
+    comparison: Comparison, variant: Variant, divergences: Sequence[Divergence], units: Sequence[int]
+) -> Results:
+    """Return the figures of one setting over some of the units (all of them, or a suite's)."""
+    indices = [i for unit in units for i in comparison.units[unit]]
+    chosen = {(comparison.prompts[i].suite, comparison.prompts[i].id) for i in indices}
+    wrong, near_ties = split_near_ties([d for d in divergences if (d["suite"], d["prompt"]) in chosen])
+    identical = len(indices) - len({(d["suite"], d["prompt"]) for d in wrong})
+    exact: Results = {"prompts": len(indices), "identical": identical, "divergences": wrong}
+    if comparison.in_distribution:
+        exact = in_distribution_record(len(indices), len(indices), identical, wrong)
+    outputs = [variant.outputs[0][i] for i in indices]
+    traces = [trace(output) for output in outputs]
+    depth, tau = variant.shape.depth, metrics.tau(traces)
+    plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
+    tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
+    timings = variant.timings_of(units)
+    phases = comparison.breakdowns[comparison.drafting.index(variant)]
+    adaptive = {}
+    if variant.engine.candidates is not None:
+        rounds = sum((timing.candidates for timing in timings), Counter())
+        names = [str(shape) for shape in variant.engine.candidates.controller.shapes]  # the longest draft first
+        shares = {name: rounds[name] / max(rounds.total(), 1) for name in names}
+        adaptive = {"adaptive": {"shares": shares, "rounds": rounds.total()}}
+    speedup = None
+    if identical == len(indices):
+        if comparison.in_distribution:  # the texts are others than plain decoding's, so rates are compared
+            rates = (made, drafted), (tokens, plain)
+            measured, interval = metrics.rate_ratio(*rates), metrics.rate_ratio_interval(*rates)
+        else:
+            measured, interval = metrics.speedup(plain, drafted), metrics.ratio_interval(plain, drafted)
+        whole = sum(phases[phase] for phase in PHASES)
+        predicted = metrics.predicted_speedup(tau, plain_seconds=phases["plain"], round_seconds=whole)
+        speedup = {"measured": measured, "ci95": interval, "predicted": predicted}
+    return {
+        "tree": str(variant.shape),
+        "depth": depth,
+        "nodes": variant.shape.nodes,
+        "temperature": comparison.requests[0].sampling.temperature,
+        "rule": variant.engine.options.rule,
+        "exact": {**exact, **near_ties},
+        "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
+        "alpha": metrics.acceptance_by_depth(traces, depth),
+        "accepted_histogram": metrics.accepted_histogram(traces, depth),
+        "baseline": {
+            "tokens_per_second": metrics.tokens_per_second(tokens, plain),
+            "ms_per_token": 1e3 * sum(plain) / max(sum(tokens), 1),
+            "token_ms": token_percentiles(comparison.plain.timings_of(units)),
+        },
+        "speculative": {
+            "tokens_per_second": metrics.tokens_per_second(made, drafted),
+            "ms_per_round": 1e3 * sum(drafted) / max(sum(timing.rounds for timing in timings), 1),
+            "token_ms": token_percentiles(timings),
+            "breakdown_ms": {phase: 1e3 * phases[phase] for phase in PHASES},
+            "plain_step_ms": 1e3 * phases["plain"],
+        },
+        "speedup": speedup,
+        **adaptive,
+        "loop_share": metrics.loop_share([output.tokens for output in outputs]),
+        "tokens": sum(len(output.tokens) for output in outputs),
+        "undecoded": sum(len(output.tokens) == 1 for output in outputs),
+    }
+
+
+def token_percentiles(timings: Sequence[Timing]) -> dict[str, float]:
+    """The spread of the time between tokens."""
+    return metrics.token_percentiles([seconds for timing in timings for seconds in timing.token_seconds])
+
+
+def split_near_ties(divergences: Sequence[Divergence]) -> tuple[list[Divergence], Results]:
+    """Split divergences into faults, and a record with the near-ties, if there are any, under `near_ties`."""
+    wrong = [d for d in divergences if not d.get("near_tie")]
+    near = [d for d in divergences if d.get("near_tie")]
+    return wrong, {"near_ties": near} if near else {}
+
+
+def by_suite(comparison: Comparison, variant: Variant, divergences: Sequence[Divergence]) -> dict[str, Results]:
+    """The figures of each suite, and of each category of a suite that has several, as `suite/category`."""
+    groups: dict[str, list[int]] = {}
+    for unit, indices in enumerate(comparison.units):
+        prompt = comparison.prompts[indices[0]]
+        groups.setdefault(prompt.suite, []).append(unit)
+        if prompt.category != prompt.suite:
+            groups.setdefault(f"{prompt.suite}/{prompt.category}", []).append(unit)
+    return {name: figures(comparison, variant, divergences, units) for name, units in groups.items()}
+
+
+def headline(measurements: Sequence[Results]) -> int:
+    """The setting that stands for all: the fastest at the first temperature, or the first one if the audit failed."""
+    candidates = [i for i, m in enumerate(measurements) if m["temperature"] == measurements[0]["temperature"]]
+    if any(measurements[i]["speedup"] is None for i in candidates):
+        return 0
+    return max(candidates, key=lambda i: measurements[i]["speedup"]["measured"])
+
+
+def pooled_exactness(measurements: Sequence[Results], unrepeatable: Sequence[Divergence]) -> Results:
+    """The audit over every setting measured; plain decoding must repeat itself too."""
+    prompts = sum(m["exact"]["prompts"] for m in measurements)
+    divergences = [*unrepeatable, *(d for m in measurements for d in m["exact"]["divergences"])]
+    compared = [m["exact"].get("greedy", m["exact"]) for m in measurements]
+    identical = sum(exact["identical"] for exact in compared) - len(unrepeatable)
+    record: Results = {"prompts": prompts, "identical": identical, "divergences": divergences}
+    if any("kind" in m["exact"] for m in measurements):
+        record = in_distribution_record(prompts, sum(exact["prompts"] for exact in compared), identical, divergences)
+    near = [d for m in measurements for d in m["exact"].get("near_ties", [])]
+    return {**record, "near_ties": near} if near else record
+
+
 def withhold_speed(measurements: Sequence[Results]) -> None:
     """Remove every speedup, because the audit failed."""
     for measurement in measurements:
         measurement["speedup"] = None
+
+
+def in_distribution_record(prompts: int, compared: int, identical: int, divergences: list[Divergence]) -> Results:
+    """`exact` where sampled texts are other draws of the target's distribution: no text is compared but those of
+    temperature 0, under `greedy`."""
+    greedy = {"prompts": compared, "identical": identical}
+    return {"kind": "distribution", "prompts": prompts, "identical": None, "greedy": greedy, "divergences": divergences}
+
+
+def samples(comparison: Comparison, variant: Variant, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
+    """A few prompts with their outputs, cut into tokens that know their round and whether they were drafted."""
+    chosen = spread(range(len(comparison.prompts)), NUM_SAMPLES)
+    return [
+        {
+            "suite": prompt.suite,
+            "prompt_id": prompt.id,
+            "prompt": prompt.text,
+            "output": tokenizer.decode(output.tokens),
+            "rounds": output.rounds,
+            "tau": finite(metrics.tau([trace(output)])),
+            "pieces": pieces(output, tokenizer),
+        }
+        for prompt, output in ((comparison.prompts[i], variant.outputs[0][i]) for i in chosen)
+    ]
+
+
+def pieces(output: Output, tokenizer: PreTrainedTokenizerBase) -> list[Results]:
+    """The output token by token: text, round (0 = the prefill), drafted or the target's own.
+
+    A token may end inside a character; its text then comes with the token that completes it.
+    """
+    rounds = [0] + [number for number, count in enumerate(output.accepted, start=1) for _ in range(count + 1)]
+    detokenizer = Detokenizer(tokenizer)
+    return [
+        {"text": detokenizer.push(token), "round": rounds[n], "drafted": drafted}
+        for n, (token, drafted) in enumerate(zip(output.tokens, output.drafted(), strict=True))
+    ]

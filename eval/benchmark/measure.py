@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eval.benchmark.metrics import Trace, token_seconds
 from eval.benchmark.prompts import Prompt
@@ -75,10 +75,6 @@ class Variant:
         ]
         self.timings[repeat][unit] = Timing(timings.decode_seconds, timings.rounds, by_token, timings.candidates)
 
-    def in_distribution(self, comparison: "Comparison") -> bool:
-        """True if its texts are other draws of the target's distribution than plain decoding's."""
-        return self.engine.options.rule != "match" and comparison.requests[0].sampling.temperature > 0
-
     def timings_of(self, units: Sequence[int]) -> list[Timing]:
         """The timings of some units, all repeats together."""
         return [timings[unit] for unit in units for timings in self.timings]
@@ -101,11 +97,15 @@ class Comparison:
     """For each of `drafting`: seconds of one round by phase, and under `plain` those of a plain step in the same
     minute."""
 
-    def tokens(self, unit: int, variant: Variant | None = None) -> int:
-        """Tokens that decoding (not prefill) made in one unit, all repeats together; plain decoding's by default, which
-        are every variant's unless it is exact in distribution only."""
-        outputs = (variant or self.plain).outputs
-        return len(outputs) * sum(len(outputs[0][i].tokens) - 1 for i in self.units[unit])
+    @property
+    def in_distribution(self) -> bool:
+        """True if drafts give other draws of the target's distribution than plain decoding, by their rule."""
+        sampled = self.requests[0].sampling.temperature > 0
+        return sampled and any(variant.engine.options.rule != "match" for variant in self.drafting)
+
+    def tokens(self, unit: int, variant: Variant) -> int:
+        """Tokens that decoding (not prefill) made in one unit, all repeats together."""
+        return len(variant.outputs) * sum(len(variant.outputs[0][i].tokens) - 1 for i in self.units[unit])
 
 
 def compare(
@@ -120,7 +120,7 @@ def compare(
     """Decode `prompts` plainly and with every draft, `settings.repeats` times in turns; `bar`: shows how far it is with
     `what`."""
     bar = bar or progress_bar()
-    task = show_task(bar, what, settings.repeats * (1 + len(drafts)) * len(prompts))
+    task = bar.add_task(what, total=settings.repeats * (1 + len(drafts)) * len(prompts))
     result = line_up(target, drafts, prompts, temperature, settings)
     variants = [result.plain, *result.drafting]
     for repeat in range(settings.repeats):
@@ -130,6 +130,7 @@ def compare(
                 variant.run(unit, indices, result.requests, repeat)
                 bar.advance(task, len(indices))
     result.breakdowns = profile(result)
+    bar.remove_task(task)
     return result
 
 
@@ -224,13 +225,6 @@ def check_decoded(outputs: Iterable[Output], suite: str) -> None:
             f"{suite}: every output ended with its first token, which the prefill gives: there is nothing to draft; "
             "use other prompts, or allow more new tokens"
         )
-
-
-def show_task(bar: Progress, what: str, total: int | None) -> TaskID:
-    """Show what is being done, in the place of what was shown before."""
-    for task in bar.task_ids:
-        bar.remove_task(task)
-    return bar.add_task(what, total=total)
 
 
 def progress_bar() -> Progress:

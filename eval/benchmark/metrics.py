@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 Interval = tuple[float, float]
 Rate = tuple[Sequence[float], Sequence[float]]
@@ -94,11 +93,6 @@ def speedup(plain: Sequence[float], speculative: Sequence[float]) -> float:
     return _ratio(sum(plain), sum(speculative))
 
 
-def speedup_interval(plain: Sequence[float], speculative: Sequence[float]) -> Interval | None:
-    """The 95% interval of `speedup`, paired over units."""
-    return ratio_interval(plain, speculative)
-
-
 def rate_ratio(rate: Rate, reference: Rate) -> float:
     """One rate over another: (sum of gains / sum of costs), each of its own."""
     return _ratio(_ratio(sum(rate[0]), sum(rate[1])), _ratio(sum(reference[0]), sum(reference[1])))
@@ -111,18 +105,24 @@ def rate_ratio_interval(rate: Rate, reference: Rate) -> Interval | None:
     assert all(part.shape == (size,) for part in sums), [part.shape for part in sums]
     if np.count_nonzero(sums[1]) < 2:
         return None
-    drawn = drawn_units(size)
+    drawn = np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))  # units of each draw, always the same
     gains, costs, other_gains, other_costs = (part[drawn].sum(axis=1) for part in sums)
-    return _quantiles((gains * other_costs)[costs * other_gains > 0] / (costs * other_gains)[costs * other_gains > 0])
+    below = costs * other_gains
+    ratios = (gains * other_costs)[below > 0] / below[below > 0]
+    if not ratios.size:
+        return None
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(ratios, [outside, 1 - outside])
+    return (float(low), float(high))
 
 
-def predicted_speedup(tau: float, *, plain_seconds: float, draft: float, verify: float, rest: float) -> float:
-    """tau * t_plain / (t_draft + t_verify + t_rest): what acceptance and the measured costs of a round's parts promise.
+def predicted_speedup(tau: float, *, plain_seconds: float, round_seconds: float) -> float:
+    """tau * t_plain / t_round: what acceptance and the measured costs of a round's parts promise.
 
-    t_plain is plain decoding's seconds per token. A measured speedup well below it means time that no part accounts
-    for.
+    t_plain is plain decoding's seconds per token, t_round the sum of a round's phases. A measured speedup well below it
+    means time that no part accounts for.
     """
-    return tau * _ratio(plain_seconds, draft + verify + rest)
+    return tau * _ratio(plain_seconds, round_seconds)
 
 
 def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float]:
@@ -133,20 +133,14 @@ def token_seconds(emitted: Sequence[int], rounds: Sequence[float]) -> list[float
 
 def token_percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """The spread of `token_seconds`, in milliseconds: p50, p95 and p99."""
-    if not seconds:
-        return {f"p{share}": float("nan") for share in TOKEN_PERCENTILES}
-    values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES)
+    values = np.percentile(np.asarray(seconds), TOKEN_PERCENTILES) if seconds else [float("nan")] * 3
     return {f"p{share}": 1e3 * float(value) for share, value in zip(TOKEN_PERCENTILES, values, strict=True)}
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
     """Return True if a generation ended in a loop: its last LOOP_TAIL tokens repeat with a period of at most
     LOOP_PERIOD. Loops are easy to draft and inflate every figure here, so their share is reported. A shorter text ended
-    by itself and is not a loop.
-
-    Loops are easy to draft and flatter every figure here, so their share is reported. A shorter text ended by itself
-    and is none.
-    """
+    by itself and is not a loop."""
     end = list(tokens[-LOOP_TAIL:])
     return len(end) == LOOP_TAIL and any(end[p:] == end[:-p] for p in range(1, LOOP_PERIOD + 1))
 
@@ -158,26 +152,8 @@ def loop_share(generations: Sequence[Sequence[int]]) -> float:
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval | None:
     """The 95% percentile-bootstrap interval of sum(numerators) / sum(denominators), both drawn by the same units."""
-    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    assert top.shape == bottom.shape and top.ndim == 1, f"{top.shape} numerators for {bottom.shape} denominators"
-    if np.count_nonzero(bottom) < 2:
-        return None
-    drawn = drawn_units(top.size)
-    sums = bottom[drawn].sum(axis=1)
-    return _quantiles(top[drawn].sum(axis=1)[sums > 0] / sums[sums > 0])
-
-
-def drawn_units(size: int) -> NDArray[np.int64]:
-    """(draws, size): which of `size` units each draw of a bootstrap has; always the same."""
-    return np.random.default_rng(0).integers(size, size=(BOOTSTRAP_DRAWS, size))
-
-
-def _quantiles(ratios: NDArray[np.float64]) -> Interval | None:
-    if not ratios.size:
-        return None
-    outside = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(ratios, [outside, 1 - outside])
-    return (float(low), float(high))
+    ones = [1.0] * len(numerators)
+    return rate_ratio_interval((numerators, denominators), (ones, ones))
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -1,14 +1,13 @@
 """Opening a head, its target and prompts, as a command line names them."""
 
 import argparse
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from eval.benchmark.environment import setup_line
+from eval.benchmark.environment import environment, setup_line, target_facts
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
@@ -23,8 +22,7 @@ from heads.target.encoder_decoder import give_template
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """A head with the target it was trained for."""
 
     head: Drafter
@@ -39,25 +37,20 @@ def open_head(options: argparse.Namespace) -> Opened:
 
 
 def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other."""
-    path = options.target or target_path(head)
+    """Load the target of a head: as it was trained for, its adapter taken in, where the command line says no other.
+    UserError where neither names it."""
     if untrained_kind(head):
-        return open_target(path, options)
-    trained_as = read_config(find_head(head))["target"].get("quantize")
-    target, tokenizer = open_target(path, options, quantize=trained_as)
-    adapt_target(head, target)
-    return target, tokenizer
-
-
-def target_path(head: str) -> str:
-    """The target that a head was trained for. UserError where it does not say."""
-    if untrained_kind(head):
-        raise UserError(f"{head}: drafts for any target; give --target")
+        if not options.target:
+            raise UserError(f"{head}: drafts for any target; give --target")
+        return open_target(options.target, options)
     folder = find_head(head)
-    path = read_config(folder)["target"]["name"]
+    record = read_config(folder)["target"]
+    path = options.target or record["name"]
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
-    return path
+    target, tokenizer = open_target(path, options, quantize=record.get("quantize"))
+    adapt_target(head, target)
+    return target, tokenizer
 
 
 def fitting_head(head: str, target: FrozenTarget) -> Drafter:
@@ -72,29 +65,25 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
 def open_target(
     path: str, options: argparse.Namespace, *, quantize: str | None = None
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target as the command line says; `quantize`: how, where it does not."""
-    place = find_device(options.device)
+    """Load a target as the command line says; `quantize`: how, where it does not. UserError where this machine has no
+    such device."""
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
+        got = options.device
+        raise UserError(f"--device: expected a device of this machine, such as cpu, got {got!r}; see --help") from None
     scheme = options.quantize or quantize
     target, tokenizer = load_pair(
         path,
         dtype=options.dtype,
-        device=place,
+        device=device,
         trust_remote_code=options.trust_remote_code,
         quantize=None if scheme == "none" else scheme,
     )
     target.backend = None if options.backend == AUTO else options.backend
     print_line(setup_line(target))
     return target, tokenizer
-
-
-def find_device(name: str | None) -> torch.device:
-    """The device of that name; by default a GPU where there is one. UserError where this machine has none such."""
-    try:
-        found = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.ones(1, device=found).item()
-    except (RuntimeError, AssertionError, NotImplementedError):  # each backend says in its own way that it is not there
-        raise UserError(f"--device: expected a device of this machine, such as cpu, got {name!r}; see --help") from None
-    return found
 
 
 def load_pair(
@@ -161,16 +150,13 @@ def choose_prompts(
             skip_long=settings.skip_long,
         )
     open_turns = [prompt for prompt in prompts if prompt.later_turns]
-    engine = Engine(
-        target, None, EngineOptions(batch_size=settings.batch_size, max_length=limit + settings.max_new_tokens + 1)
-    )
+    length = limit + settings.max_new_tokens + 1
+    engine = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=length))
     while open_turns:
         answers = engine.generate([Request(list(p.ids), settings.max_new_tokens) for p in open_turns])
         texts = [str(tokenizer.decode(answer.tokens, skip_special_tokens=True)) for answer in answers]
-        # A conversation that has grown past the room is left where it is: its later turns are no fault of the prompt
-        # file.
         grown = [follow_up(prompt, text, tokenizer) for prompt, text in zip(open_turns, texts, strict=True)]
-        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]
+        grown = [prompt for prompt in grown if len(prompt.ids) <= limit]  # no fault of the file: its first turn fits
         prompts += grown
         open_turns = [prompt for prompt in grown if prompt.later_turns]
     return prompts
@@ -191,9 +177,12 @@ def chosen_prompts(
     )
 
 
-def prompt_facts(options: argparse.Namespace, prompts: list[Prompt]) -> Results:
-    """Return the record of the prompts and settings."""
+def facts_of(options: argparse.Namespace, target: FrozenTarget, prompts: list[Prompt]) -> Results:
+    """Return the record of the target, the head if there is one, the machine, the prompts and their settings."""
     return {
+        "target": target_facts(target),
+        **({"head": options.head} if "head" in options else {}),
+        **environment(target),
         "prompts": options.prompts,
         "num_prompts": len(prompts),
         "prompts_hash": prompts_hash(prompts),

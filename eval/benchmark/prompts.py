@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from eval.benchmark.corpus import read_split
-from eval.benchmark.messages import CONVERSATIONS, Message, apply_template, read_question, read_turns
-from eval.benchmark.records import Record, read_hub, read_records
+from eval.benchmark.records import (
+    CONVERSATIONS,
+    Message,
+    Record,
+    apply_template,
+    read_hub,
+    read_question,
+    read_records,
+    read_turns,
+)
 from eval.command import print_line
 from eval.files import is_file
 from heads.errors import UserError, shown
@@ -134,7 +142,9 @@ def follow_up(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int) -> list[Prompt]:
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, max_tokens: int, seed: int, roots: tuple[Path, ...] | None = None
+) -> list[Prompt]:
     """64 to 128 tokens of each of `count` held-out modules, from the start of a random line.
 
     The line and the length follow from the seed and the module's path alone. Where there are fewer modules than
@@ -142,7 +152,7 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerBase, count: int, max_tokens:
     """
     if count > MOST_HELD_OUT:
         raise UserError(f"{HELD_OUT_SUITE}: expected at most {MOST_HELD_OUT} prompts, got {count}")
-    modules = read_split(held_out=True)
+    modules = read_split(held_out=True, roots=roots)
     texts: list[tuple[str, str]] = []
     prompts: list[Prompt] = []
     for visit in range(count):

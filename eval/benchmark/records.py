@@ -1,26 +1,41 @@
-"""Records of data files, each with the place it came from, so that every fault can be named by file and line."""
+"""Records of data files, each with the place it came from, and the conversations in them.
+
+Every fault is named by file and line. A conversation is `messages`, `conversations`, or a question with its answer.
+"""
+
+from __future__ import annotations
 
 import gzip
 import json
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.files import is_file, read_given
 from heads.errors import UserError, first_line, shown
 from heads.target.hub import is_here
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Record = tuple[str, dict[str, Any]]
 """(`file:line`, the record)."""
+Message = dict[str, Any]
 
 JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
 BLANK = re.compile(r"\s*")
 DECODER = json.JSONDecoder()
+
+CONVERSATIONS = ("messages", "conversations")
+QUESTIONS = ("instruction", "question", "prompt")
+ANSWERS = ("response", "output", "answer", "completion")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
+ROLES |= {"chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 
 
 def read_records(path: str, *, split: str = "train", limit: int | None = None) -> Iterator[Record]:
@@ -51,7 +66,10 @@ def _read(path: str, split: str) -> Iterator[Record]:
         if name.endswith(JSON_FILES):
             return _read_json(file)
         if name.endswith(".txt"):
-            return iter([(f"{file}:1", {"text": _read_text(file)})])
+            text = read_given(file, "text")
+            if not text.strip():
+                raise UserError(f"{file}: the file is empty; expected text")
+            return iter([(f"{file}:1", {"text": text})])
         if name.endswith(".parquet"):
             return _read_parquet(file)
         raise UserError(f"{path}: expected a {FORMS}")
@@ -70,7 +88,8 @@ def _read_json(file: Path) -> Iterator[Record]:
                     return
                 if line.strip():
                     found = True
-                    yield f"{file}:{number}", _read_line(f"{file}:{number}", line)
+                    place, text = f"{file}:{number}", line.strip()
+                    yield place, _check(place, _parse(place, lambda: json.loads(text)), escaped=b"\\u" in line)  # noqa: B023
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{file}: broken gzip data after line {number} ({error}); fetch the file again") from None
     except OSError as error:
@@ -106,10 +125,6 @@ def _read_array(file: Path, data: bytes) -> Iterator[Record]:
         raise UserError(f"{file}: the array is empty; expected JSON records")
 
 
-def _read_line(place: str, line: bytes) -> dict[str, Any]:
-    return _check(place, _parse(place, lambda: json.loads(line.strip())), escaped=b"\\u" in line)
-
-
 def _parse(place: str, parse: Callable[[], Any]) -> Any:
     try:
         return parse()
@@ -123,27 +138,15 @@ def _parse(place: str, parse: Callable[[], Any]) -> Any:
 
 
 def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
-    if escaped and not _is_encodable(record):
-        raise UserError(f"{place}: expected UTF-8 text, got half of a surrogate pair; write the whole character")
+    try:
+        if escaped:  # JSON can name half a character, but no text can hold it
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        got = "half of a surrogate pair; write the whole character"
+        raise UserError(f"{place}: expected UTF-8 text, got {got}") from None
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with keys, got {type(record).__name__}")
     return record
-
-
-def _is_encodable(record: Any) -> bool:
-    """Return False for half a character, which JSON can name, but no text can hold."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_text(file: Path) -> str:
-    text = read_given(file, "text")
-    if not text.strip():
-        raise UserError(f"{file}: the file is empty; expected text")
-    return text
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
@@ -161,3 +164,107 @@ def _read_parquet(file: Path) -> Iterator[Record]:
     if len(table) == 0:
         raise UserError(f"{file}: the file holds no rows; expected one record a row")
     return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))
+
+
+class RecordError(UserError):
+    """A record that cannot be used; `reason` says why in words that other records share."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def read_messages(record: Record) -> list[Message]:
+    """The turns of a record in any of the forms that are in use."""
+    place, fields = record
+    key = next((key for key in CONVERSATIONS if key in fields), None)
+    if key is not None:
+        return read_turns(record, key)
+    question = next((key for key in QUESTIONS if key in fields), None)
+    answer = next((key for key in ANSWERS if key in fields), None)
+    if question is None or answer is None:
+        expected = "'messages', 'conversations', or 'instruction' with 'response'"
+        got = ", ".join(sorted(fields)) or "none"
+        raise RecordError(f"{place}: expected a record with {expected}, got keys {got}", "no conversation")
+    return [
+        {"role": "user", "content": read_question(record, question)},
+        {"role": "assistant", "content": _text(f"{place}: {answer}", fields[answer])},
+    ]
+
+
+def read_turns(record: Record, key: str) -> list[Message]:
+    """The turns listed under a key, with roles by the names that chat templates use."""
+    place, fields = record
+    turns = fields[key]
+    if not isinstance(turns, list) or not turns:
+        raise RecordError(f"{place}: expected '{key}' to be a list of turns, got {shown(turns)}", "no turns")
+    return [_read_turn(f"{place}: {key}[{n}]", turn) for n, turn in enumerate(turns)]
+
+
+def read_question(record: Record, key: str) -> str:
+    """The text of an instruction, followed by the input that some records give it."""
+    place, fields = record
+    text = _text(f"{place}: {key}", fields[key])
+    return f"{text}\n\n{_text(f'{place}: input', fields['input'])}" if fields.get("input") else text
+
+
+def read_tools(record: Record) -> list[Any] | None:
+    """The tools that a conversation may call, as chat templates take them; some records hold them as JSON."""
+    place, fields = record
+    tools = fields.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except (ValueError, RecursionError):
+            raise RecordError(f"{place}: tools: expected JSON, got {shown(tools)}", "unreadable tools") from None
+    if tools is not None and not isinstance(tools, list):
+        raise RecordError(f"{place}: tools: expected a list, got {shown(tools)}", "unreadable tools")
+    return tools or None
+
+
+def read_text(record: Record) -> str:
+    """The `text` of a record."""
+    place, fields = record
+    if "text" not in fields:
+        raise UserError(f"{place}: expected a record with 'text', got keys {', '.join(sorted(fields)) or 'none'}")
+    return _text(f"{place}: text", fields["text"])
+
+
+def apply_template(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, place: str = "conversation", **options: Any
+) -> str:
+    """The text that a chat template makes of a conversation. RecordError where the template fails."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # a template is a program: it fails in any of a program's ways
+        what = f"turns 1 to {len(messages)}" if messages else "an empty conversation"
+        said = str(error) or type(error).__name__
+        raise RecordError(
+            f"{place}: the chat template refuses {what} ({said}); mend the record or the template",
+            "refused by the chat template",
+        ) from None
+
+
+def _read_turn(place: str, turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise RecordError(f"{place}: expected a turn with 'role' and 'content', got {shown(turn)}", "no turns")
+    role, content = (turn.get("role", turn.get("from")), turn.get("content", turn.get("value")))
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(dict.fromkeys(ROLES.values()))
+        raise RecordError(f"{place}: expected a role of {known}, got {shown(role)}", f"unknown role {shown(role)}")
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in ("role", "from", "content", "value") and value is not None and (key, value) != ("tool_calls", [])
+    }
+    if content is None and rest.get("tool_calls"):
+        content = ""
+    return {**rest, "role": ROLES[role], "content": _text(place, content)}
+
+
+def _text(place: str, value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise RecordError(f"{place}: expected text, got {shown(value)}", "a turn without text")
+    return value

@@ -1,24 +1,165 @@
-"""results.json: the figures of a measurement in one dictionary (`eval.benchmark.figures`), and how it is written and
-read.
+"""results.json: the form of the file, how it is written and read, and the folder that each measurement lies in.
 
 Keys are added, never renamed. Figures at the top level are those of the headline setting; `measurements` has every
 setting, `suites` every suite and category at the headline setting. A speedup stands nowhere unless every output was
-identical.
+identical. The newest measurement is found by what its file says, whatever its folder is called.
 """
 
+import argparse
 import json
 import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from eval.benchmark.results_schema import ResultsFile
+from eval.benchmark.prompts import split_prompts, suite_name
 from eval.files import write_text
 from heads.errors import UserError, first_line
+from heads.tree import MOST_NODES
 
 SCHEMA_VERSION = 1
+RESULTS = "results.json"
+BENCH = "bench"
+"""The folder in a run that later measurements of its head lie in."""
+ALWAYS_NAMED = ("trees", "temperatures", "prompts", "batch_sizes", "contexts")
+"""Settings that a folder is named for even where they are the defaults."""
+LONGEST_NAME = 150
 Results = dict[str, Any]
+
+Number = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=0, le=10**15)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Depth = Annotated[int, Field(ge=1, le=MOST_NODES)]
+Tokens = Annotated[float, Field(ge=0, le=MOST_NODES + 1)]
+"""Acceptance length: tokens per target pass."""
+Interval = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
+VagueInterval = Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None
+Tree = Annotated[str, Field(pattern=r"^[a-z]+(:[0-9x.]+)?$", max_length=5000)]
+Time = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
+"""Time in UTC, so that the order of texts is the order of times."""
+PlainStep = Annotated[float, Field(gt=1e-9, le=1e9)]
+Shares = Annotated[list[Share | None], Field(min_length=1)]
+Counts = Annotated[list[Whole], Field(min_length=1)]
+
+DIVERGENCE = {
+    **dict.fromkeys(("suite", "prompt", "tree", "against"), str),
+    **dict.fromkeys(("plain_text", "text"), str | None),
+    **{"temperature": Number, "position": Whole, "top_two_margin": Number},
+}
+EXACT = {
+    "prompts": Whole,
+    "identical": Whole | None,
+    "divergences": [DIVERGENCE],
+    "near_ties?": list,
+    "kind?": Literal["distribution"],
+    "greedy?": ({"prompts": Whole, "identical": Whole}, None),
+}
+TOKEN_MS = {"p50": Number, "p95": Number, "p99": Number}
+FIGURES = {
+    "tree": Tree,
+    "depth": Depth,
+    "nodes": Whole,
+    "temperature": Number,
+    "rule": str,
+    "exact": EXACT,
+    "tau": {"mean": Tokens, "ci95": Interval},
+    "alpha": Shares,
+    "accepted_histogram": Counts,
+    "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS},
+    "speculative": {
+        "tokens_per_second": Number,
+        "ms_per_round": Number,
+        "token_ms": TOKEN_MS,
+        "breakdown_ms": {"draft": Number, "verify": Number, "accept": Number, "commit": Number},
+        "plain_step_ms": PlainStep,
+    },
+    "speedup": ({"measured": Number, "ci95": Interval, "predicted": Number}, None),
+    "adaptive?": {"shares": dict[str, Share]},
+    "loop_share": Share,
+    "undecoded": Whole,
+}
+SUITE = {  # its figures are null if no output has a second token
+    "exact": EXACT,
+    "tau": {"mean": Tokens | None, "ci95": VagueInterval},
+    "baseline": {"ms_per_token": Number | None, "token_ms": dict.fromkeys(TOKEN_MS, Number | None)},
+    "speedup": ({"measured": Number | None, "ci95": VagueInterval}, None),
+    "loop_share": Share,
+}
+FILE = FIGURES | {
+    "measured_at": Time,
+    "target": {
+        **dict.fromkeys(("name", "architecture", "fingerprint"), str),
+        **dict.fromkeys(("weight_bytes", "parameters", "layers", "hidden_size", "vocab_size"), Whole),
+        "grown_from": str | None,
+        "adapter": ({"parameters": Whole, "rank": Whole}, None),
+    },
+    "head": {
+        "kind": str,
+        "path": str,
+        "sha256": str | None,
+        "parameters": Whole,
+        "aux_layer_ids": [int],
+        "config": {"depth?": Depth | None},
+    },
+    "device": {"name": str, "threads?": Whole},
+    "dtype": str,
+    "versions": dict[str, str],
+    "settings": {
+        **{"prompts": str, "suites": [str], "prompts_hash": str},
+        **dict.fromkeys(("num_prompts", "distinct_prompts", "max_new_tokens", "batch_size", "repeats", "seed"), Whole),
+    },
+    "suites": {"*": SUITE},
+    "measurements": [FIGURES],
+    "auto?": [
+        {
+            "temperature": Number,
+            "curve": [{"tree": Tree, "depth": Depth, "width": Whole, "speedup": Number}],
+            "proposed": [str],
+            "measured": dict[str, Number],
+            "chosen": str | None,
+            "plain_is_faster": bool,
+        }
+    ],
+    "samples": [
+        {
+            "suite": str,
+            "prompt_id": str,
+            "prompt": str,
+            "rounds": Whole,
+            "tau": Tokens | None,
+            "pieces": [{"text": str, "round": Whole, "drafted": bool}],
+        }
+    ],
+}
+"""Everything that a report, a model card, a sweep or a plot reads. Other keys may be anything."""
+
+
+def type_of(form: Any) -> Any:
+    """Return the type of values of a form: a dictionary is an object with these keys (with a ? behind, a key may be
+    absent; * stands for any key), a list holds values of one form, and (form, None) may be null."""
+    match form:
+        case {"*": item}:
+            return dict[str, type_of(item)]  # type: ignore[misc] # made as the program runs
+        case dict():
+            keys: Any = {
+                key.removesuffix("?"): (type_of(item), None if key.endswith("?") else ...) for key, item in form.items()
+            }
+            return create_model("Object", __config__=ConfigDict(strict=True, extra="ignore"), **keys)
+        case [item]:
+            return list[type_of(item)]  # type: ignore[misc]
+        case (item, None):
+            return type_of(item) | None
+    return form
+
+
+FILE_TYPE: TypeAdapter[Any] = TypeAdapter(type_of(FILE))
 
 
 def write_results(results: Results, path: Path) -> None:
@@ -35,12 +176,50 @@ def read_results(path: Path) -> Results:
     if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: expected a results.json with schema_version {SCHEMA_VERSION}; measure again")
     try:
-        ResultsFile.model_validate(results)
+        FILE_TYPE.validate_python(results)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        place = ".".join(map(str, fault["loc"])) or "the whole"
-        raise UserError(f"{path}: {place}: {fault['msg']}; measure again") from None
+        raise UserError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; measure again") from None
+    if (contradiction := next(contradictions(results), None)) is not None:
+        raise UserError(f"{path}: {contradiction}; measure again")
     return results
+
+
+def contradictions(results: Results) -> Iterator[str]:
+    """Yield the values of a file that are of their form, but do not go together."""
+    if not results["measurements"]:
+        yield "measurements: expected at least one"
+    settings = {"the whole": results, **{f"measurements.{n}": m for n, m in enumerate(results["measurements"])}}
+    for place, figures in settings.items():
+        if not sum(figures["speculative"]["breakdown_ms"].values()) > 0:
+            yield f"{place}: breakdown_ms: expected times above 0"
+    failed = results["exact"]["divergences"]
+    for place, figures in (settings | {f"suites.{name}": suite for name, suite in results["suites"].items()}).items():
+        exact = figures["exact"]
+        if len({"kind" in exact, exact.get("greedy") is not None, exact["identical"] is None}) > 1:
+            yield f"{place}: exact: kind distribution, greedy, and identical null go together"
+        if figures["speedup"] is not None and (failed or exact["divergences"]):
+            yield f"{place}: speedup: expected null where the audit failed"
+    for n, search in enumerate(results.get("auto", ())):
+        known = {point["tree"] for point in search["curve"]}
+        if {*search["proposed"]} - known or search["chosen"] not in {*search["measured"], None}:
+            yield f"auto.{n}: proposed or chosen: a tree that was not looked at"
+        if search["chosen"] is None and not failed:
+            yield f"auto.{n}: chosen: null though the audit held"
+
+
+def figures_of(results: Results) -> dict[str, float | None]:
+    """Return the figures of the headline setting by name, for sorting a sweep and for wandb."""
+    withheld = results["speedup"] is None
+    return {
+        "tau": results["tau"]["mean"],
+        "speedup": None if withheld else results["speedup"]["measured"],
+        "tokens_per_second": None if withheld else results["speculative"]["tokens_per_second"],
+        "plain_tokens_per_second": results["baseline"]["tokens_per_second"],
+        "ms_per_round": None if withheld else results["speculative"]["ms_per_round"],
+        "loop_share": results["loop_share"],
+        **{f"alpha_{depth}": alpha for depth, alpha in enumerate(results["alpha"], start=1)},
+    }
 
 
 def finite(value: float) -> float | None:
@@ -61,3 +240,67 @@ def _clean(value: Any) -> Any:
             return value
         case _:
             return str(value)
+
+
+@contextmanager
+def own_folder(parent: Path, settings: Any, options: argparse.Namespace) -> Iterator[Path]:
+    """The folder that `options` name with --out, else a new one in `parent` for a measurement by `settings`, a
+    dataclass. A new folder, and what was made for it, vanish if nothing comes to lie in them."""
+    if options.out:
+        yield options.out
+        return
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    parent.mkdir(parents=True, exist_ok=True)
+    name = measurement_name(settings, options)
+    for number in count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):  # another process has just made one
+            folder.mkdir()
+            break
+    try:
+        yield folder
+    finally:
+        for place in (folder, *made):
+            with suppress(OSError):  # it holds something
+                place.rmdir()
+
+
+def measurement_name(settings: Any, options: argparse.Namespace) -> str:
+    """`2026-11-03_14-05-12_chain-5_greedy_python-heldout`: the time, then what is measured, then all settings that are
+    not the defaults."""
+    given = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    changed = [f.name for f in fields(settings) if f.name not in ALWAYS_NAMED and given[f.name] != f.default]
+    words = [setting_word(name, given[name]) for name in (*ALWAYS_NAMED, *changed) if name in given]
+    words += [word for word in (options.dtype, options.quantize) if word not in (None, "auto")]
+    return plain_name("_".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *words]))
+
+
+def plain_name(text: str) -> str:
+    """A text as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:LONGEST_NAME].strip("-._+")
+
+
+def setting_word(name: str, value: Any) -> str:
+    """A setting as a word of a folder's name."""
+    match name:
+        case "trees":
+            return "+".join(value)
+        case "temperatures":
+            return "+".join("greedy" if temperature == 0 else f"T{temperature:g}" for temperature in value)
+        case "prompts":
+            return "+".join(map(suite_name, split_prompts(value)))
+    if value is True:
+        return name
+    return f"{name}-{'+'.join(map(str, value)) if isinstance(value, tuple) else value}".replace("_", "-")
+
+
+def folders_of(run: Path) -> list[Path]:
+    """The folders of a run's measurements: its own, and those in bench/."""
+    return [run, *sorted((run / BENCH).glob("*"))]
+
+
+def newest_results(folders: Iterable[Path]) -> tuple[Path, Results] | None:
+    """The newest measurement in any of the folders and its results; of several as new the first. None where there is
+    none; UserError for a results.json that is damaged."""
+    found = [(folder, read_results(folder / RESULTS)) for folder in folders if (folder / RESULTS).is_file()]
+    return max(found, key=lambda pair: str(pair[1]["measured_at"]), default=None)

@@ -11,7 +11,7 @@ What a round takes beyond the sum of its parts is its gaps; on a GPU the launche
 Letters: B rows, N nodes, L layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,6 @@ from eval.runtime.request import Request
 from eval.runtime.round import Decoder, TargetStep, read_prompts
 from eval.runtime.sampling import Sampling
 from heads.backends.slot_mapping import ancestors, round_up
-from heads.backends.torch.linear import Product
 from heads.backends.torch.select import Select
 from heads.backends.triton.timing import device_seconds
 from heads.errors import UserError
@@ -61,9 +60,9 @@ class Part:
         }
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written ones together."""
-    size = COPY_BYTES[device.type]
+def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
+    """Bytes a second of a copy of `size` bytes, by default larger than any cache; read and written ones together."""
+    size = size or COPY_BYTES[device.type]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / device_seconds(lambda: target.copy_(source), device)
@@ -210,14 +209,9 @@ def layer_parts(step: TargetStep, rows: int) -> list[Part]:
     for kind, products in native.products().items():
         x = torch.ones(rows, products[0].weight.shape[1], dtype=step.target.dtype, device=device)
         size = sum(product.weight.numel() * product.weight.element_size() for product in products)
-        work = partial(multiply_all, step.decoder.multiply, x, products)
-        parts.append(Part(f"products: {kind}", size, device_seconds(work, device)))
+        seconds = device_seconds(lambda: [step.decoder.multiply(x, product) for product in products], device)  # noqa: B023
+        parts.append(Part(f"products: {kind}", size, seconds))
     return parts
-
-
-def multiply_all(multiply: Callable[[Tensor, Product], Tensor], x: Tensor, products: list[Product]) -> list[Tensor]:
-    """One kind of product, layer by layer."""
-    return [multiply(x, product) for product in products]
 
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:

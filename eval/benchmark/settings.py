@@ -86,11 +86,8 @@ def add_measure_options(parser: Parser) -> None:
     """One option for each setting, and `--out`."""
     known = BenchSettings()
     add = parser.add_argument
-    add(
-        "--prompts",
-        default=known.prompts,
-        help=f"suites or files, commas between: {HELD_OUT_SUITE}, {', '.join(HUB_SUITES)}",
-    )
+    suites = ", ".join([HELD_OUT_SUITE, *HUB_SUITES])
+    add("--prompts", default=known.prompts, help=f"suites or files, commas between: {suites}")
     add("--num-prompts", type=count, help="of each suite, evenly spread; all by default (64 held-out modules)")
     add("--max-prompt-tokens", type=count, help="longer prompts are an error; what the context leaves by default")
     add("--skip-long", action="store_true", help="leave longer prompts out instead")
@@ -101,13 +98,7 @@ def add_measure_options(parser: Parser) -> None:
         help=f"drafts to measure, commas between: chain:5,tree:5x8x24,static:3.2.1; {HEAD_TREE} is the head's own "
         f"static tree, {AUTO} looks for the fastest; chain:5 by default, of several heads chain:5,chain:3,{HEAD_TREE}",
     )
-    add(
-        "--temperature",
-        dest="temperatures",
-        type=temperatures,
-        default="0",
-        help="0 is greedy; several with commas between",
-    )
+    add("--temperature", dest="temperatures", type=temperatures, default="0", help="0 is greedy; commas between")
     add(
         "--rule",
         default=known.rule,

@@ -16,13 +16,12 @@ from typing import Any
 
 import yaml
 
-from eval.benchmark.results import Results
 from eval.files import read_given
 from heads.errors import UserError, first_line
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")
-"""Names in `figures_of` of every measurement, beside alpha_1, alpha_2, ..."""
+"""Names in `eval.benchmark.results.figures_of` of every measurement, beside alpha_1, alpha_2, ..."""
 GOALS = ("maximize", "minimize")
 METHODS = ("grid", "random")
 COMMAND = ("${env}", "${interpreter}", "scripts/tracked.py", "${program}", "${args_no_boolean_flags}")
@@ -104,18 +103,9 @@ def read_sweep(path: Path) -> Sweep:
     cap = raw.get("run_cap")
     if cap is not None and (type(cap) is not int or cap < 1):
         raise UserError(f"{path}: run_cap: expected a whole number from 1 up, got {cap!r}")
+    metric = read_metric(path, raw.get("metric"))
     parameters = read_parameters(path, raw["parameters"])
-    metric, maximize = read_metric(path, raw.get("metric"))
-    return Sweep(
-        path,
-        raw["method"],
-        program,
-        parameters,
-        raw.get("command"),
-        metric,
-        maximize,
-        cap,
-    )
+    return Sweep(path, raw["method"], program, parameters, raw.get("command"), *metric, cap)
 
 
 def read_parameters(path: Path, raw: Any) -> dict[str, dict[str, Any]]:
@@ -142,21 +132,6 @@ def read_metric(path: Path, raw: Any) -> tuple[str | None, bool]:
     if raw["name"] not in METRICS and not re.fullmatch(r"alpha_[1-9]\d*", str(raw["name"])):
         raise UserError(f"{path}: metric: expected {', '.join(METRICS)} or alpha_1, ...; got {raw['name']!r}")
     return str(raw["name"]), raw["goal"] == "maximize"
-
-
-def figures_of(results: Results) -> dict[str, float | None]:
-    """Return the figures of a results.json's headline under flat names, for sorting a sweep and for wandb."""
-    spec, plain, speedup = results["speculative"], results["baseline"], results["speedup"]
-    withheld = speedup is None
-    return {
-        "tau": results["tau"]["mean"],
-        "speedup": None if withheld else speedup["measured"],
-        "tokens_per_second": None if withheld else spec["tokens_per_second"],
-        "plain_tokens_per_second": plain["tokens_per_second"],
-        "ms_per_round": None if withheld else spec["ms_per_round"],
-        "loop_share": results["loop_share"],
-        **{f"alpha_{depth}": alpha for depth, alpha in enumerate(results["alpha"], start=1)},
-    }
 
 
 def ranked(rows: Sequence[dict[str, Any]], sweep: Sweep) -> list[dict[str, Any]]:

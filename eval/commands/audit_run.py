@@ -7,20 +7,18 @@ import time
 from itertools import product
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from eval.benchmark.audit import find_divergences
-from eval.benchmark.figures import environment, target_facts
+from eval.benchmark.figures import find_divergences
 from eval.benchmark.measure import Comparison, Variant, make_requests, trace
 from eval.benchmark.metrics import loop_share, tau
-from eval.benchmark.opening import Opened, chosen_prompts, open_head, prompt_facts
+from eval.benchmark.opening import Opened, chosen_prompts, facts_of, open_head
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import divergence_text, number, percent, sampling_text
+from eval.reporting.report import figure_table
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.sampling import Sampling
 from heads.tree import ROOT_ONLY, TreeShape
@@ -39,15 +37,8 @@ def audit(options: argparse.Namespace) -> int:
     for temperature in options.temperatures:
         rows += audit_temperature(opened, prompts, shapes, Sampling(temperature, seed=options.seed), options)
     print_table(rows)
-    record = {
-        "target": target_facts(opened.target),
-        "head": options.head,
-        **environment(opened.target),
-        **prompt_facts(options, prompts),
-        "rows": rows,
-    }
     if options.out:
-        write_results(record, options.out)
+        write_results({**facts_of(options, opened.target, prompts), "rows": rows}, options.out)
     divergences = [divergence for row in rows for divergence in row["divergences"]]
     for divergence in divergences[:20]:
         print(divergence_text(divergence))
@@ -57,11 +48,7 @@ def audit(options: argparse.Namespace) -> int:
 
 
 def audit_temperature(
-    opened: Opened,
-    prompts: list[Prompt],
-    shapes: list[TreeShape],
-    sampling: Sampling,
-    options: argparse.Namespace,
+    opened: Opened, prompts: list[Prompt], shapes: list[TreeShape], sampling: Sampling, options: argparse.Namespace
 ) -> list[Row]:
     """All settings at one temperature, against plain decoding one prompt at a time."""
     requests = make_requests(prompts, sampling, options.max_new_tokens, ignore_eos=True)
@@ -101,17 +88,9 @@ def audit_temperature(
 
 def print_table(rows: list[Row]) -> None:
     """The settings, a line each."""
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in ("draft", "sampling", "batch", "identical", "tau", "loops", "seconds"):
-        table.add_column(name, justify="left" if name in ("draft", "sampling") else "right")
+    table = figure_table(["draft", "sampling", "batch", "identical", "tau", "loops", "seconds"])
     for row in rows:
-        table.add_row(
-            row["tree"],
-            sampling_text(row["temperature"]),
-            str(row["batch_size"]),
-            f"{row['identical']} of {row['prompts']}",
-            number(row["tau"]),
-            percent(row["loop_share"]),
-            number(row["seconds"], 1),
-        )
+        identical = f"{row['identical']} of {row['prompts']}"
+        figures = identical, number(row["tau"]), percent(row["loop_share"]), number(row["seconds"], 1)
+        table.add_row(row["tree"], sampling_text(row["temperature"]), str(row["batch_size"]), *figures)
     Console().print(table)

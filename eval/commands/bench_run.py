@@ -4,37 +4,26 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.auto import LARGEST_TREE, start_search
-from eval.benchmark.environment import contention
-from eval.benchmark.figures import (
-    Judged,
-    environment,
-    head_facts,
-    headline,
-    judge,
-    pooled_exactness,
-    target_facts,
-    withhold_speed,
-)
-from eval.benchmark.measure import compare, engine_options, progress_bar, show_task
-from eval.benchmark.measurements import BENCH, own_folder, plain_name
+from eval.benchmark.auto import LARGEST_TREE, can_draft, start_search
+from eval.benchmark.environment import contention, environment, head_facts, target_facts
+from eval.benchmark.figures import Judged, headline, judge, pooled_exactness, withhold_speed
+from eval.benchmark.measure import compare, engine_options, progress_bar
 from eval.benchmark.opening import check_target, choose_prompts, fitting_head, open_target_of
 from eval.benchmark.prompts import Prompt
-from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
+from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.roofline import lines, run_roofline
 from eval.benchmark.settings import BenchSettings, to_settings
-from eval.benchmark.tune import can_draft
 from eval.command import draft_shapes, print_line
 from eval.files import check_folder
-from eval.reporting.compare_report import print_comparison, write_comparison
+from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
-from eval.reporting.report import check_card, print_report, write_report
+from eval.reporting.report import print_report, write_report
 from eval.runtime.engine import Engine
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
@@ -86,27 +75,21 @@ def run_bench(
         named = [settings.shapes(drafters[0])]
     nodes = [shape.nodes for shapes in named for shape in shapes]
     prompts = choose_prompts(target, tokenizer, settings, max(nodes + [LARGEST_TREE] * settings.is_auto))
-    measured = measure(target, drafters, tokenizer, settings, prompts, named)
-    judged, searches = measured.judged, measured.searches
+    judged, owners, searches = measure(target, drafters, tokenizer, settings, prompts, named)
     exact = pooled_exactness(judged.measurements, judged.unrepeatable)
     if exact["divergences"]:
         withhold_speed([*judged.measurements, *(figures for suites in judged.suites for figures in suites.values())])
     facts = [head_facts(head, path) for path, head in heads.items()]
-    results: Results = {
-        "schema_version": SCHEMA_VERSION,
-        "target": target_facts(target),
-        **({"heads": [{"name": name, **f} for name, f in zip(names, facts, strict=True)]} if several else {}),
-        **({} if several else {"head": facts[0]}),
-        **environment(target),
-        "settings": settings.record(prompts),
-    }
+    results: Results = {"schema_version": SCHEMA_VERSION, "target": target_facts(target)}
+    results |= {**environment(target), "settings": settings.record(prompts)}
     if several:
-        owned = zip(measured.owners, judged.measurements, strict=True)
+        owned = zip(owners, judged.measurements, strict=True)
+        results["heads"] = [{"name": name, **f} for name, f in zip(names, facts, strict=True)]
         results |= {"exact": exact, "measurements": [{"head": names[n], **figures} for n, figures in owned]}
         found = [{"head": names[n], **search} for n, search in searches]
     else:
         best = headline(judged.measurements)
-        results |= {**judged.measurements[best], "exact": exact, "suites": judged.suites[best]}
+        results |= {"head": facts[0], **judged.measurements[best], "exact": exact, "suites": judged.suites[best]}
         results |= {"measurements": judged.measurements, "samples": judged.samples[best]}
         found = [search for _, search in searches]
     if found:
@@ -115,20 +98,11 @@ def run_bench(
         results["roofline"] = parts_of_headline(target, drafters[0], prompts, settings, results)
     if out is not None:
         write_results(results, out / ("compare.json" if several else "results.json"))
-        (write_comparison if several else write_report)(results, out)
-    (print_comparison if several else print_report)(results, console)
+        write_report(results, out)
+    print_report(results, console)
     if with_roofline:
         console.print("\n".join(lines(results["roofline"])), highlight=False, soft_wrap=True, markup=False)
     return results
-
-
-@dataclass
-class Measured:
-    """The figures of every setting, with the number of its head among all, and a record of each search."""
-
-    judged: Judged = field(default_factory=Judged)
-    owners: list[int] = field(default_factory=list)
-    searches: list[tuple[int, Results]] = field(default_factory=list)
 
 
 def measure(
@@ -138,30 +112,34 @@ def measure(
     settings: BenchSettings,
     prompts: Sequence[Prompt],
     named: Sequence[Sequence[TreeShape]],
-) -> Measured:
+) -> tuple[Judged, list[int], list[tuple[int, Results]]]:
     """Measure the `named` shapes of each head, or what a search comes upon beside them, at every temperature. A search
-    for one head goes on while it finds better; of several heads all run in one comparison."""
-    measured = Measured()
+    for one head goes on while it finds better; of several heads all run in one comparison.
+
+    Return the figures of every setting, the number of its head among all, and for each search that and its record.
+    """
+    judged, owners, records = Judged(), list[int](), list[tuple[int, Results]]()
     with progress_bar() as bar:
         for temperature in settings.temperatures:
             trees, searches = named, []
             if settings.is_auto:
-                show_task(bar, "looking for drafts", None)
+                task = bar.add_task("looking for drafts", total=None)
                 searches = [
                     start_search(target, head, prompts, temperature, settings, shapes)
                     for head, shapes in zip(heads, named, strict=True)
                 ]
                 trees = [search.next_shapes() for search in searches]
+                bar.remove_task(task)
             while pairs := [(n, shape) for n, shapes in enumerate(trees) for shape in shapes]:
                 drafts = [(heads[n], shape) for n, shape in pairs]
                 fresh = judge(compare(target, drafts, prompts, temperature, settings, bar), target, tokenizer)
-                measured.judged.add(fresh)
-                measured.owners += [n for n, _ in pairs]
+                judged.add(fresh)
+                owners += [n for n, _ in pairs]
                 for n, search in enumerate(searches):
                     search.take(m for m, (owner, _) in zip(fresh.measurements, pairs, strict=True) if owner == n)
                 trees = [search.next_shapes() for search in searches] if len(heads) == 1 else []
-            measured.searches += [(n, search.record(temperature)) for n, search in enumerate(searches)]
-    return measured
+            records += [(n, search.record(temperature)) for n, search in enumerate(searches)]
+    return judged, owners, records
 
 
 def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: BenchSettings) -> list[TreeShape]:

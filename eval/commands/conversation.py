@@ -13,12 +13,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from eval.benchmark.auto import can_draft
 from eval.benchmark.measure import trace
-from eval.benchmark.messages import Message
 from eval.benchmark.metrics import tau
 from eval.benchmark.opening import Opened, open_head, prompt_room
 from eval.benchmark.prompts import render
-from eval.benchmark.tune import can_draft
+from eval.benchmark.records import Message
 from eval.command import draft_shapes, print_line
 from eval.reporting.format import number, plural
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
@@ -89,78 +89,6 @@ class Pipe:
         """Do nothing: figures are printed at the end."""
 
 
-class Conversation:
-    """A head on its target, and what was said so far."""
-
-    def __init__(
-        self, opened: Opened, shape: TreeShape, sampling: Sampling, max_new_tokens: int, console: Console | None
-    ) -> None:
-        """`console`: where answers are drawn; None: they are written as text alone."""
-        self.opened, self.shape, self.sampling, self.max_new_tokens = opened, shape, sampling, max_new_tokens
-        self.console = console
-        self.messages: list[Message] = []
-        self.answers = 0
-        self.engine: Engine | None = None
-
-    def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
-        """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
-        UserError where the target has no room for it."""
-        target, tokenizer = self.opened.target, self.opened.tokenizer
-        talks = tokenizer.chat_template is not None
-        messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
-        _, ids = render(messages, tokenizer)
-        room = prompt_room(target, self.max_new_tokens, self.shape.nodes)
-        if not 1 <= len(ids) <= room:
-            raise UserError(
-                f"the prompt, with what was said before, has {len(ids)} tokens; expected 1 to {room}, which leave room "
-                f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
-            )
-        engine = self._engine(len(ids) + self.max_new_tokens + self.shape.nodes)
-        request = Request(ids, self.max_new_tokens, Sampling(self.sampling.temperature, seed=self._seed()))
-        with Screen(self.console) if self.console is not None else Pipe() as screen:
-            if not talks:
-                screen.add(prompt, QUIET)
-            stream = Stream(screen, Detokenizer(tokenizer, skip_special_tokens=True))
-
-            def take(_: int, tokens: list[int]) -> bool:
-                stream.take(tokens, is_last=self._ends(request, len(stream.flags) + len(tokens), tokens[-1]))
-                return is_asked_to_stop()
-
-            (output,) = engine.generate([request], on_tokens=take)
-            stream.end(output)
-        self.answers += 1
-        if talks:
-            text = str(tokenizer.decode(output.tokens, skip_special_tokens=True))
-            self.messages = [*messages, {"role": "assistant", "content": text}]
-        decoded = trace(output).emitted / max(engine.timings.decode_seconds, 1e-9)
-        self._tell(figures_line(len(output.tokens), tau([trace(output)]), decoded))
-        return output
-
-    def _ends(self, request: Request, count: int, last: int) -> bool:
-        return count == request.max_new_tokens or last in self.opened.target.eos_token_ids
-
-    def _seed(self) -> int:
-        return self.sampling.seed + self.answers
-
-    def _engine(self, needed: int) -> Engine:
-        if self.engine is None or self.engine.options.max_length < needed:
-            self.engine = None  # its caches go first
-            length = LEAST_ROOM
-            while length < needed:
-                length *= 2
-            length = min(length, self.opened.target.context_length)
-            self.engine = Engine(
-                self.opened.target, self.opened.head, EngineOptions(shape=self.shape, max_length=length)
-            )
-        return self.engine
-
-    def _tell(self, figures: str) -> None:
-        if self.console is None:
-            print_line(figures)
-        else:
-            self.console.print(figures, style=QUIET, highlight=False)
-
-
 class Stream:
     """An answer on its way to the screen, token by token, each either drafted or the target's own."""
 
@@ -195,10 +123,74 @@ class Stream:
         self.screen.add(self.detokenizer.flush())
 
 
-def figures_line(tokens: int, tau: float | None, tokens_per_second: float | None = None) -> str:
-    """`128 tokens, tau 2.84, 412.0 tokens/s`."""
-    rate = "" if tokens_per_second is None else f", {number(tokens_per_second, 1)} tokens/s"
-    return f"{plural(tokens, 'token')}, tau {number(tau)}{rate}"
+class Conversation:
+    """A head on its target, and what was said so far."""
+
+    def __init__(
+        self, opened: Opened, shape: TreeShape, sampling: Sampling, max_new_tokens: int, console: Console | None
+    ) -> None:
+        """`console`: where answers are drawn; None: they are written as text alone."""
+        self.head, self.target, self.tokenizer = opened
+        self.shape, self.sampling, self.max_new_tokens, self.console = shape, sampling, max_new_tokens, console
+        self.messages: list[Message] = []
+        self.marks: list[bool] = []
+        """Drafted or not, for each token of the last answer."""
+        self.answers = 0
+        self.engine: Engine | None = None
+
+    def answer(self, prompt: str, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Output:
+        """Show the answer to a prompt while it is decoded, and its figures; `is_asked_to_stop`: asked after each round.
+        UserError where the target has no room for it."""
+        talks = self.tokenizer.chat_template is not None
+        messages = [*self.messages, {"role": "user", "content": prompt}] if talks else [{"content": prompt}]
+        _, ids = render(messages, self.tokenizer)
+        room = prompt_room(self.target, self.max_new_tokens, self.shape.nodes)
+        if not 1 <= len(ids) <= room:
+            raise UserError(
+                f"the prompt, with what was said before, has {len(ids)} tokens; expected 1 to {room}, which leave room "
+                f"for {self.max_new_tokens} new ones; begin anew, or with another --max-new-tokens"
+            )
+        engine = self.engine_for(len(ids) + self.max_new_tokens + self.shape.nodes)
+        sampling = Sampling(self.sampling.temperature, seed=self.sampling.seed + self.answers)
+        with Screen(self.console) if self.console is not None else Pipe() as screen:
+            if not talks:
+                screen.add(prompt, QUIET)
+            stream = Stream(screen, Detokenizer(self.tokenizer, skip_special_tokens=True))
+
+            def take(_: int, tokens: list[int]) -> bool:
+                is_full = len(stream.flags) + len(tokens) == self.max_new_tokens
+                stream.take(tokens, is_last=is_full or tokens[-1] in self.target.eos_token_ids)
+                return is_asked_to_stop()
+
+            (output,) = engine.generate([Request(ids, self.max_new_tokens, sampling)], on_tokens=take)
+            stream.end(output)
+        self.answers, self.marks = self.answers + 1, stream.flags
+        if talks:
+            text = str(self.tokenizer.decode(output.tokens, skip_special_tokens=True))
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+        speed = trace(output).emitted / max(engine.timings.decode_seconds, 1e-9)
+        figures = f"{figures_line(len(output.tokens), tau([trace(output)]))}, {number(speed, 1)} tokens/s"
+        if self.console is None:
+            print_line(figures)
+        else:
+            self.console.print(figures, style=QUIET, highlight=False)
+        return output
+
+    def engine_for(self, needed: int) -> Engine:
+        """Return an engine with room for `needed` tokens."""
+        if self.engine is None or self.engine.options.max_length < needed:
+            self.engine = None  # its caches go first
+            length = LEAST_ROOM
+            while length < needed:
+                length *= 2
+            options = EngineOptions(shape=self.shape, max_length=min(length, self.target.context_length))
+            self.engine = Engine(self.target, self.head, options)
+        return self.engine
+
+
+def figures_line(tokens: int, tau: float | None) -> str:
+    """`128 tokens, tau 2.84`."""
+    return f"{plural(tokens, 'token')}, tau {number(tau)}"
 
 
 @contextmanager
@@ -222,10 +214,12 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 def chat(options: argparse.Namespace) -> int:
     """Load what the command line names, and answer: the exit status."""
     opened = open_head(options)
-    sampling = Sampling(options.temperature, seed=options.seed)
-    shape = choose_shape(opened, options.tree)
+    shapes = draft_shapes([options.tree] if options.tree else DEFAULT_TREES, opened.head)
+    fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
+    shape = (fitting or shapes)[0]  # where none fits, the engine says why
     console = Console()
     shown = console if console.is_interactive and not options.plain else None
+    sampling = Sampling(options.temperature, seed=options.seed)
     conversation = Conversation(opened, shape, sampling, options.max_new_tokens, shown)
     if options.prompt is not None:
         with interruptible() as is_interrupted:
@@ -241,13 +235,6 @@ def chat(options: argparse.Namespace) -> int:
             print_line(f"error: {error}")
             conversation.messages.clear()
     return 0
-
-
-def choose_shape(opened: Opened, text: str | None) -> TreeShape:
-    """The draft that is asked for, or the first of the defaults that the head can draft. UserError where it cannot."""
-    shapes = draft_shapes([text] if text else DEFAULT_TREES, opened.head)
-    fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
-    return (fitting or shapes)[0]  # where none fits, the engine says why
 
 
 def read_prompt(name: str) -> str | None:

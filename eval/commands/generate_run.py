@@ -2,13 +2,13 @@
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
-from eval.benchmark.figures import environment, target_facts
-from eval.benchmark.metrics import speedup, speedup_interval
-from eval.benchmark.opening import chosen_prompts, open_target, prompt_facts
+from eval.benchmark.metrics import ratio_interval, speedup
+from eval.benchmark.opening import chosen_prompts, facts_of, open_target
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.files import check_file
@@ -27,25 +27,22 @@ def compare(options: argparse.Namespace) -> int:
     prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
-    warm_up = min(WARM_UP_TOKENS, options.max_new_tokens)
-    run_engine(engine, prompts[0], warm_up)
-    run_generate(target, prompts[0], warm_up)
-    ours, theirs = [0.0] * len(prompts), [0.0] * len(prompts)
+    ways = partial(run_engine, engine), partial(run_generate, target)
+    for way in ways:
+        way(prompts[0], min(WARM_UP_TOKENS, options.max_new_tokens))
+    seconds = [[0.0] * len(prompts) for _ in ways]
     tokens = different = 0
     for repeat in range(options.repeats):
         for i, prompt in enumerate(prompts):
-            # Whoever goes first alternates, so that neither always finds the caches warm.
-            if (repeat + i) % 2:
-                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
-                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
-            else:
-                found, own_seconds = run_engine(engine, prompt, options.max_new_tokens)
-                expected, seconds = run_generate(target, prompt, options.max_new_tokens)
-            ours[i] += own_seconds
-            theirs[i] += seconds
-            tokens += len(found)
-            different += found != expected
-    ratio, interval = speedup(theirs, ours), speedup_interval(theirs, ours)
+            texts: list[list[int]] = [[], []]
+            for n in (0, 1) if (repeat + i) % 2 == 0 else (1, 0):  # so that neither always finds the caches warm
+                started = time.perf_counter()
+                texts[n] = ways[n](prompt, options.max_new_tokens)
+                seconds[n][i] += time.perf_counter() - started
+            tokens += len(texts[0])
+            different += texts[0] != texts[1]
+    ours, theirs = seconds
+    ratio, interval = speedup(theirs, ours), ratio_interval(theirs, ours)
     print(f"{len(prompts)} prompts, {options.max_new_tokens} new tokens, {options.repeats} repeats, prefill included")
     print(f"transformers generate   {tokens / sum(theirs):10.1f} tokens/s")
     print(f"engine, plain           {tokens / sum(ours):10.1f} tokens/s")
@@ -53,9 +50,7 @@ def compare(options: argparse.Namespace) -> int:
     print(f"texts that differ       {different} of {len(prompts) * options.repeats}")
     if options.out:
         record = {
-            "target": target_facts(target),
-            **environment(target),
-            **prompt_facts(options, prompts),
+            **facts_of(options, target, prompts),
             "tokens": tokens,
             "engine_seconds": sum(ours),
             "generate_seconds": sum(theirs),
@@ -66,19 +61,16 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-def run_engine(engine: Engine, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
-    """Tokens and seconds of the engine."""
-    started = time.perf_counter()
+def run_engine(engine: Engine, prompt: Prompt, max_new_tokens: int) -> list[int]:
+    """Return the engine's tokens."""
     (output,) = engine.generate([Request(list(prompt.ids), max_new_tokens)])
-    return output.tokens, time.perf_counter() - started
+    return output.tokens
 
 
 @torch.inference_mode()
-def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> tuple[list[int], float]:
-    """Tokens and seconds of `generate`, as a user would call it."""
-    started = time.perf_counter()
+def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> list[int]:
+    """Return the tokens of `generate`, as a user would call it."""
     ids = torch.tensor([prompt.ids], device=target.device)
-    pad = target.eos_token_ids[0] if target.eos_token_ids else 0
     generate: Any = target.model.generate  # typed by the library as something that cannot be called
     output = generate(
         ids,
@@ -86,6 +78,7 @@ def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> t
         max_new_tokens=max_new_tokens,
         do_sample=False,
         use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
-        pad_token_id=pad,
+        pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
     )
-    return output[0, len(prompt.ids) :].tolist(), time.perf_counter() - started
+    tokens: list[int] = output[0, len(prompt.ids) :].tolist()
+    return tokens

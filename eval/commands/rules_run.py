@@ -7,26 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from eval.benchmark.figures import environment, target_facts
 from eval.benchmark.measure import check_decoded, trace
-from eval.benchmark.metrics import (
-    Trace,
-    acceptance_by_depth,
-    rate_ratio,
-    rate_ratio_interval,
-    tau,
-    tau_interval,
-)
-from eval.benchmark.opening import chosen_prompts, open_head, prompt_facts
+from eval.benchmark.metrics import Trace, acceptance_by_depth, rate_ratio, rate_ratio_interval, ratio_interval, tau
+from eval.benchmark.opening import chosen_prompts, facts_of, open_head
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
+from eval.reporting.report import figure_table
 from eval.runtime.acceptance import Rejection, block, expected_tokens, ratio
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import RULES, Sampling, check_rule
@@ -53,15 +44,11 @@ class Run:
     def record(self) -> Record:
         """Its figures."""
         traces = [t for by_seed in self.traces for t in by_seed]
-        pooled = [
-            Trace(sum(t.emitted for t in ts), sum((t.accepted for t in ts), ()), sum((t.reached for t in ts), ()))
-            for ts in self.traces
-        ]
         return {
             "rule": self.rule,
             "tree": str(self.shape),
             "nodes": self.shape.nodes,
-            "tau": {"mean": tau(traces), "ci95": tau_interval(pooled)},
+            "tau": {"mean": tau(traces), "ci95": ratio_interval(*self.rate)},
             "alpha": acceptance_by_depth(traces, self.shape.depth),
             "rounds": sum(t.rounds for t in traces),
         }
@@ -88,13 +75,12 @@ def bench_rules(options: argparse.Namespace) -> int:
     sampling = Sampling(options.temperature, seed=options.seed)
     if options.temperature == 0:
         raise UserError("--temperature: at 0 all rules are one; ask for a higher one")
-    opened = open_head(options)
-    prompts = chosen_prompts(options, opened.target, opened.tokenizer, max(shape.nodes for shape in shapes))
+    head, target, tokenizer = open_head(options)
+    prompts = chosen_prompts(options, target, tokenizer, max(shape.nodes for shape in shapes))
+    count, new_tokens = len(prompts), options.max_new_tokens
     requests = [
         [
-            Request(
-                list(prompt.ids), options.max_new_tokens, replace(sampling, seed=options.seed + i + s * len(prompts))
-            )
+            Request(list(prompt.ids), new_tokens, replace(sampling, seed=options.seed + i + s * count))
             for s in range(options.seeds)
         ]
         for i, prompt in enumerate(prompts)
@@ -102,12 +88,9 @@ def bench_rules(options: argparse.Namespace) -> int:
     longest = max(len(prompt.ids) for prompt in prompts)
 
     def engine_of(rule: str, shape: TreeShape) -> Engine:
-        most = longest + options.max_new_tokens + shape.nodes
-        return Engine(
-            opened.target,
-            opened.head,
-            EngineOptions(shape=shape, batch_size=options.batch_size, max_length=most, rule=rule),
-        )
+        most = longest + new_tokens + shape.nodes
+        size = EngineOptions(shape=shape, batch_size=options.batch_size, max_length=most, rule=rule)
+        return Engine(target, head, size)
 
     runs = [Run(rule, shape) for shape in shapes for rule in RULES if can_judge(rule, shape)]
     whole = [request for by_seed in requests for request in by_seed]
@@ -116,18 +99,14 @@ def bench_rules(options: argparse.Namespace) -> int:
         outputs = iter(done)
         run.traces = [[trace(next(outputs)) for _ in by_seed] for by_seed in requests]
         print(f"{run.rule} on {run.shape}: tau {run.record()['tau']['mean']:.3f}", file=sys.stderr, flush=True)
-    compared = [compare(one, other) for one, other in combinations(runs, 2) if one.shape == other.shape]
-    on_one_draft = [expect_on_one_draft(engine_of("ratio", shape), requests) for shape in shapes if is_chain(shape)]
+    chains = [shape for shape in shapes if is_chain(shape)]
     record = {
-        "target": target_facts(opened.target),
-        "head": options.head,
-        **environment(opened.target),
-        **prompt_facts(options, prompts),
+        **facts_of(options, target, prompts),
         "seeds": options.seeds,
         "temperature": options.temperature,
         "runs": [run.record() for run in runs],
-        "compared": compared,
-        "on_one_draft": on_one_draft,
+        "compared": [compare(one, other) for one, other in combinations(runs, 2) if one.shape == other.shape],
+        "on_one_draft": [expect_on_one_draft(engine_of("ratio", shape), requests) for shape in chains],
     }
     print_tables(record)
     if options.out:
@@ -147,13 +126,8 @@ def can_judge(rule: str, shape: TreeShape) -> bool:
 def compare(one: Run, other: Run) -> Record:
     """The later rule's tau over the earlier one's, paired over prompts."""
     rates = other.rate, one.rate
-    return {
-        "tree": str(one.shape),
-        "rule": other.rule,
-        "over": one.rule,
-        "ratio": rate_ratio(*rates),
-        "ci95": rate_ratio_interval(*rates),
-    }
+    between = {"ratio": rate_ratio(*rates), "ci95": rate_ratio_interval(*rates)}
+    return {"tree": str(one.shape), "rule": other.rule, "over": one.rule, **between}
 
 
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
@@ -161,8 +135,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
     requests."""
     rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
-    plain = [0.0] * len(requests)
-    whole = [0.0] * len(requests)
+    plain, whole, ones = [0.0] * len(requests), [0.0] * len(requests), [1.0] * len(requests)
     jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]
     for start in range(0, len(jobs), engine.options.batch_size):
         part = jobs[start : start + engine.options.batch_size]  # no more than there are rows: each keeps its own
@@ -171,12 +144,10 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
         for row, ((prompt, _), output) in enumerate(zip(part, outputs, strict=True)):
             plain[prompt] += sum(float(ratio_[row]) for ratio_, _ in rule.expected[: output.rounds])
             whole[prompt] += sum(float(block_[row]) for _, block_ in rule.expected[: output.rounds])
-    ones = [1.0] * len(requests)
-    interval = rate_ratio_interval((whole, ones), (plain, ones))
     return {
         "tree": str(engine.options.shape),
         "block_over_ratio": sum(whole) / sum(plain),
-        "ci95": interval,
+        "ci95": rate_ratio_interval((whole, ones), (plain, ones)),
         "least_prompt": min(w / p for w, p in zip(whole, plain, strict=True) if p),
     }
 
@@ -184,9 +155,7 @@ def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -
 def print_tables(record: Record) -> None:
     """tau of every rule, and the comparisons."""
     console = Console()
-    table = Table(box=box.SIMPLE, show_edge=False)
-    for name in ("draft", "rule", "tau"):
-        table.add_column(name, justify="right" if name == "tau" else "left", no_wrap=True)
+    table = figure_table(["draft", "rule", "tau"])
     for run in record["runs"]:
         table.add_row(run["tree"], run["rule"], with_interval(run["tau"]["mean"], run["tau"]["ci95"], digits=3))
     console.print(table)

@@ -1,38 +1,50 @@
-"""eval/bench.py at every batch size and context length: the measurement of eval/scaling.py."""
+"""eval/bench.py at every batch size and context length: the measurement of eval/scaling.py, its table and its plot."""
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.corpus import read_split
-from eval.benchmark.figures import (
-    Judged,
-    environment,
-    head_facts,
-    judge,
-    pooled_exactness,
-    target_facts,
-    withhold_speed,
-)
+from eval.benchmark.environment import environment, head_facts, target_facts
+from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
 from eval.benchmark.measure import compare, progress_bar
-from eval.benchmark.measurements import own_folder, plain_name
 from eval.benchmark.opening import open_head, prompt_room
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
-from eval.benchmark.results import SCHEMA_VERSION, Results, write_results
+from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
 from eval.files import check_folder
-from eval.reporting.format import is_exact, short_name
-from eval.reporting.scaling_report import draw_scaling, print_scaling
+from eval.reporting.drawing import COLOURS, save, style, title
+from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
+from eval.reporting.report import figure_table, print_audit
 from heads.base import Drafter
 from heads.errors import UserError, first_line
 from heads.target.frozen import FrozenTarget
+
+
+def scaling_command(options: argparse.Namespace) -> int:
+    """Load what the command line names, and measure: the exit status."""
+    names = {field.name for field in fields(ScalingSettings)} & vars(options).keys()
+    given = {name: getattr(options, name) for name in names}
+    settings = ScalingSettings(**given, temperatures=(options.temperature,))
+    parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
+    check_folder(options.out or parent, "--out")
+    head, target, tokenizer = open_head(options)
+    with own_folder(parent, settings, options) as out:
+        results = measure_scaling(target, head, tokenizer, settings, head_path=options.head, out=out)
+    print(f"written to {out}", file=sys.stderr)
+    return 0 if is_exact(results) else 1
 
 
 def measure_scaling(
@@ -64,11 +76,9 @@ def measure_scaling(
                 chosen, at = prompts[: batch_size * settings.batches], replace(settings, batch_size=batch_size)
                 what = f"batch {batch_size}, context {context}"
                 try:
-                    result = compare(target, drafts, chosen, temperature, at, bar, what)
-                    fresh = judge(result, target, tokenizer)
+                    fresh = judge(compare(target, drafts, chosen, temperature, at, bar, what), target, tokenizer)
                 except torch.OutOfMemoryError as error:
-                    said: Results = {"exact": None, "speedup": None, "out_of_memory": first_line(error)}
-                    fresh = Judged([{"tree": str(shape), **said} for shape in shapes])
+                    fresh = Judged([out_of_memory(str(shape), error) for shape in shapes])
                 fresh.measurements = [{"batch_size": batch_size, "context": context, **m} for m in fresh.measurements]
                 judged.add(fresh)
     points = judged.measurements
@@ -90,6 +100,11 @@ def measure_scaling(
             draw_scaling(results, out / "scaling")
     print_scaling(results, console or Console())
     return results
+
+
+def out_of_memory(tree: str, error: torch.OutOfMemoryError) -> Results:
+    """Return the point of a draft that the memory is too small for."""
+    return {"tree": tree, "exact": None, "speedup": None, "out_of_memory": first_line(error)}
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
@@ -118,17 +133,54 @@ def texts(suite: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sequence[i
         yield from (prompt.ids for prompt in load_prompts(suite, tokenizer, max_prompt_tokens=sys.maxsize))
 
 
-def scaling_command(options: argparse.Namespace) -> int:
-    """Load what the command line names, and measure: the exit status."""
-    names = {field.name for field in fields(ScalingSettings)} & vars(options).keys()
-    given = {name: getattr(options, name) for name in names}
-    settings = ScalingSettings(**given, temperatures=(options.temperature,))
-    parent = Path("runs", plain_name(f"scaling-{Path(short_name(options.head)).name}"))
-    check_folder(options.out or parent, "--out")
-    opened = open_head(options)
-    with own_folder(parent, settings, options) as out:
-        results = measure_scaling(
-            opened.target, opened.head, opened.tokenizer, settings, head_path=options.head, out=out
+def draw_scaling(results: Results, path: Path) -> list[Path]:
+    """Speedup against batch size, a line for each context, and against context, a line for each batch size."""
+    trees = list(dict.fromkeys(point["tree"] for point in results["points"]))
+    settings = results["settings"]
+    with style():
+        figure = Figure(figsize=(10, 0.8 + 3.6 * len(trees)), layout="constrained")
+        grid: Any = figure.subplots(len(trees), 2, squeeze=False, sharey=True)
+        for (left, right), tree in zip(grid, trees, strict=True):
+            points = [point for point in results["points"] if point["tree"] == tree and point["speedup"]]
+            draw_lines(left, points, "batch_size", "context", "batch size", "context")
+            draw_lines(right, points, "context", "batch_size", "context, tokens of the prompt", "batch")
+            left.set_title(f"{'adaptive ' * settings['adaptive']}{tree}")
+        made = (
+            f"{heading(results)}; {settings['batches']} batches of {short_name(settings['prompts'])} at each point, "
+            f"{settings['max_new_tokens']} new tokens, {sampling_text(*settings['temperatures'])}; "
+            f"{device_text(results)}"
         )
-    print(f"written to {out}", file=sys.stderr)
-    return 0 if is_exact(results) else 1
+        title(figure, "Speedup over plain decoding", made)
+        return save(figure, path)
+
+
+def draw_lines(axes: Axes, points: Sequence[Results], along: str, by: str, label: str, legend: str) -> None:
+    """One line for each value of `by`."""
+    axes.axhline(1, color=COLOURS["faded"], lw=1, zorder=0)
+    colours = matplotlib.colormaps["viridis"]
+    values = sorted({point[by] for point in points})
+    for n, value in enumerate(values):
+        line = sorted((point[along], point["speedup"]["measured"]) for point in points if point[by] == value)
+        colour = colours(0.9 * n / max(len(values) - 1, 1))
+        axes.plot(*zip(*line, strict=True), "o-", color=colour, ms=4, lw=1.5, label=f"{legend} {value}")
+    places = sorted({point[along] for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def print_scaling(results: Results, console: Console) -> None:
+    """Print a line for each point, and the audit."""
+    console.print(f"\n[bold]{escape(heading(results))}[/bold]; {escape(device_text(results))}\n")
+    table = figure_table(["context", "batch", "draft", "tau", "plain tokens/s", "speedup"])
+    for point in results["points"]:
+        figures = ["", "", "out of memory"]
+        if "out_of_memory" not in point:
+            rate = number(point["baseline"]["tokens_per_second"], 1)
+            figures = [number(point["tau"]["mean"]), rate, speedup_text(point)]
+        table.add_row(str(point["context"]), str(point["batch_size"]), point["tree"], *figures)
+    console.print(table, highlight=False)
+    console.print()
+    print_audit(results, console)

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.bench import parse_arguments as parse_bench
 from eval.benchmark.prompts import split_prompts
-from eval.benchmark.results import Results, read_results
+from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
-from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, figures_of, folder_name, ranked, read_sweep
+from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, folder_name, ranked, read_sweep
 from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
@@ -31,10 +30,13 @@ from heads.registry import untrained_kind
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = "scripts/tracked.py"
 Row = dict[str, Any]
+Run = Callable[..., Any]
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+"""Read the arguments of the program, eval/bench.py."""
 
 
-def run_sweep(options: argparse.Namespace) -> int:
-    """Measure the settings, or let a server choose them; return the exit status."""
+def run_sweep(options: argparse.Namespace, parse: Parse, run: Run = subprocess.run) -> int:
+    """Measure the settings, each in a process by `run`, or let a server choose them; return the exit status."""
     sweep = read_sweep(options.sweep)
     if not is_file(sweep.program):
         raise UserError(f"{sweep.path}: program: no {sweep.program} here; run sweeps from the repository's folder")
@@ -45,14 +47,14 @@ def run_sweep(options: argparse.Namespace) -> int:
         command = [sys.executable, TRACKED, "--agent", str(sweep.path), *limit]
         return subprocess.run(command, env=environment("online")).returncode
     settings = sweep.settings(options.count, options.seed)
-    places = [place_of(sweep, setting) for setting in settings]  # every setting is refused before any is measured
+    places = [place_of(sweep, setting, parse) for setting in settings]  # a setting is refused before any is measured
     out = options.out or Path("runs") / f"sweep-{sweep.path.stem}"
     check_folder(out, "--out")
     rows: list[Row] = []
     for n, (setting, place) in enumerate(zip(settings, places, strict=True), start=1):
         known = ", measured already" if found(out / place / "results.json") else ""
         print(f"{n}/{len(settings)}  {sweep.text(setting)}{known}", file=sys.stderr, flush=True)
-        rows.append(measure(sweep, setting, out / place, options.wandb))
+        rows.append(measure(sweep, setting, out / place, options.wandb, run))
         write_record(sweep, rows, out)
     print_table(sweep, ranked(rows, sweep))
     for row in rows:
@@ -65,11 +67,11 @@ def run_sweep(options: argparse.Namespace) -> int:
     return 1 if 1 in statuses else 2 if 2 in statuses else 0
 
 
-def place_of(sweep: Sweep, setting: Setting) -> str:
+def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
     """A setting's folder, named for all that its figures depend on: arguments, head, prompt files. UserError for
     arguments that eval/bench.py would refuse."""
     try:
-        options = parse_bench(sweep.arguments(setting))
+        options = parse(sweep.arguments(setting))
         settings = to_settings(options)
         (head,) = options.heads
         weights = None
@@ -84,7 +86,7 @@ def place_of(sweep: Sweep, setting: Setting) -> str:
     return folder_name(sweep.text(setting), hashlib.sha256(said.encode()).hexdigest())
 
 
-def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
+def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str, run: Run) -> Row:
     """The row of a setting: of its results.json, where there is one, else measured now."""
     file, log = folder / "results.json", folder / "log.txt"
     status, error = 0, ""
@@ -94,7 +96,7 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
         command = [sys.executable, *tracked, sweep.program, *sweep.arguments(setting), f"--out={folder.resolve()}"]
         folder.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as stream:
-            done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
+            done = run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment(wandb))
         status, results = done.returncode, found(file)
         if status == 130:
             raise KeyboardInterrupt
@@ -111,15 +113,8 @@ def measure(sweep: Sweep, setting: Setting, folder: Path, wandb: str) -> Row:
         status = 2 if status == 2 else 1
     else:
         status, error = 1, "left no results.json"
-    return {
-        "setting": setting,
-        "figures": figures,
-        "identical": identical,
-        "status": status,
-        "error": error,
-        "busy": results and busy_warning(results["measurements"]),
-        "folder": folder.name,
-    }
+    row: Row = {"setting": setting, "figures": figures, "identical": identical, "status": status, "error": error}
+    return {**row, "busy": results and busy_warning(results["measurements"]), "folder": folder.name}
 
 
 def found(file: Path) -> Results | None:
@@ -162,12 +157,7 @@ def print_table(sweep: Sweep, rows: Sequence[Row]) -> None:
         table.add_column(name.replace("_per_second", "/s").replace("_", " "), justify="right", no_wrap=True)
     for row in rows:
         cells = [escape(str(row["setting"][name])) for name in varying] or ["the only one"]
-        digits = [figure_text(row, name) for name in shown]
+        digits = [number(row["figures"].get(name), 1 if "second" in name else 2) for name in shown]
+        digits[shown.index("speedup")] += f", {NOT_RELIABLE}" if row["busy"] else ""
         table.add_row(*cells, *digits, row["identical"] or (MISSING if not row["error"] else "failed"))
     Console().print(table)
-
-
-def figure_text(row: Row, name: str) -> str:
-    """A figure in the table; a speedup of a machine that was busy is marked."""
-    text = number(row["figures"].get(name), 1 if "second" in name else 2)
-    return f"{text}, {NOT_RELIABLE}" if name == "speedup" and row["busy"] else text

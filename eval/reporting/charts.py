@@ -14,15 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.benchmark.results import Results
 from eval.reporting.drawing import COLOURS, FONT_SIZE, Chart
-from eval.reporting.format import (
-    is_disturbed,
-    number,
-    percent,
-    reached,
-    sampling_text,
-    setting_text,
-    speedup_text,
-)
+from eval.reporting.format import is_disturbed, number, percent, reached, sampling_text, setting_text, speedup_text
 
 SMALL = FONT_SIZE - 1
 MOST_LABELS = 11
@@ -48,52 +40,32 @@ KINDS = {"chain": "draft", "tree": "verify"}
 
 def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
     """Return the charts of a results.json, and of the training `log` (metrics.jsonl) if there is one."""
-    setting = f"{results['tree']}, {sampling_text(results['temperature'])}"
+    setting = setting_text(results)
+    accepted = f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting})."
+    emitted = f"Share of rounds by the tokens they emitted, the target's own token included ({setting})."
+    alpha = reached(results["alpha"])
     found = [
-        Chart(
-            "acceptance",
-            "Acceptance by depth",
-            f"Share of rounds in which the k-th draft token was accepted, where those before it were ({setting}).",
-            partial(draw_acceptance, alpha=reached(results["alpha"])),
-        ),
-        Chart(
-            "tokens",
-            "Tokens per round",
-            f"Share of rounds by the tokens they emitted, the target's own token included ({setting}).",
-            partial(draw_tokens, results=results),
-        ),
+        Chart("acceptance", "Acceptance by depth", accepted, partial(draw_acceptance, alpha=alpha)),
+        Chart("tokens", "Tokens per round", emitted, partial(draw_tokens, results=results)),
     ]
     if results["speedup"] is not None:
-        found.append(
-            Chart(
-                "round",
-                "Where a round's time goes",
-                "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
-                f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
-                f"{speedup_text(results)}.",
-                partial(draw_round, results=results),
-                height=2.4,
-            )
+        phases = (
+            "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
+            f"bars is the speedup that the costs predict, {number(results['speedup']['predicted'])}x; measured: "
+            f"{speedup_text(results)}."
         )
+        found.append(Chart("round", "Where a round's time goes", phases, partial(draw_round, results=results), 2.4))
         found.append(speedups("speedup", results["measurements"]))
     if (curves := depth_curves(results)) is not None:
         model = "; the broken lines are what the costs promise" if any(curves.model.values()) else ""
-        found += [
-            Chart(
-                "depth",
-                "Speedup by depth",
-                f"{sampling_text(results['temperature']).capitalize()}: measured, with 95% intervals{model}. 1x is "
-                "plain decoding.",
-                partial(draw_depths, curves=curves),
-            ),
-            Chart(
-                "latency",
-                "Time between tokens",
-                "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
-                "line) reach. Dotted: the median of plain decoding.",
-                partial(draw_latency, curves=curves),
-            ),
-        ]
+        sampling = sampling_text(results["temperature"]).capitalize()
+        note = f"{sampling}: measured, with 95% intervals{model}. 1x is plain decoding."
+        found.append(Chart("depth", "Speedup by depth", note, partial(draw_depths, curves=curves)))
+        note = (
+            "A round's time, shared among its tokens: the median (dot), and how far 95% (tick) and 99% (end of the "
+            "line) reach. Dotted: the median of plain decoding."
+        )
+        found.append(Chart("latency", "Time between tokens", note, partial(draw_latency, curves=curves)))
     return [*found, *training_charts(log)]
 
 
@@ -123,70 +95,51 @@ def points(log: Sequence[Results], kind: str, name: str) -> list[tuple[int, floa
 
 def comparison_charts(shown: Sequence[Results]) -> list[Chart]:
     """Return the charts of speedup and tau of the measurements in a comparison's table."""
-    tau = [row(m, m["tau"]["mean"], m["tau"]["ci95"], number(m["tau"]["mean"])) for m in shown]
     note = "Tokens emitted per target pass, with 95% intervals; plain decoding has 1."
-    found = [Chart("compare-tau", "tau", note, partial(draw_rows, rows=tau, colour="accept"), rows_height(tau))]
-    return [speedups("compare-speedup", shown), *found] if all(m["speedup"] for m in shown) else found
-
-
-@dataclass(frozen=True)
-class Row:
-    """A setting of a head and one figure with its interval."""
-
-    head: str
-    """Name of the head; empty if all rows are of one head."""
-    setting: str
-    value: float
-    interval: Sequence[float | None] | None
-    text: str
-
-    def label(self, room: int) -> str:
-        """Return the name of the row, with the head's name shortened to fit."""
-        left = room - len(self.setting) - 2
-        name = self.head
-        if len(name) > left:
-            half = max(left // 2, 3)
-            name = f"{name[:half]}…{name[1 - half :]}"
-        return f"{name}, {self.setting}" if name else self.setting
-
-
-def row(figures: Results, value: float, interval: Sequence[float | None] | None, text: str) -> Row:
-    """Return the row of a measurement."""
-    return Row(figures.get("head", ""), setting_text(figures), value, interval, text)
+    draw = partial(draw_rows, measured=shown, figure="tau", colour="accept")
+    tau = Chart("compare-tau", "tau", note, draw, rows_height(shown))
+    return [speedups("compare-speedup", shown), tau] if all(m["speedup"] for m in shown) else [tau]
 
 
 def speedups(name: str, measured: Sequence[Results]) -> Chart:
     """Return the chart of the speedup of each setting."""
-    rows = []
-    for m in measured:
-        speed = m["speedup"]
-        text = speedup_text(m) if is_disturbed(m) else f"{number(speed['measured'])}x"
-        rows.append(row(m, speed["measured"], speed["ci95"], text))
     note = "Over plain decoding on the same prompts in the same run, with 95% intervals. The line is 1x."
-    return Chart(name, "Speedup", note, partial(draw_rows, rows=rows), rows_height(rows))
+    draw = partial(draw_rows, measured=measured, figure="speedup", colour="draft")
+    return Chart(name, "Speedup", note, draw, rows_height(measured))
 
 
-def rows_height(rows: Sequence[Row]) -> float:
+def rows_height(rows: Sequence[Results]) -> float:
     """Return the height of a chart of rows, with its axis, in inches."""
     return 0.5 + ROW * len(rows)
 
 
-def draw_rows(axes: Axes, *, rows: Sequence[Row], colour: str = "draft") -> None:
-    """Draw each value as a dot on its interval, with its name and its figure above."""
+def draw_rows(axes: Axes, *, measured: Sequence[Results], figure: str, colour: str) -> None:
+    """Draw `tau` or `speedup` of each setting as a dot on its interval, with its name and its figure above."""
     axes.axvline(1, color=COLOURS["faded"], lw=1, zorder=0)
     across = axes.get_yaxis_transform()
-    for n, row in enumerate(rows):
-        low, high = shared(row.value, row.interval)
+    for n, m in enumerate(measured):
+        value = m["tau"]["mean"] if figure == "tau" else m["speedup"]["measured"]
+        text = number(value) if figure == "tau" else speedup_text(m) if is_disturbed(m) else f"{number(value)}x"
+        low, high = shared(value, m[figure]["ci95"])
         axes.plot([low, high], [n, n], color=COLOURS[colour], lw=2.5)
-        axes.plot(row.value, n, "o", color=COLOURS[colour], ms=7)
+        axes.plot(value, n, "o", color=COLOURS[colour], ms=7)
         look: dict[str, Any] = {"transform": across, "fontsize": SMALL, "bbox": CLEAR}
-        axes.text(0, n - GAP, row.label(LETTERS - len(row.text)), color=COLOURS["soft"], **look)
-        axes.text(1, n - GAP, row.text, ha="right", fontweight="bold", **look)
-    axes.set_ylim(len(rows) - 0.6, -0.85)
+        axes.text(0, n - GAP, row_name(m, LETTERS - len(text)), color=COLOURS["soft"], **look)
+        axes.text(1, n - GAP, text, ha="right", fontweight="bold", **look)
+    axes.set_ylim(len(measured) - 0.6, -0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.margins(x=0.06)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+
+
+def row_name(figures: Results, room: int) -> str:
+    """Return the name of a row: the setting, after the head's name, shortened to fit, if there are several."""
+    setting, name = setting_text(figures), figures.get("head", "")
+    if len(name) > room - len(setting) - 2:
+        half = max((room - len(setting) - 2) // 2, 3)
+        name = f"{name[:half]}…{name[1 - half :]}"
+    return f"{name}, {setting}" if name else setting
 
 
 def shared(value: float, interval: Sequence[float | None] | None) -> tuple[float, float]:
@@ -200,9 +153,8 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
     draw_bars(axes, range(1, len(alpha) + 1), [value or 0.0 for value in alpha], list(map(percent, alpha)), "draft")
     reach = [math.prod(value or 0.0 for value in alpha[:depth]) for depth in range(1, len(alpha) + 1)]
     ring: dict[str, Any] = {"mfc": COLOURS["card"], "mec": COLOURS["verify"], "mew": 2.2, "ms": 8, "ls": ""}
-    rings = axes.plot(
-        range(1, len(alpha) + 1), reach, "o", label="share of all rounds that reached it", clip_on=False, **ring
-    )
+    depths, label = range(1, len(alpha) + 1), "share of all rounds that reached it"
+    rings = axes.plot(depths, reach, "o", label=label, clip_on=False, **ring)
     axes.set_ylim(0, 1.15)
     axes.set_xlabel("depth of the draft")
     bars = Patch(color=COLOURS["draft"], label="accepted, given the depths before")
@@ -244,15 +196,8 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     names = (f"one round, {number(tau)} tokens", whole), (f"plain decoding, {number(tau)} tokens", plain)
     for n, (name, milliseconds) in enumerate(names):
         axes.text(0, n - 0.33, name, color=COLOURS["soft"], fontsize=SMALL)
-        axes.annotate(
-            f"{number(milliseconds)} ms",
-            (milliseconds, n),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontweight="bold",
-            fontsize=SMALL,
-        )
+        figure: dict[str, Any] = {"va": "center", "fontweight": "bold", "fontsize": SMALL}
+        axes.annotate(f"{number(milliseconds)} ms", (milliseconds, n), (6, 0), textcoords="offset points", **figure)
     axes.set(xticks=[], yticks=[], xlim=(0, 1.28 * max(plain, whole)), ylim=(1.3, -0.6))
     axes.spines[["left", "bottom"]].set_visible(False)
     put_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
@@ -265,17 +210,13 @@ class Dot:
     tree: str
     at: float
     """Depth of the draft, shifted slightly if other settings have the same."""
-    chain: bool
+    kind: str
+    """One of KINDS."""
     speedup: float
     low: float
     high: float
     token_ms: dict[str, float]
     """Time between tokens: p50, p95, p99."""
-
-    @property
-    def kind(self) -> str:
-        """One of KINDS."""
-        return "chain" if self.chain else "tree"
 
 
 @dataclass(frozen=True)
@@ -314,10 +255,9 @@ def depth_curves(results: Results) -> Curves | None:
         step = min(STEP, SPREAD / max(len(level) - 1, 1))
         at = m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2)
         speed = m["speedup"]["measured"]
-        chain = m["nodes"] == m["depth"] + 1
-        dots.append(
-            Dot(m["tree"], at, chain, speed, *shared(speed, m["speedup"]["ci95"]), m["speculative"]["token_ms"])
-        )
+        kind = "chain" if m["nodes"] == m["depth"] + 1 else "tree"
+        low, high = shared(speed, m["speedup"]["ci95"])
+        dots.append(Dot(m["tree"], at, kind, speed, low, high, m["speculative"]["token_ms"]))
     lines = {name: sorted(line.items()) for name, line in model.items()}
     return Curves(dots, lines, measured[0]["baseline"]["token_ms"])
 
@@ -365,16 +305,8 @@ def mark_depths(axes: Axes, curves: Curves, first: int, last: int) -> None:
 
 def put_legend(axes: Axes, handles: Sequence[Artist], *, columns: int = 1) -> None:
     """Draw the legend above the axes, so that it covers nothing."""
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        borderpad=0,
-        handlelength=1,
-        ncols=columns,
-        fontsize=SMALL,
-    )
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2, "borderpad": 0}
+    axes.legend(handles=handles, handlelength=1, ncols=columns, fontsize=SMALL, **place)
 
 
 def draw_curve(axes: Axes, *, points: Sequence[tuple[int, float]], label: str, dots: bool = False) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from eval.benchmark.results import Results
+from eval.command import AUTO
 
 MISSING = "–"  # noqa: RUF001
 VAGUE_NAMES = ("head", "target", "model")
@@ -16,6 +17,8 @@ FEW = 8
 """Number of prompts below which percentile bootstraps are markedly too narrow."""
 LOCAL_MODEL = "a local model"
 """Public name of a target that is a local folder."""
+BRACKETS = "Brackets are 95% bootstrap intervals over prompts."
+TURNS = f"Plain decoding and all heads took turns on the same prompts. {BRACKETS}"
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -31,6 +34,27 @@ def with_interval(
     if text == MISSING or interval is None or None in interval:
         return text + unit * (text != MISSING)
     return f"{text}{unit} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+
+
+def tau_text(figures: Results) -> str:
+    """Return tau and its interval."""
+    return with_interval(figures["tau"]["mean"], figures["tau"]["ci95"])
+
+
+def accepted_text(figures: Results) -> str:
+    """Return acceptance by depth, as in `79% 71% 80%`."""
+    return " ".join(percent(alpha) for alpha in figures["alpha"] if alpha is not None) or MISSING
+
+
+def speculative_text(figures: Results) -> str:
+    """Return speculative tokens/s, or a note that they are withheld."""
+    withheld = figures["speedup"] is None
+    return "withheld" if withheld else number(figures["speculative"]["tokens_per_second"], 1)
+
+
+def sentence(line: str) -> str:
+    """Return a line as a sentence."""
+    return f"{line[:1].upper()}{line[1:]}."
 
 
 def plural(number: int, noun: str) -> str:
@@ -146,15 +170,11 @@ def target_text(target: Results) -> str:
 
 
 def heading(results: Results) -> str:
-    """Return the heading of a report: the head and its target."""
+    """Return the heading of a report: the head, or the number of heads, and the target."""
+    if "heads" in results:
+        return f"{plural(len(results['heads']), 'head')} on {target_text(results['target'])}"
     adapted = " with its adapter" if is_adapted(results) else ""
     return f"{results['head']['kind']} on {target_text(results['target'])}{adapted}"
-
-
-def rule_text(results: Results) -> str:
-    """Return the rule, as in `, rule block`; nothing for `match`."""
-    rule = results.get("rule", "match")
-    return "" if rule == "match" else f", rule {rule}"
 
 
 def sampling_text(temperature: float) -> str:
@@ -173,10 +193,32 @@ def setting_line(results: Results) -> str:
     """Return the prompts and the device of a measurement in a line."""
     settings = results["settings"]
     names = ", ".join(map(short_name, settings["suites"]))
+    rule = results.get("rule", "match")
     return (
         f"{plural(settings['num_prompts'], 'prompt')} of {names}, {settings['max_new_tokens']} new tokens, "
-        f"batch {settings['batch_size']}{rule_text(results)}; {device_text(results)}"
+        f"batch {settings['batch_size']}{'' if rule == 'match' else f', rule {rule}'}; {device_text(results)}"
     )
+
+
+def subtitle(results: Results) -> str:
+    """Return the line below the heading; of several heads with the speed of plain decoding."""
+    if "heads" not in results:
+        return setting_line(results)
+    plain = {m["temperature"]: m["baseline"]["tokens_per_second"] for m in results["measurements"]}
+    speeds = ", ".join(f"{number(v, 1)} tokens/s ({sampling_text(t)})" for t, v in plain.items())
+    return f"{setting_line(results)}; plain decoding: {speeds}"
+
+
+def fastest(results: Results) -> list[Results]:
+    """Return the measurements of several heads to show: all of them, or after a search the fastest of each head."""
+    if AUTO not in results["settings"]["trees"] or not is_exact(results):
+        return list(results["measurements"])
+    best: dict[tuple[str, float], Results] = {}
+    for m in results["measurements"]:
+        key = (m["head"], m["temperature"])
+        if key not in best or m["speedup"]["measured"] > best[key]["speedup"]["measured"]:
+            best[key] = m
+    return list(best.values())
 
 
 def divergence_text(divergence: Results) -> str:
@@ -219,16 +261,6 @@ def busy_warning(measurements: Sequence[Results]) -> str | None:
     )
 
 
-def slow_warning(measurements: Sequence[Results]) -> str | None:
-    """Return a warning that plain decoding is faster than every measured draft, or None."""
-    best: dict[float, float] = {}
-    for m in measurements:
-        if m["speedup"]:
-            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
-    slow = [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]
-    return f"plain decoding is faster than every draft measured ({', '.join(slow)})" if slow else None
-
-
 def few_warning(measurements: Sequence[Results]) -> str | None:
     """Return a warning that the figures rest on few prompts, or None. An output that ends with its first token has no
     figures."""
@@ -246,29 +278,28 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
 
 
 def warnings(results: Results) -> list[str]:
-    """Return the warnings about the figures of one head."""
-    return [*([depth] if (depth := depth_warning(results["head"], results["measurements"])) else []), *doubts(results)]
-
-
-def repeat_warning(settings: Results) -> str | None:
-    """Return a warning that prompts are repeated, which makes intervals too narrow, or None."""
-    prompts = settings["num_prompts"]
-    distinct = settings.get("distinct_prompts", prompts)
-    if distinct == prompts:
-        return None
-    return f"{distinct} of {prompts} prompts are different: the intervals, which take each for another, are too narrow"
-
-
-def doubts(results: Results) -> list[str]:
-    """Return the warnings that apply to any head."""
+    """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
-    found = (
-        slow_warning(measurements),
-        few_warning(measurements),
-        repeat_warning(results["settings"]),
-        busy_warning(measurements),
-    )
-    return [warning for warning in found if warning]
+    if "heads" in results:
+        own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]
+        found = [f"head {head['name']}: {line}" for head, ms in own if (line := depth_warning(head, ms))]
+    else:
+        found = [line] if (line := depth_warning(results["head"], measurements)) else []
+    best: dict[float, float] = {}
+    for m in measurements:
+        if m["speedup"]:
+            best[m["temperature"]] = max(m["speedup"]["measured"], best.get(m["temperature"], 0.0))
+    if slow := [sampling_text(temperature) for temperature, speedup in best.items() if speedup < 1]:
+        found.append(f"plain decoding is faster than every draft measured ({', '.join(slow)})")
+    if few := few_warning(measurements):
+        found.append(few)
+    prompts = results["settings"]["num_prompts"]
+    if (distinct := results["settings"].get("distinct_prompts", prompts)) != prompts:
+        different = f"{distinct} of {prompts} prompts are different"
+        found.append(f"{different}: the intervals, which take each for another, are too narrow")
+    if busy := busy_warning(measurements):
+        found.append(busy)
+    return found
 
 
 def adaptive_line(figures: Results) -> str:

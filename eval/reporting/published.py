@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmark.measurements import RESULTS, folders_of, newest_results
-from eval.benchmark.results import Results
-from eval.reporting.card_data import front_matter, hub_datasets
+from eval.benchmark.results import RESULTS, Results, folders_of, newest_results
+from eval.reporting.card import CARD, front_matter, hub_datasets, model_card, quoted
 from eval.reporting.format import LOCAL_MODEL, is_exact
-from eval.reporting.report import CARD, model_card, quoted
 from heads.checkpoint import CONFIG, check_loaders, find_head, load_head, read_config
 from heads.errors import UserError, first_line
 from heads.formats.base import ENGINES
@@ -26,16 +24,8 @@ from heads.target.hub import is_hub_id, repo_and_revision
 
 PLOT = "plots/acceptance.png"
 OTHERS = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *(
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-        "vocab.txt",
-        "tokenizer.model",
-        "spiece.model",
-        "chat_template.jinja",
-    ),
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+    *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
 )
 """Files of a Hugging Face model directory that may accompany a head's two files: a draft model is one."""
 
@@ -101,7 +91,8 @@ def collect(
     verdicts = head_verdicts(folder, record, found[1] if found else None, repo_id, base)
     if (doubt := why_unfit(verdicts)) is not None and not unserved:
         raise UserError(f"{folder}: {doubt}; mend it, or publish it --unserved")
-    about = f"{usage(repo_id, base)}\n\n{served_by(verdicts, record, repo_id, base)}"
+    command = f"python eval/bench.py {repo_id}{'' if base else ' --target FOLDER_OF_THE_TARGET'}"
+    about = f"## Use\n\n```\n{command}\n```\n\n{served_by(verdicts, record, repo_id, base)}"
     data: dict[str, Any] = {
         "rights": rights(base or ""),
         "datasets": hub_datasets(record.get("provenance")),
@@ -158,12 +149,6 @@ def measured(
     return found
 
 
-def usage(repo_id: str, base: str | None) -> str:
-    """Return the command that runs the published head."""
-    target = "" if base else " --target FOLDER_OF_THE_TARGET"
-    return f"## Use\n\n```\npython eval/bench.py {repo_id}{target}\n```"
-
-
 def head_verdicts(
     folder: Path, record: dict[str, Any], results: Results | None, repo_id: str, base: str | None
 ) -> list[Verdict]:
@@ -184,9 +169,10 @@ def served_by(verdicts: Sequence[Verdict], record: dict[str, Any], repo_id: str,
     for verdict in (verdict for verdict in engines if verdict.serves):
         lines += [f"{verdict.reader}:", "", "```", verdict.command, "```", ""]
     lines += [f"- {verdict.reader}: no, it {verdict.reason}" for verdict in engines if not verdict.serves]
-    for verdict in (verdict for verdict in verdicts if verdict.reader not in ENGINES):
-        what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
-        lines.append(f"- {verdict.reader}: {what}")
+    for verdict in verdicts:
+        if verdict.reader not in ENGINES:
+            what = f"`{verdict.command}`" if verdict.serves else f"no, it {verdict.reason}"
+            lines.append(f"- {verdict.reader}: {what}")
     converters = HEADS[record["kind"]].format.converters(repo_id, base or BASE, record["config"])
     lines += [f"- {line}" for line in converters]
     if record["target"].get("adapter"):

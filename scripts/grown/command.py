@@ -26,17 +26,10 @@ def grow(options: argparse.Namespace) -> int:
     check_folder(options.out.parent, "OUT")
     if options.out.is_file() or (options.out.is_dir() and any(options.out.iterdir())):
         raise UserError(f"OUT {options.out}: is there already; name another, or delete it first")
-    target, tokenizer = load_pair(
-        options.target,
-        dtype=options.dtype,
-        device=torch.device("cpu"),
-        trust_remote_code=options.trust_remote_code,
-    )
-    given = {
-        field.name: getattr(options, field.name)
-        for field in fields(ModelShape)
-        if getattr(options, field.name) is not None
-    }
+    cpu, trusted = torch.device("cpu"), options.trust_remote_code
+    target, tokenizer = load_pair(options.target, dtype=options.dtype, device=cpu, trust_remote_code=trusted)
+    sizes = {field.name: getattr(options, field.name) for field in fields(ModelShape)}
+    given = {name: size for name, size in sizes.items() if size is not None}
     small = shape_of(target.config)
     shape = replace(SHAPES[options.shape] if options.shape else small, **given)
     folders = {Path(path).name: find_head(path) for path in options.heads}

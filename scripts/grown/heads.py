@@ -1,9 +1,9 @@
 """Heads of a target that was grown: the same drafts from the grown target's features, at a big head's cost.
 
 A head keeps its own ids: where there are more in the grown vocabulary, it drafts none of them. EAGLE-3 has an output
-head of its own, which may get more rows, as a real one of that size has; they are never chosen. Taps stay at their
-layers, since new layers come after the old ones and add nothing. What reads a stream without the constant channel has
-half of its norms' eps, which is nothing beside real states.
+head of its own, which may get more rows, as a real one of that size has; they are never chosen. Auxiliary layers stay
+where they are, since new layers come after the old ones and add nothing. What reads a stream without the constant
+channel has half of its norms' eps, which is nothing beside real states.
 
 Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
 """
@@ -25,7 +25,7 @@ from heads.mtp import Block, Mtp, MtpModule
 from heads.target.aux_layers import check_aux_layer_ids
 from heads.vocab import kept_ids, vocab_of
 from scripts.grown.shapes import ModelShape
-from scripts.grown.target import Growth, grow_block, grow_llama, grow_norm, grow_output, place
+from scripts.grown.target import Growth, copy_block, copy_norms, grow_llama, grow_norm, grow_output, place
 
 Head = TypeVar("Head", bound=nn.Module)
 
@@ -41,13 +41,12 @@ class HeadSize:
 
 
 @torch.no_grad()
-def grow_head(head: Any, growth: Growth, size: HeadSize | None = None) -> nn.Module:
+def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
     """The head of the grown target. UserError for a family or a size that cannot be."""
     grow = GROW.get(type(head))
     if grow is None:
         known = ", ".join(kind.__name__ for kind in GROW)
         raise UserError(f"a head of kind {type(head).__name__} cannot be grown, only {known}")
-    size = size or HeadSize()
     if size.draft_vocab_size is not None and grow is not grow_eagle3:
         raise UserError("draft_vocab_size: only an EAGLE-3 head has rows of its own to add; leave it out")
     if size.intermediate_size is not None and grow not in (grow_eagle3, grow_mtp):
@@ -80,17 +79,16 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     L = len(config.aux_layer_ids)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
     ours, theirs = grown.midlayer, head.midlayer
-    copy_norms(ours, theirs, growth, ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
-    copy_block(ours, theirs, growth, config, grown_config, parts=2)
-    copy_norms(grown, head, growth, ("norm",))
+    copy_norms(ours, theirs, growth, "input_layernorm", "hidden_norm", "post_attention_layernorm")
+    copy_block(ours, theirs, block_growth(config, grown_config, growth.eps), parts=2)
+    copy_norms(grown, head, growth, "norm")
     if head.fc_norm is not None and grown.fc_norm is not None:
         for large, small in zip(grown.fc_norm.parameters(), head.fc_norm.parameters(), strict=True):
             large.copy_(grow_norm(growth, small))
         if growth.wider:
             [*grown.fc_norm.parameters()][-1][D] = 1.0
-    if (
-        growth.wider
-    ):  # the highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant
+    if growth.wider:
+        # The highest auxiliary layer's constant channel, by which new ids are never chosen; it need not be constant.
         fc[D, (L - 1) * new.hidden_size + D] = 1.0
         # A state that is normed and recycled must not raise it step by step.
         grown.norm.weight[D] = growth.norm_scale if config.norm_output else 1.0
@@ -116,9 +114,9 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
         assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
         small, large = theirs.block, ours.block
         assert isinstance(small, Block) and isinstance(large, Block)
-        copy_norms(ours, theirs, growth, ("token_layernorm", "hidden_layernorm", "final_layernorm"))
-        copy_norms(large, small, growth, ("input_layernorm", "post_attention_layernorm"))
-        copy_block(large, small, growth, config, grown_config)
+        copy_norms(ours, theirs, growth, "token_layernorm", "hidden_layernorm", "final_layernorm")
+        copy_norms(large, small, growth, "input_layernorm", "post_attention_layernorm")
+        copy_block(large, small, block_growth(config, grown_config, growth.eps))
         weight, inputs = ours.input_proj.weight, growth.width(parts=2)
         weight.copy_(place(theirs.input_proj.weight, tuple(weight.shape), growth.width(), inputs))
     return grown
@@ -182,22 +180,10 @@ def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[st
     }
 
 
-def copy_norms(ours: Any, theirs: Any, growth: Growth, names: tuple[str, ...]) -> None:
-    """RMS norms over the width."""
-    for name in names:
-        getattr(ours, name).weight.copy_(grow_norm(growth, getattr(theirs, name).weight))
-
-
-def copy_block(
-    ours: Any, theirs: Any, growth: Growth, config: BlockConfig, grown: BlockConfig, *, parts: int = 1
-) -> None:
-    """Attention, which reads `parts` streams side by side, and MLP."""
-    own, goal = (
+def block_growth(config: BlockConfig, grown: BlockConfig, eps: float) -> Growth:
+    """The growth of a block of its own sizes."""
+    old, new = (
         ModelShape(x.hidden_size, 1, x.num_attention_heads, x.num_key_value_heads, x.head_dim, x.intermediate_size, 0)
         for x in (config, grown)
     )
-    block = Growth(own, goal, growth.eps)
-    for part, streams in (("self_attn", parts), ("mlp", 1)):
-        weights = dict(getattr(theirs, part).named_parameters())
-        for name, weight in grow_block(block, weights, grown.intermediate_size, parts=streams).items():
-            getattr(ours, part).get_parameter(name).copy_(weight)
+    return Growth(old, new, eps)

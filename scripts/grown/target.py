@@ -128,23 +128,30 @@ def grow_norm(growth: Growth, weight: Tensor) -> Tensor:
     return place(weight * growth.norm_scale, (growth.new.hidden_size,), growth.width())
 
 
-def grow_block(growth: Growth, weights: dict[str, Tensor], intermediate: int, *, parts: int = 1) -> dict[str, Tensor]:
-    """A decoder block's projections, by their own names (`q_proj.weight`, ...); attention reads `parts` streams."""
-    new, D = growth.new, growth.new.hidden_size
+def copy_norms(ours: Any, theirs: Any, growth: Growth, *names: str) -> None:
+    """RMS norms over the width, by name."""
+    for name in names:
+        getattr(ours, name).weight.copy_(grow_norm(growth, getattr(theirs, name).weight))
+
+
+def copy_block(ours: Any, theirs: Any, growth: Growth, *, parts: int = 1) -> None:
+    """A decoder block's attention, which reads `parts` streams side by side, and MLP."""
+    new, D, intermediate = growth.new, growth.new.hidden_size, growth.new.intermediate_size
     rows = {"q": new.num_attention_heads * new.head_dim, "kv": new.num_key_value_heads * new.head_dim}
     width, queries, keys = growth.width(), growth.queries(), growth.keys()
     inputs = growth.width(parts=parts)
     stretch = math.sqrt(new.head_dim / growth.old.head_dim)
     grow: dict[str, Callable[[Tensor], Tensor]] = {
-        "q_proj.weight": lambda w: place(w * stretch, (rows["q"], parts * D), queries, inputs),
-        "k_proj.weight": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
-        "v_proj.weight": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
-        "o_proj.weight": lambda w: place(w, (D, rows["q"]), width, queries),
-        "gate_proj.weight": lambda w: place(w, (intermediate, D), None, width),
-        "up_proj.weight": lambda w: place(w, (intermediate, D), None, width),
-        "down_proj.weight": lambda w: place(w, (D, intermediate), width, None),
+        "self_attn.q_proj": lambda w: place(w * stretch, (rows["q"], parts * D), queries, inputs),
+        "self_attn.k_proj": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
+        "self_attn.v_proj": lambda w: place(w, (rows["kv"], parts * D), keys, inputs),
+        "self_attn.o_proj": lambda w: place(w, (D, rows["q"]), width, queries),
+        "mlp.gate_proj": lambda w: place(w, (intermediate, D), None, width),
+        "mlp.up_proj": lambda w: place(w, (intermediate, D), None, width),
+        "mlp.down_proj": lambda w: place(w, (D, intermediate), width, None),
     }
-    return {name: grow[name](weight) for name, weight in weights.items()}
+    for name, grown in grow.items():
+        ours.get_submodule(name).weight.copy_(grown(theirs.get_submodule(name).weight))
 
 
 def grow_output(growth: Growth, weight: Tensor, size: int) -> Tensor:
@@ -193,12 +200,8 @@ def grow_llama(model: Any, shape: ModelShape) -> LlamaForCausalLM:
     if growth.wider:
         grown.model.norm.weight[D] = 1.0
     for ours, theirs in zip(grown.model.layers, model.model.layers, strict=False):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            getattr(ours, norm).weight.copy_(grow_norm(growth, getattr(theirs, norm).weight))
-        for part in ("self_attn", "mlp"):
-            weights = grow_block(growth, dict(getattr(theirs, part).named_parameters()), shape.intermediate_size)
-            for name, weight in weights.items():
-                getattr(ours, part).get_parameter(name).copy_(weight)
+        copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
+        copy_block(ours, theirs, growth)
     # Its frequencies are no parameters: they are made anew.
     grown.model.rotary_emb = type(grown.model.rotary_emb)(config=grown_config).to(model.device)
     return grown.eval()  # type: ignore[no-any-return]

@@ -1,6 +1,10 @@
 """A loaded tiny target, and a head of counted word pairs that drafts some of its text rightly."""
 
-from collections.abc import Iterator, Sequence
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -8,16 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.prompts import Prompt
+from eval.benchmark.settings import BenchSettings
+from eval.commands.bench_run import run_bench
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import Batch, Drafter, HeadLoss, Observation, Pick, SharedLayers
+from heads.errors import UserError
 from heads.growth import grow
 from heads.registry import HEADS
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from heads.tree import Proposal, TreeShape
+from heads.tree import MOST_NODES, Proposal, TreeShape
+
+Bench = Callable[..., tuple[dict[str, Any], str]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,12 @@ class PairHead(nn.Module, Drafter):
 
     def __init__(self, config: PairConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config: Any = config
+        self.deepest = MOST_NODES
+        self.memory = 1 << 40
+        """Slots of all rows for which it has memory."""
+        self.is_faulty = False
+        """Put another token in the place of the root: a fault that changes the target's own choices."""
         self.table = nn.Parameter(torch.zeros(config.vocab_size, config.vocab_size), requires_grad=False)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
@@ -57,6 +72,10 @@ class PairHead(nn.Module, Drafter):
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
     ) -> PairState:
+        if shape.depth > self.deepest or shape.top_k > self.deepest:
+            raise UserError("too large a tree")
+        if batch_size * capacity > self.memory:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return PairState(shape, torch.zeros(batch_size, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))
 
     def reset_rows(self, state: PairState, rows: Tensor) -> None:
@@ -72,14 +91,23 @@ class PairHead(nn.Module, Drafter):
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             return self.table[tokens]
 
-        return grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
+        grown = grow(state.shape, state.root, state.position, self.table[state.root][:, None], pick, expand, None)
+        if self.is_faulty:
+            grown.tokens[:, 0] = (state.root + 1) % self.config.vocab_size
+        return grown
+
+
+@contextmanager
+def known_pairs() -> Iterator[None]:
+    """Have reports find the head of word pairs where they find all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(HEADS, "pairs", PairHead)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def known_kind() -> Iterator[None]:
-    """Reports find the head of word pairs where they find all others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(HEADS, "pairs", PairHead)
+    with known_pairs():
         yield
 
 
@@ -119,142 +147,91 @@ def pair_head(tiny_target: FrozenTarget, tiny_prompts: list[Prompt]) -> Any:
     return head
 
 
-def figures(tree: str, depth: int, nodes: int, temperature: float, speed: float) -> dict[str, Any]:
-    """One measurement of results.json."""
-    spread = {"p50": 2.0, "p95": 3.0, "p99": 4.0}
-    return {
-        "tree": tree,
-        "depth": depth,
-        "nodes": nodes,
-        "temperature": temperature,
-        "rule": "match",
-        "exact": {"prompts": 2, "identical": 2, "divergences": []},
-        "tau": {"mean": 1.5, "ci95": [1.2, 1.75]},
-        "alpha": [0.5, *[None] * (depth - 1)],
-        "accepted_histogram": [6, 5, *[0] * (depth - 1)],
-        "baseline": {"tokens_per_second": 400.0, "ms_per_token": 2.5, "token_ms": dict(spread)},
-        "speculative": {
-            "tokens_per_second": 400.0 * speed,
-            "ms_per_round": 3.0,
-            "token_ms": dict(spread),
-            "breakdown_ms": {"draft": 0.5, "verify": 2.0, "accept": 0.25, "commit": 0.125},
-            "plain_step_ms": 2.5,
-        },
-        "speedup": {"measured": speed, "ci95": [speed - 0.1, speed + 0.1], "predicted": speed},
-        "adaptive": {"shares": {tree: 0.75, "none": 0.25}, "rounds": 11},
-        "loop_share": 0.0,
-        "tokens": 18,
-        "undecoded": 0,
-    }
+def altered(head: Any, **attributes: Any) -> Any:
+    """The same head with other limits or a fault."""
+    found = copy.copy(head)
+    for name, value in attributes.items():
+        setattr(found, name, value)
+    return found
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
-    """A whole results.json: three settings, a search, two suites and a sample."""
-    settings = [("chain:2", 2, 3, 0.0, 1.25), ("tree:2x2x4", 2, 4, 0.0, 1.5), ("chain:2", 2, 3, 1.0, 1.125)]
-    curve = [
-        {"tree": tree, "depth": 2, "nodes": nodes, "width": width, "tokens": 1.5, "round_ms": 3.0, "speedup": 1.25}
-        for tree, nodes, width in (("chain:2", 3, 1), ("tree:2x2x4", 4, 2))
+def small_head(pair_head: Any) -> Any:
+    """The head of word pairs, drafting small trees only: a search among them is short."""
+    return altered(pair_head, deepest=2)
+
+
+@pytest.fixture
+def faulty_head(pair_head: Any) -> Any:
+    """The head of word pairs, whose drafts make the target's text another one."""
+    return altered(pair_head, is_faulty=True)
+
+
+@pytest.fixture
+def hungry_head(pair_head: Any) -> Any:
+    """The head of word pairs, without memory for three rows of more than a hundred tokens."""
+    return altered(pair_head, memory=300)
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
+    records = [
+        {"prompt": "def f(x):", "category": "def"},
+        {"prompt": "def g(y):", "category": "def"},
+        {"turns": ["import os", "and sys"], "category": "import"},
     ]
-    return {
-        "schema_version": 1,
-        "measured_at": "2026-11-03T14:05:12.000+00:00",
-        "target": {
-            "name": "org/target",
-            "architecture": "LlamaForCausalLM",
-            "fingerprint": "f00d",
-            "quantize": None,
-            "weight_bytes": 329856,
-            "parameters": 82464,
-            "layers": 8,
-            "hidden_size": 32,
-            "vocab_size": 128,
-            "grown_from": None,
-            "adapter": {"rank": 4, "parameters": 1000},
-        },
-        "head": {
-            "kind": "eagle3",
-            "path": "run/head",
-            "sha256": "beef",
-            "parameters": 16384,
-            "aux_layer_ids": [2, 4, 5],
-            "config": {"depth": 1},
-        },
-        "device": {"type": "cpu", "name": "a processor", "threads": 2},
-        "dtype": "float32",
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "draftsmith": "8eb7ac4033f2"},
-        "settings": {
-            "prompts": "code.jsonl",
-            "suites": ["code.jsonl"],
-            "num_prompts": 2,
-            "distinct_prompts": 2,
-            "prompts_hash": "1f08dbb0123ecf06",
-            "trees": ["auto"],
-            "temperatures": [0.0, 1.0],
-            "max_new_tokens": 12,
-            "batch_size": 1,
-            "repeats": 2,
-            "seed": 0,
-        },
-        **figures(*settings[1]),
-        "exact": {"prompts": 6, "identical": 6, "divergences": []},
-        "suites": {name: figures(*settings[1]) for name in ("code", "code/def")},
-        "measurements": [figures(*setting) for setting in settings],
-        "auto": [
-            {
-                "temperature": 0.0,
-                "alpha": [0.5, 0.25],
-                "costs_ms": [],
-                "curve": curve,
-                "proposed": ["chain:2", "tree:2x2x4"],
-                "measured": {"chain:2": 1.25, "tree:2x2x4": 1.5},
-                "chosen": "tree:2x2x4",
-                "plain_is_faster": False,
-            }
-        ],
-        "samples": [
-            {
-                "suite": "code",
-                "prompt_id": "1",
-                "prompt": "def f(x):",
-                "output": "return",
-                "rounds": 2,
-                "tau": 1.5,
-                "pieces": [
-                    {"text": "re", "round": 0, "drafted": False},
-                    {"text": "tu", "round": 1, "drafted": True},
-                    {"text": "rn", "round": 1, "drafted": False},
-                ],
-            }
-        ],
-    }
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="session")
+def bench(
+    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, prompt_file: Path
+) -> Bench:
+    """Measure a head, or several by their names: the results, and what was printed."""
+
+    def run(out: Path | None, heads: Any = pair_head, target: FrozenTarget = tiny_target, **settings: Any) -> Any:
+        console = Console(file=io.StringIO(), width=180)
+        chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
+        named = heads if isinstance(heads, dict) else {"runs/x/head": heads}
+        results = run_bench(target, named, tiny_tokenizer, chosen, out=out, console=console)
+        assert isinstance(console.file, io.StringIO)
+        return results, console.file.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[dict[str, Any], str, Path]:
+    """Two drafts at two temperatures: results, the text in the terminal, and the folder."""
+    out = tmp_path_factory.mktemp("measured") / "run"
+    with known_pairs():
+        results, text = bench(out, trees=("chain:2", "tree:2x2x4"), temperatures=(0.0, 1.0))
+    return results, text, out
+
+
+@pytest.fixture
+def results(measured: tuple[dict[str, Any], str, Path]) -> dict[str, Any]:
+    """A whole results.json: those, with a search, adaptive drafts, an adapter, and a head trained to one depth."""
+    found: dict[str, Any] = json.loads((measured[2] / "results.json").read_text())
+    found["target"]["adapter"] = {"rank": 4, "parameters": 1000}
+    found["head"]["config"] = {"depth": 1}
+    chain, tree = found["measurements"][:2]
+    for m in found["measurements"]:
+        m["adaptive"] = {"shares": {m["tree"]: 0.75, "none": 0.25}, "rounds": 11}
+    curve = [{"tree": m["tree"], "depth": 2, "width": n, "speedup": 1.25} for n, m in enumerate((chain, tree), start=1)]
+    search = {"temperature": 0.0, "curve": curve, "proposed": ["chain:2", "tree:2x2x4"], "chosen": "tree:2x2x4"}
+    found["auto"] = [{**search, "measured": {"chain:2": 1.25, "tree:2x2x4": 1.5}, "plain_is_faster": False}]
+    return found
 
 
 @pytest.fixture
 def failed_results(results: dict[str, Any]) -> dict[str, Any]:
-    """The same of a head that changed one of two texts."""
-    divergence = {
-        "suite": "code",
-        "prompt": "1",
-        "tree": "chain:2",
-        "against": "plain",
-        "temperature": 0.0,
-        "repeat": 0,
-        "position": 1,
-        "plain_token": 110,
-        "token": None,
-        "plain_text": "er",
-        "text": None,
-        "top_two_margin": 0.125,
-    }
-    results["exact"] = {"prompts": 6, "identical": 5, "divergences": [divergence]}
-    for place in (results, *results["measurements"], *results["suites"].values()):
-        place["speedup"] = None
+    """The same of a head that changed one text."""
+    place = {"suite": "code", "prompt": "1", "tree": "chain:2", "against": "plain", "temperature": 0.0, "position": 1}
+    divergence = {**place, "plain_text": "er", "text": None, "top_two_margin": 0.125}
+    results["exact"] = {"prompts": 16, "identical": 15, "divergences": [divergence]}
+    for figures in (results, *results["measurements"], *results["suites"].values()):
+        figures["speedup"] = None
     return results
-
-
-@pytest.fixture
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `auto` try few trees."""
-    for name, value in (("LONGEST_CHAIN", 3), ("WIDTHS", (2,)), ("DEEPEST_TREE", 2)):
-        monkeypatch.setattr(f"eval.benchmark.auto.{name}", value)

@@ -1,36 +1,29 @@
 """The bench as a function: its results.json, its report, and what it withholds."""
 
 import copy
-import io
 import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from markdown_it import MarkdownIt
 from markupsafe import escape
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from eval import bench as module
-from eval.benchmark.measure import Variant
 from eval.benchmark.prompts import load_prompts
 from eval.benchmark.results import Results, read_results
-from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
-from eval.commands.bench_run import default_out, run_bench
+from eval.commands.bench_run import default_out
+from eval.reporting.card import model_card
 from eval.reporting.charts import head_charts, points
-from eval.reporting.drawing import inline_svg
 from eval.reporting.format import MISSING, NOT_RELIABLE, audit_line, heading, percent, setting_line, warnings
 from eval.reporting.html import render_page
-from eval.reporting.report import model_card, print_report, read_log, write_report
-from eval.runtime.acceptance import Rejection, Verdict
+from eval.reporting.report import print_report, read_log, write_report
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -40,48 +33,6 @@ KEYS = {
     *("schema_version", "target", "head", "device", "dtype", "versions", "settings", "exact", "tau", "alpha"),
     *("accepted_histogram", "baseline", "speculative", "speedup", "suites", "samples"),
 }
-
-
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "code.jsonl"
-    records = [
-        {"prompt": "def f(x):", "category": "def"},
-        {"prompt": "def g(y):", "category": "def"},
-        {"turns": ["import os", "and sys"], "category": "import"},
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def run(
-    target: FrozenTarget,
-    head: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_file: Path,
-    out: Path | None,
-    **settings: Any,
-) -> tuple[Results, str]:
-    console = Console(file=io.StringIO(), width=140)
-    chosen = BenchSettings(**{"prompts": str(prompt_file), "max_new_tokens": 12, "repeats": 1, **settings})
-    results = run_bench(target, {"runs/x/head": head}, tokenizer, chosen, out=out, console=console)
-    assert isinstance(console.file, io.StringIO)
-    return results, console.file.getvalue()
-
-
-@pytest.fixture(scope="module")
-def bench(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, prompt_file: Path
-) -> Bench:
-    return partial(run, tiny_target, pair_head, tiny_tokenizer, prompt_file)
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, bench: Bench) -> tuple[Results, str, Path]:
-    out = tmp_path_factory.mktemp("measured") / "run"
-    trees = ("chain:2", "tree:2x2x4")
-    results, text = bench(out, trees=trees, temperatures=(0.0, 1.0))
-    return results, text, out
 
 
 def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, Path]) -> None:
@@ -134,30 +85,12 @@ def test_a_rule_that_is_exact_in_distribution_is_reported_as_such(tmp_path: Path
     assert "in distribution" in text and results["speedup"] is not None
 
 
-def test_a_rule_that_does_not_hold_at_temperature_zero_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench
-) -> None:
-    honest = Rejection.weigh
-
-    def credulous(self: Rejection, proposal: Any, p: Any) -> Verdict:
-        verdict = honest(self, proposal, p)
-        return Verdict(torch.ones_like(verdict.odds), verdict.rest)
-
-    monkeypatch.setattr(Rejection, "weigh", credulous)
-    chosen: dict[str, Any] = dict(temperatures=(1.0,), rule="ratio")
-    results, text = bench(tmp_path, **chosen)
-    assert results["speedup"] is None and results["exact"]["divergences"]
-    assert all(d["temperature"] == 0 for d in results["exact"]["divergences"])
-    assert "no speedup is stated" in text
-
-
-@pytest.mark.usefixtures("short_search")
-def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench) -> None:
-    results, text = bench(tmp_path, trees=("auto", "static:2.1"), temperatures=(0.0,))
+def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench, small_head: Any) -> None:
+    results, text = bench(tmp_path, small_head, trees=("auto", "static:2.1"))
     (search,) = read_results(tmp_path / "results.json")["auto"]
-    assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2", "chain:3"]
+    assert [p["tree"] for p in search["curve"] if p["width"] == 1] == ["chain:1", "chain:2"]
     assert {p["tree"] for p in search["curve"] if p["width"] == 2} == {"tree:2x2x7"}
-    assert len(search["alpha"]) == 3 and all(cost["verify"] > 0 for cost in search["costs_ms"])
+    assert len(search["alpha"]) == 2 and all(cost["verify"] > 0 for cost in search["costs_ms"])
     measured = {m["tree"]: m["speedup"]["measured"] for m in results["measurements"]}
     assert search["measured"] == measured and "static:2.1" in measured and set(search["proposed"]) <= set(measured)
     assert measured[search["chosen"]] == max(measured.values()) == results["speedup"]["measured"]
@@ -168,22 +101,28 @@ def test_auto_records_its_curve_and_its_choice(tmp_path: Path, bench: Bench) -> 
     assert verdict in text and verdict in page
 
 
-def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(
-    pair_head: Any, monkeypatch: pytest.MonkeyPatch, bench: Bench
-) -> None:
-    @dataclass(frozen=True)
-    class Trained:
-        depth: int
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+def test_a_failed_audit_withholds_every_speed(rule: str, tmp_path: Path, bench: Bench, faulty_head: Any) -> None:
+    """Of a rule that is exact in distribution, too, which is then wrong at temperature 0."""
+    results, text = bench(tmp_path, faulty_head, rule=rule, temperatures=(0.0 if rule == "match" else 1.0,))
+    exact = results["exact"]
+    assert exact["divergences"] and all(d["temperature"] == 0 for d in exact["divergences"])
+    assert exact.get("greedy", exact)["identical"] == 4 - len(exact["divergences"])
+    assert results["speedup"] is None and all(m["speedup"] is None for m in results["suites"].values())
+    assert "no speedup is stated" in text and "speculative tokens/s" not in text
+    page = (tmp_path / "report.html").read_text()
+    assert "withheld" in page and "the audit failed" in page and "withheld" in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "plots" / "round.png").exists()
 
-    lines = {}
-    for depth in (1, 3):
-        monkeypatch.setattr(pair_head, "config", Trained(depth))
-        results, text = bench(None, trees=("chain:2", "chain:3"))
-        lines[depth] = [line for line in text.splitlines() if line.startswith("drafted ")]
-    assert lines[3] == [] and len(lines[1]) == 1
-    alpha = results["measurements"][1]["alpha"]
-    assert lines[1][0].startswith("drafted 3 deep, trained for 1: beyond that, chain:3 (greedy) accepted ")
-    assert f"{percent(alpha[1])} at depth 2" in lines[1][0]
+
+def test_a_head_run_deeper_than_trained_is_said_with_what_was_measured(measured: tuple[Results, str, Path]) -> None:
+    results, said = copy.deepcopy(measured[0]), {}
+    for trained in (1, 2):
+        results["head"]["config"] = {"depth": trained}
+        said[trained] = [line for line in warnings(results) if line.startswith("drafted ")]
+    assert said[2] == [] and len(said[1]) == 1
+    assert said[1][0].startswith("drafted 2 deep, trained for 1: beyond that, chain:2 (greedy) accepted ")
+    assert f"{percent(results['measurements'][0]['alpha'][1])} at depth 2" in said[1][0]
 
 
 def test_a_machine_that_was_busy_is_given_of(measured: tuple[Results, str, Path]) -> None:
@@ -238,15 +177,6 @@ def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results
     assert '<span class="caution">plain decoding is faster</span>' in page
 
 
-def test_prompts_that_stand_there_twice_are_given_of(
-    tiny_target: FrozenTarget, pair_head: Any, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    texts = ["def f(x):", "import os", "def f(x):", "x = 1", "def f(x):"]
-    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, tmp_path / "some.jsonl", None)
-    assert results["settings"]["distinct_prompts"] == 3 and "3 of 5 prompts are different" in text
-
-
 def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Results, str, Path]) -> None:
     results = copy.deepcopy(measured[0])
     for m in results["measurements"]:
@@ -259,14 +189,12 @@ def test_few_prompts_and_outputs_without_a_round_are_given_of(measured: tuple[Re
     results["measurements"][0]["undecoded"] = 14
     (line,) = (line for line in warnings(results) if "output" in line)
     assert line.startswith("14 of 20 outputs (greedy) ended with the first token") and "figures of 6 prompts" in line
+    results["settings"] |= {"num_prompts": 5, "distinct_prompts": 3}
+    assert any("3 of 5 prompts are different" in line for line in warnings(results))
 
 
 def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
-    tiny_target: FrozenTarget,
-    pair_head: Any,
-    tiny_tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_target: FrozenTarget, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, bench: Bench
 ) -> None:
     requests = []
     for name, text in (("goes-on", "def f(x):"), ("ends", "import os")):
@@ -278,39 +206,16 @@ def test_a_suite_whose_outputs_end_at_once_has_no_figures_and_spoils_none(
         for output in Engine(tiny_target, None, EngineOptions(batch_size=2, max_length=64)).generate(requests)
     )
     assert ending[0] not in going, "this token is to end one of the two outputs"
-    monkeypatch.setattr(tiny_target, "eos_token_ids", (ending[0],))
+    target = copy.copy(tiny_target)
+    target.eos_token_ids = (ending[0],)
     files = ",".join(str(tmp_path / f"{name}.jsonl") for name in ("ends", "goes-on"))
-    results, text = run(tiny_target, pair_head, tiny_tokenizer, Path(files), tmp_path / "out", trees=("chain:2",))
+    results, text = bench(tmp_path / "out", target=target, prompts=files, trees=("chain:2",))
     assert results["undecoded"] == 1 and "1 of 2 outputs (greedy) ended with the first token" in text
     assert results["tau"]["mean"] == results["suites"]["goes-on"]["tau"]["mean"] and results["tau"]["ci95"] is None
     assert results["speculative"]["plain_step_ms"] > 0  # it is timed on the prompt that has steps
     again = read_results(tmp_path / "out/results.json")
     assert again["suites"]["ends"]["tau"] == {"mean": None, "ci95": None}
     assert percent(again["suites"]["ends"]["alpha"][0]) == MISSING and "ends" in render_page(again, [])
-
-
-def test_a_long_draft_shows_the_depths_that_rounds_came_to(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    results |= {"alpha": [0.5, 0.25, *[None] * 98], "accepted_histogram": [4, 2, *[0] * 99]}
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    shown = [line for line in console.export_text().splitlines() if line.startswith("accepted at depth")]
-    assert [line.split() for line in shown] == [
-        ["accepted", "at", "depth", "1", "50.0%"],
-        ["accepted", "at", "depth", "2", "25.0%"],
-        ["accepted", "at", "depth", "3", MISSING],
-    ]
-    (chart,) = (chart for chart in head_charts(results) if chart.name == "acceptance")
-    assert re.findall(r">(\d+|\d+%|.)</text>", inline_svg(chart)) == ["1", "2", "3", "50%", "25%", MISSING]
-
-
-def test_a_grown_target_is_called_so_on_every_report(measured: tuple[Results, str, Path]) -> None:
-    results = copy.deepcopy(measured[0])
-    results["target"]["grown_from"] = "recipes/quickstart/target"
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    for text in (console.export_text(), render_page(results, []), model_card(results)):
-        assert "(grown from quickstart/target)" in text
 
 
 NASTY = "</title><img src=x onerror=y> a|b `c` $d$ *e* _f_ [g](h) &amp; <b>\x1b[31m\n# i"
@@ -348,27 +253,6 @@ def test_samples_spell_the_output(measured: tuple[Results, str, Path]) -> None:
         assert max(piece["round"] for piece in sample["pieces"]) == sample["rounds"]
 
 
-def test_a_failed_audit_withholds_every_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    honest = Variant.run
-
-    def corrupt(self: Variant, unit: int, indices: Any, requests: Any, repeat: int) -> None:
-        honest(self, unit, indices, requests, repeat)
-        if self.shape.nodes > 1 and unit == 1:
-            tokens = self.outputs[repeat][indices[0]].tokens
-            tokens[1] = (tokens[1] + 1) % 128
-
-    monkeypatch.setattr(Variant, "run", corrupt)
-    results, text = bench(tmp_path)
-    assert results["exact"]["identical"] == 3 and len(results["exact"]["divergences"]) == 1
-    assert results["speedup"] is None and all(m["speedup"] is None for m in results["suites"].values())
-    assert "3 of 4 prompts" in text and "token 1: plain" in text and "no speedup is stated" in text
-    assert "speculative tokens/s" not in text and "1.0x" not in text
-    page = (tmp_path / "report.html").read_text()
-    assert "withheld" in page and "3 of 4 prompts" in page and "the audit failed" in page
-    assert "withheld" in (tmp_path / "README.md").read_text()
-    assert not (tmp_path / "plots" / "round.png").exists()
-
-
 def test_an_adaptive_run_says_what_was_drafted(tmp_path: Path, bench: Bench) -> None:
     results, text = bench(tmp_path / "out", trees=("chain:2",), adaptive=True)
     assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
@@ -378,23 +262,6 @@ def test_an_adaptive_run_says_what_was_drafted(tmp_path: Path, bench: Bench) -> 
     line = f"adaptive chain:2, greedy, share of rounds: chain:2 {percent(results['adaptive']['shares']['chain:2'])}, "
     assert line in text and line[1:] in (tmp_path / "out" / "report.html").read_text()
     assert read_results(tmp_path / "out" / "results.json")["settings"]["adaptive"] is True
-
-
-def test_strict_trees_are_held_against_strict_plain_decoding(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    for place in ("eval.benchmark.opening.is_narrow", "eval.benchmark.audit.is_narrow"):  # as on a GPU
-        monkeypatch.setattr(place, lambda target: True)
-    made: list[tuple[int, bool]] = []
-
-    class Noted(Engine):
-        def __init__(self, *rest: Any, **options: Any) -> None:
-            super().__init__(*rest, **options)
-            made.append((self.nodes, self.options.strict))
-
-    for place in ("eval.benchmark.measure.Engine", "eval.runtime.identity.Engine"):
-        monkeypatch.setattr(place, Noted)
-    results, _ = bench(None, trees=("tree:2x2x4",), strict=True)
-    assert results["exact"]["identical"] == results["exact"]["prompts"] and results["settings"]["strict"] is True
-    assert made == [(1, False), (4, True), (4, True)]  # plain decoding, the tree, and what the tree is held against
 
 
 @pytest.mark.parametrize(

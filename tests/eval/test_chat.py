@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from eval import chat as module
 from eval.benchmark.opening import Opened
 from eval.benchmark.prompts import render
 from eval.command import exit_status
-from eval.commands.conversation import Conversation, Screen, Stream, interruptible
+from eval.commands.conversation import Conversation, Screen, interruptible
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
@@ -59,23 +60,14 @@ def test_an_answer_is_plain_decodings_text(
     assert said.err.startswith(f"{len(plain.tokens)} tokens, tau ") and "tokens/s" in said.err
 
 
-def test_tokens_are_marked_as_the_output_says(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_marked_as_the_output_says(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
     """With the last round cut on a draft token, too: answers of many lengths."""
-    marked: list[bool] = []
-    show = Stream.show
-
-    def noted(self: Stream, token: int, drafted: bool) -> None:
-        marked.append(drafted)
-        show(self, token, drafted)
-
-    monkeypatch.setattr(Stream, "show", noted)
     drafted_last = 0
     for length in range(1, 24):
-        marked.clear()
-        output = Conversation(opened, parse_shape("chain:3"), Sampling(), length, None).answer(PROMPT)
-        assert marked == output.drafted()
-        drafted_last += marked[-1]
-    assert any(marked) and not all(marked) and drafted_last
+        conversation = Conversation(opened, parse_shape("chain:3"), Sampling(), length, None)
+        assert conversation.answer(PROMPT).drafted() == conversation.marks
+        drafted_last += conversation.marks[-1]
+    assert drafted_last and not all(conversation.marks)
 
 
 def test_a_terminal_shows_drafts_in_colour_and_the_figures_below(opened: Opened) -> None:
@@ -152,14 +144,16 @@ def test_one_prompt_from_the_command_line(tiny_target_dir: Path, capsys: pytest.
     assert "\x1b" not in said.out + said.err and " tokens, tau " in said.err.splitlines()[-1]
 
 
-def test_lines_are_answered_one_by_one_until_the_input_ends(
-    tiny_target_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_answered_one_by_one_until_the_input_ends(tiny_target_dir: Path) -> None:
     """One that is too long among them, and an empty one."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n" + "x " * 900 + "\ntwo\n"))
-    assert call(["lookup:2", "--target", tiny_target_dir, "--max-new-tokens", "5"]) == 0
-    _, *said = capsys.readouterr().err.splitlines()  # the first says what decodes
-    assert [line.split()[0] for line in said] == ["5", "error:", "5"]
+    words = ["eval/chat.py", "lookup:2", "--target", str(tiny_target_dir), "--max-new-tokens", "5"]
+    given: dict[str, Any] = {
+        "input": "one\n\n" + "x " * 900 + "\ntwo\n",
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+    }
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **given)
+    _, *said = done.stderr.splitlines()  # the first says what decodes
+    assert done.returncode == 0 and [line.split()[0] for line in said] == ["5", "error:", "5"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ twice."""
 
 import csv
 import json
-import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,12 @@ import yaml
 
 from eval import sweep
 from eval.bench import parse_arguments as parse_bench
-from eval.benchmark import environment
 from eval.benchmark.results import read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import COMMAND, Sweep, ranked, read_sweep
 from eval.command import exit_status
 from eval.commands.bench_run import bench_command
-from eval.commands.sweep_run import place_of
+from eval.commands.sweep_run import place_of, run_sweep
 from eval.reporting.format import NOT_RELIABLE
 from tests.wandb_file import outcome
 
@@ -43,26 +41,23 @@ def write(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def call(*words: object) -> int:
-    return exit_status(lambda: sweep.main([str(word) for word in words]))
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that a sweep starts; the program runs in this process, whose imports are done."""
-    started: list[list[str]] = []
+    """The commands that sweeps start."""
+    monkeypatch.chdir(ROOT)
+    return []
+
+
+def call(calls: list[list[str]], *words: object) -> int:
+    """Sweep; the program runs in this process, whose imports are done."""
 
     def run(command: list[str], *, stdout: IO[str], stderr: int, env: dict[str, str]) -> SimpleNamespace:
-        started.append(command)
+        calls.append(command)
         words = command[command.index("eval/bench.py") + 1 :]
         with redirect_stdout(stdout), redirect_stderr(stdout):
-            status = exit_status(lambda: bench_command(parse_bench(words)))
-        return SimpleNamespace(returncode=status)
+            return SimpleNamespace(returncode=exit_status(lambda: bench_command(parse_bench(words))))
 
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(environment, "commit", lambda: "a test's")  # asks git, by subprocess.run
-    monkeypatch.chdir(ROOT)
-    return started
+    return exit_status(lambda: run_sweep(sweep.parse_arguments([str(word) for word in words]), parse_bench, run))
 
 
 def test_a_grid_is_measured_sorted_and_gone_on_with(
@@ -79,7 +74,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     }
     out = tmp_path / "out"
     words = write(tmp_path, parameters=parameters), "--out", out
-    assert call(*words) == 2
+    assert call(calls, *words) == 2
     assert len(calls) == 4
     shown = capsys.readouterr().out
     assert shown.count("1 of 1") == 2 and shown.count("failed") == 2 and "leave no room" in shown
@@ -94,7 +89,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
 
     calls.clear()
     (out / record["rows"][1]["folder"] / "results.json").write_text("{")  # cut short: as good as none
-    assert call(*words) == 2
+    assert call(calls, *words) == 2
     assert sorted(Path(command[-1].removeprefix("--out=")).name for command in calls) == sorted(
         row["folder"] for row in record["rows"][1:]
     )
@@ -107,7 +102,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
             m["baseline"] |= {"ms_per_token": mean, "token_ms": {"p50": 1.0, "p95": 1.0, "p99": 1.0}}
         file.write_text(json.dumps(results))
     capsys.readouterr()
-    call(*words)
+    call(calls, *words)
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if "something else used this machine" in line]
     assert len(said) == 1 and f"(delete {out / record['rows'][0]['folder']})" in said[0]
@@ -116,7 +111,7 @@ def test_a_grid_is_measured_sorted_and_gone_on_with(
     calls.clear()
     parameters["max_new_tokens"] = {"values": [24]}
     (tmp_path / "prompts.jsonl").write_text('{"text": "other text, other text"}\n')
-    assert call(write(tmp_path, parameters=parameters), "--out", out) == 0
+    assert call(calls, write(tmp_path, parameters=parameters), "--out", out) == 0
     assert len(calls) == 2, "other prompts are another measurement"
 
 
@@ -126,10 +121,10 @@ def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
     file, out = write(tmp_path), tmp_path / "out"
     found = read_sweep(file)
     for setting in found.settings():
-        place = out / place_of(found, setting)
+        place = out / place_of(found, setting, parse_bench)
         place.mkdir(parents=True)
         (place / "results.json").write_text(json.dumps(failed_results))
-    assert call(file, "--out", out) == 1 and not calls
+    assert call(calls, file, "--out", out) == 1 and not calls
     assert "an output was not the target's own" in capsys.readouterr().out
 
 
@@ -160,13 +155,9 @@ def test_an_output_that_is_not_the_targets_own_is_given_by_the_status(
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_before_anything_runs(
-    changes: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    calls: list[list[str]],
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], said: str, tmp_path: Path, calls: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(write(tmp_path, **changes), "--out", tmp_path / "out") == 2
+    assert call(calls, write(tmp_path, **changes), "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
     assert not calls and not (tmp_path / "out").exists()
@@ -177,14 +168,14 @@ def test_what_is_no_sweep_file_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: list[list[str]]
 ) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    assert call(tmp_path / "bad.yaml") == 2 and call(tmp_path / "none.yaml") == 2
+    assert call(calls, tmp_path / "bad.yaml") == 2 and call(calls, tmp_path / "none.yaml") == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_wandb_is_promised_only_where_it_will_hear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: list[list[str]]
 ) -> None:
-    assert call(write(tmp_path, command=None), "--wandb", "online") == 2
+    assert call(calls, write(tmp_path, command=None), "--wandb", "online") == 2
     assert "wandb hears of nothing" in capsys.readouterr().err and not calls
 
 
@@ -233,7 +224,8 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     (tmp_path / "prompts.jsonl").write_text('{"text": "x = 1, x = 1, x"}\n')
     values = {"head": "lookup:2", "target": str(tiny_target_dir), "prompts": str(tmp_path / "prompts.jsonl")}
     parameters = {name: {"value": value} for name, value in {**values, "tree": "chain:2", "repeats": 1}.items()}
-    assert call(write(tmp_path, parameters=parameters), "--out", tmp_path / "out", "--wandb", "offline") == 0
+    words = [str(write(tmp_path, parameters=parameters)), "--out", str(tmp_path / "out"), "--wandb", "offline"]
+    assert exit_status(lambda: sweep.main(words)) == 0
     (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
     results, (told, models, code) = read_results(folder / "results.json"), outcome(folder)
     assert told["tau"] == results["tau"]["mean"] and told["speedup"] == results["speedup"]["measured"]

@@ -1,4 +1,4 @@
-"""Growing keeps the function: target, head, and what the runtime accepts."""
+"""Growing keeps the function: target, head, and what the runtime accepts; and its command, as a user types it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,27 +8,21 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.benchmark.figures import target_facts
-from eval.reporting.format import heading
+from eval import bench
+from eval.command import exit_status
 from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
-from heads.checkpoint import load_head, save_head, target_record
+from heads.checkpoint import save_head, target_record
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
+from scripts import grow_target
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, grow_llama, shape_of
 
-BIG = ModelShape(
-    hidden_size=48,
-    num_hidden_layers=11,
-    num_attention_heads=12,
-    num_key_value_heads=3,
-    head_dim=12,
-    intermediate_size=80,
-    vocab_size=150,
-)
+BIG = ModelShape(48, num_hidden_layers=11, num_attention_heads=12, num_key_value_heads=3, head_dim=12,
+    intermediate_size=80, vocab_size=150)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +53,9 @@ def test_a_grown_target_is_the_same_function(small: FrozenTarget, grown: FrozenT
     logits, expected = grown.shared.lm_head(ours.hidden), small.shared.lm_head(theirs.hidden)
     torch.testing.assert_close(logits[..., :128], expected, atol=1e-5, rtol=1e-5)  # rotary tables are float32
     assert logits[..., 128:].amax() < expected.amin() - 100
-    torch.testing.assert_close(
-        ours.aux_hidden_states[..., :32], theirs.aux_hidden_states[..., :32], atol=1e-5, rtol=1e-5
-    )
-    assert float(ours.aux_hidden_states[..., 33:48].abs().max()) == 0
+    aux, expected = ours.aux_hidden_states, theirs.aux_hidden_states
+    torch.testing.assert_close(aux[..., :32], expected[..., :32], atol=1e-5, rtol=1e-5)
+    assert float(aux[..., 33:48].abs().max()) == 0
 
 
 NORMED = {"fc_norm": True, "norm_output": True}
@@ -95,27 +88,12 @@ def family(request: pytest.FixtureRequest, small: FrozenTarget) -> tuple[Any, An
 def test_a_grown_head_drafts_and_is_accepted_alike(
     temperature: float, family: tuple[Any, Any], small: FrozenTarget, grown: FrozenTarget
 ) -> None:
-    requests = [
-        Request(torch.randint(6, 128, (n,)).tolist(), 24, Sampling(temperature=temperature, seed=n)) for n in (4, 9)
-    ]
-    one, other = (
-        Engine(target, drafter, EngineOptions(shape=parse_shape("tree:3x3x9"), batch_size=2, max_length=64)).generate(
-            requests
-        )
-        for target, drafter in zip((small, grown), family, strict=True)
-    )
+    requests = [Request(torch.randint(6, 128, (n,)).tolist(), 24, Sampling(temperature, seed=n)) for n in (4, 9)]
+    options = EngineOptions(shape=parse_shape("tree:3x3x9"), batch_size=2, max_length=64)
+    pairs = zip((small, grown), family, strict=True)
+    one, other = (Engine(target, head, options).generate(requests) for target, head in pairs)
     assert [output.tokens for output in one] == [output.tokens for output in other]
     assert [output.accepted for output in one] == [output.accepted for output in other]
-
-
-def test_a_grown_head_is_saved_and_read_back(
-    family: tuple[Any, Any], grown: FrozenTarget, tiny_target_dir: Path, tmp_path: Path
-) -> None:
-    head = family[1].float()
-    save_head(head, tmp_path / "head", target={**target_record(grown), "name": str(tiny_target_dir)})
-    again: Any = load_head(tmp_path / "head")
-    for name, tensor in head.to_checkpoint().items():
-        assert torch.equal(again.to_checkpoint()[name], tensor), name
 
 
 def test_ids_that_were_added_are_never_drafted(small: FrozenTarget, grown: FrozenTarget) -> None:
@@ -174,7 +152,45 @@ def test_other_models_are_refused() -> None:
         grow_llama(LlamaForCausalLM(config), BIG)
 
 
-def test_reports_call_a_grown_target_so(grown: FrozenTarget) -> None:
-    grown.config.grown_from = "recipes/quickstart/target"
-    results = {"target": target_facts(grown), "head": {"kind": "eagle3"}}
-    assert heading(results) == "eagle3 on grown (grown from quickstart/target)"
+def call(*words: object) -> int:
+    return exit_status(lambda: grow_target.main([str(word) for word in words]))
+
+
+def test_target_and_head_are_grown_and_fit(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(str(tiny_target_dir))
+    for kind in ("eagle3", "medusa"):
+        head = build_head(kind, {}, target, torch.ones(target.vocab_size))
+        save_head(head, tmp_path / kind / "head", target=target_record(target))
+    out = tmp_path / "big"
+    sizes = "--hidden-size 48 --num-hidden-layers 11 --num-attention-heads 12 --num-key-value-heads 3 --head-dim 12"
+    heads = [tmp_path / kind for kind in ("eagle3", "medusa")]
+    assert call(tiny_target_dir, out, "--heads", *heads, *sizes.split()) == 0
+    grown = load_target(str(out))
+    assert shape_of(grown.config).hidden_size == 48 and grown.config.grown_from == target.name
+    words = [out / "eagle3", out / "medusa", "--tree", "chain:2", "--out", tmp_path / "out"]
+    words += ["--num-prompts", "2", "--repeats", "1", "--max-prompt-tokens", "200", "--max-new-tokens", "8"]
+    assert exit_status(lambda: bench.main([str(word) for word in words])) == 0
+    measured = capsys.readouterr().out
+    assert measured.count("2 of 2") == 2 and "(grown from" in measured
+
+
+def test_a_smaller_shape_is_refused_in_one_line(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(tiny_target_dir, tmp_path / "grown", "--hidden-size", "16") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ")
+    assert not (tmp_path / "grown").exists()
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "runs/mine/head/model.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"weeks of work")
+    assert call(tiny_target_dir, tmp_path / "runs", "--num-hidden-layers", "11") == 2
+    assert f"OUT {tmp_path / 'runs'}: is there already" in capsys.readouterr().err
+    assert kept.read_bytes() == b"weeks of work" and [kept] == [path for path in tmp_path.rglob("*") if path.is_file()]

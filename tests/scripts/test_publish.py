@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,7 @@ class StandInHub:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
         self.private: dict[str, bool] = {}
+        self.cards: dict[str, ModelCardData] = {}
         self.fault: Exception | None = None
 
     def whoami(self) -> dict[str, Any]:
@@ -53,6 +54,8 @@ class StandInHub:
         return {"name": "ann", "orgs": [{"name": "good-people"}]}
 
     def model_info(self, repo_id: str) -> SimpleNamespace:
+        if repo_id in self.cards:
+            return SimpleNamespace(card_data=self.cards[repo_id])
         if repo_id not in self.repos:
             raise RepositoryNotFoundError("404", response=answer(404))
         return SimpleNamespace(private=self.private[repo_id])
@@ -81,9 +84,8 @@ class StandInHub:
     ) -> SimpleNamespace:
         for operation in operations:
             data = operation.path_or_fileobj
-            self.repos[repo_id][operation.path_in_repo] = (
-                data if isinstance(data, bytes) else Path(str(data)).read_bytes()
-            )
+            whole = data if isinstance(data, bytes) else Path(str(data)).read_bytes()
+            self.repos[repo_id][operation.path_in_repo] = whole
         commit = hashlib.sha1(repr(sorted(self.repos[repo_id].items())).encode()).hexdigest()
         self.commits.append(commit)
         folder = self.cache / f"models--{repo_id.replace('/', '--')}"
@@ -121,14 +123,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) ->
     (run / "recipe.yaml").write_text(f"output_dir: {run}\n")
     (run.parent / "prompts.jsonl").write_text('{"text": "import os"}\n{"text": "x = [1, 2"}\n')
     settings = BenchSettings(prompts=str(run.parent / "prompts.jsonl"), trees=("chain:2",), max_new_tokens=8, repeats=1)
-    run_bench(
-        target,
-        {str(run / "head"): load_head(run / "head")},
-        tokenizer,
-        settings,
-        out=run,
-        console=Console(quiet=True),
-    )
+    heads = {str(run / "head"): load_head(run / "head")}
+    run_bench(target, heads, tokenizer, settings, out=run, console=Console(quiet=True))
     return run
 
 
@@ -148,6 +144,28 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInHub:
 
 def call(*words: object) -> int:
     return exit_status(lambda: publish.main([str(word) for word in words]))
+
+
+@pytest.fixture
+def refused(hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must be refused in one line, without the token, and with nothing published; the line."""
+
+    def run(*words: object) -> str:
+        before, commits = {name: dict(files) for name, files in hub.repos.items()}, len(hub.commits)
+        capsys.readouterr()
+        assert call(*words) == 2
+        shown = capsys.readouterr()
+        assert len(shown.err.splitlines()) == 1 and TOKEN not in shown.err + shown.out
+        assert hub.repos == before and len(hub.commits) == commits
+        return shown.err
+
+    return run
+
+
+def change_target(run: Path, **changes: Any) -> None:
+    """Change the head's record of its target."""
+    record = read_config(run / "head")
+    change_config(run / "head", draftsmith=record | {"target": record["target"] | changes})
 
 
 def front_matter(card: bytes) -> dict[str, Any]:
@@ -209,13 +227,7 @@ def test_the_card_says_which_engines_serve_the_head_and_how(run: Path, hub: Stan
 
 
 def test_the_targets_license_is_the_heads(run: Path, hub: StandInHub) -> None:
-    card = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
-    known = hub.model_info
-
-    def model_info(repo_id: str) -> SimpleNamespace:
-        return SimpleNamespace(card_data=card) if repo_id == "org/the-target" else known(repo_id)
-
-    hub.model_info = model_info  # type: ignore[method-assign]
+    hub.cards["org/the-target"] = ModelCardData(license="other", license_name="llama3.1", license_link="LICENSE")
     assert call(run, REPO, "--base-model", "org/the-target") == 0
     matter = front_matter(hub.repos[REPO]["README.md"])
     assert (matter["license"], matter["license_name"], matter["license_link"]) == ("other", "llama3.1", "LICENSE")
@@ -245,13 +257,11 @@ def test_modules_go_out_with_their_targets_own_config_and_where_its_code_is(tmp_
     ],
 )
 def test_what_an_engine_would_misread_is_published_at_request_alone(
-    change: dict[str, Any], said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], said: str, run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
-    file = run / "head/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert call(run, REPO) == 2
-    error = capsys.readouterr().err
-    assert said in error and "--unserved" in error and len(error.splitlines()) == 1 and not hub.repos
+    change_config(run / "head", **change)
+    error = refused(run, REPO)
+    assert said in error and "--unserved" in error
     assert call(run, REPO, "--unserved") == 0
     assert said in hub.repos[REPO]["README.md"].decode()
 
@@ -262,10 +272,7 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub) -> None:
     record = json.loads(held["config.json"])["draftsmith"]
     assert record["target"]["name"] == "org/the-target"
     assert record["provenance"]["target"]["path"] == Path(read_config(run / "head")["target"]["name"]).name
-    assert record["provenance"]["data"]["sources"] == [
-        {"kind": "chat", "path": "chats.jsonl"},
-        {"path": "org/chats"},
-    ]
+    assert [source["path"] for source in record["provenance"]["data"]["sources"]] == ["chats.jsonl", "org/chats"]
     assert front_matter(held["README.md"])["base_model"] == "org/the-target"
     before = read_config(run / "head")
     for secret in (os.path.expanduser("~") + "/", str(run.parent), before["target"]["name"], "mine.yaml", TOKEN):
@@ -273,10 +280,7 @@ def test_no_path_of_this_machine_goes_out(run: Path, hub: StandInHub) -> None:
 
 
 def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub: StandInHub) -> None:
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    config["draftsmith"]["target"]["name"] = "org/target"
-    file.write_text(json.dumps(config))
+    change_target(run, name="org/target")
     assert call(run, REPO) == 0
     assert front_matter(hub.repos[REPO]["README.md"])["base_model"] == "org/target"
     (run.parent / "org/target").mkdir(parents=True)  # trained from here, published from elsewhere
@@ -284,18 +288,12 @@ def test_a_target_is_named_that_lies_on_the_hub_and_in_no_folder(run: Path, hub:
     assert "base_model" not in front_matter(hub.repos[REPO]["README.md"])
 
 
-def test_a_path_that_nobody_cleans_stops_it(run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]) -> None:
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "made_in": os.path.expanduser("~/work")}))
-    assert call(run, REPO) == 2
-    assert capsys.readouterr().err.startswith("error: config.json: would name a path") and not hub.repos
+def test_a_path_that_nobody_cleans_stops_it(run: Path, refused: Callable[..., str]) -> None:
+    change_config(run / "head", made_in=os.path.expanduser("~/work"))
+    assert "config.json: would name a path" in refused(run, REPO)
 
 
-def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "HfApi", lambda token: pytest.fail("the hub was asked"))
+def test_a_dry_run_lists_files_and_card_and_needs_no_hub(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "plots/acceptance.png").unlink()
     assert call(run, REPO, "--dry-run") == 0
     shown = capsys.readouterr().out
@@ -305,11 +303,10 @@ def test_a_dry_run_lists_files_and_card_and_needs_no_hub(
 
 
 def test_a_head_without_results_is_published_as_unmeasured_only(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
     (run / "results.json").unlink()
-    assert call(run, REPO) == 2
-    assert "never measured" in capsys.readouterr().err and not hub.repos
+    assert "never measured" in refused(run, REPO)
     assert call(run / "head", REPO, "--unmeasured", "--private") == 0
     assert b"Not measured." in hub.repos[REPO]["README.md"] and hub.private[REPO]
 
@@ -351,14 +348,12 @@ def test_the_newest_measurement_is_published_or_the_one_that_is_named(
     ],
 )
 def test_results_that_do_not_vouch_for_the_head_stop_it(
-    run: Path, hub: StandInHub, spoil: Any, said: str, capsys: pytest.CaptureFixture[str]
+    run: Path, spoil: Any, said: str, refused: Callable[..., str]
 ) -> None:
     results = json.loads((run / "results.json").read_text())
     spoil(results)
     (run / "results.json").write_text(json.dumps(results))
-    assert call(run, REPO, "--unmeasured") == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1 and not hub.repos
+    assert said in refused(run, REPO, "--unmeasured")
 
 
 def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
@@ -366,10 +361,7 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
     adapter.mkdir()
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
     (adapter / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "/home/ann/target"}')
-    file = run / "head/config.json"
-    config = json.loads(file.read_text())
-    config["draftsmith"]["target"]["adapter"] = {"sha256": "0"}
-    file.write_text(json.dumps(config))
+    change_target(run, adapter={"sha256": "0"})
     assert call(run, REPO) == 0
     held = hub.repos[REPO]
     assert held["adapter/adapter_model.safetensors"] == b"weights"
@@ -379,12 +371,8 @@ def test_an_adapter_goes_with_the_head(run: Path, hub: StandInHub) -> None:
 @pytest.mark.parametrize(
     "repo_id", ["a-head", "ann/a/head", "ann/", "../head", "ann/a head", "https://hub/ann", "a--b/c"]
 )
-def test_what_is_no_repository_is_refused(
-    repo_id: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(run, repo_id) == 2
-    error = capsys.readouterr().err
-    assert "expected OWNER/NAME" in error and len(error.splitlines()) == 1 and not hub.repos
+def test_what_is_no_repository_is_refused(repo_id: str, run: Path, refused: Callable[..., str]) -> None:
+    assert "expected OWNER/NAME" in refused(run, repo_id)
 
 
 @pytest.mark.parametrize(
@@ -399,35 +387,29 @@ def test_what_is_no_repository_is_refused(
     ],
 )
 def test_what_goes_wrong_between_is_one_line_without_the_token(
-    fault: Exception, said: str, run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    fault: Exception, said: str, run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
     hub.fault = fault
-    assert call(run, REPO) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err and len(shown.err.splitlines()) == 1
-    assert TOKEN not in shown.err + shown.out and not hub.repos
+    assert said in refused(run, REPO)
 
 
 def test_without_a_token_nothing_is_tried(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "get_token", lambda: None)
-    assert call(run, REPO) == 2
-    assert capsys.readouterr().err.startswith("error: no token") and not hub.repos
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    assert "no token" in refused(run, REPO)
 
 
 def test_anothers_repository_and_another_model_are_left_alone(
-    run: Path, hub: StandInHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: StandInHub, refused: Callable[..., str]
 ) -> None:
-    assert call(run, "bob/a-head") == 2
-    assert "bob/a-head: another's" in capsys.readouterr().err
+    assert "bob/a-head: another's" in refused(run, "bob/a-head")
     hub.repos[REPO] = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"8B"}
     hub.private[REPO] = False
-    assert call(run, REPO) == 2
-    assert "holds another model" in capsys.readouterr().err
+    assert "holds another model" in refused(run, REPO)
     hub.repos[REPO] = {"README.md": b"soon"}
-    assert call(run, REPO, "--private") == 2
-    assert "is public" in capsys.readouterr().err and not hub.commits
+    assert "is public" in refused(run, REPO, "--private")
     assert call(run, REPO) == call(run, REPO, "--revision", "v2") == 0  # a head's own place
     assert call(run, "Good-People/a-head") == 0
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.messages import Message, RecordError, apply_template
+from eval.benchmark.records import Message, RecordError, apply_template
 from heads.errors import UserError, shown
 from train.data.packing import Document
 

@@ -10,8 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.corpus import read_split
-from eval.benchmark.messages import Message, RecordError, read_messages, read_text, read_tools
-from eval.benchmark.records import read_records
+from eval.benchmark.records import Message, RecordError, read_messages, read_records, read_text, read_tools
 from eval.files import read_given
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text

@@ -14,8 +14,7 @@ from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eval.benchmark.corpus import installed_source, is_held_out, read_split
-from eval.benchmark.messages import Message, read_messages
-from eval.benchmark.records import read_records
+from eval.benchmark.records import Message, read_messages, read_records
 from heads.errors import UserError
 from train.strict_yaml import Settings
 

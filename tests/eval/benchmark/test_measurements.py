@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.benchmark.measurements import folders_of, measurement_name, newest_results, own_folder
+from eval.benchmark.results import folders_of, measurement_name, newest_results, own_folder
 from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
 from eval.reporting.report import report_command
@@ -32,17 +32,13 @@ def test_measurements_of_one_second_and_one_setting_get_folders_of_their_own(tmp
     ]
 
 
-def test_a_measurement_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+def test_a_refused_measurement_leaves_nothing_and_a_named_folder_is_taken(tmp_path: Path) -> None:
     with pytest.raises(UserError), own_folder(tmp_path / "runs/x/bench", BenchSettings(), OPTIONS):
         raise UserError("no")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_named_is_taken(tmp_path: Path) -> None:
     given = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / "mine"})
     with own_folder(tmp_path / "other", BenchSettings(), given) as folder:
         assert folder == tmp_path / "mine"
-    assert not (tmp_path / "other").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_name_says_the_settings(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from eval.benchmark.metrics import (
     rate_ratio_interval,
     ratio_interval,
     speedup,
-    speedup_interval,
     tau,
     tau_interval,
     token_percentiles,
@@ -39,10 +38,7 @@ def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
 def test_acceptance_is_conditional_on_the_depths_before() -> None:
     # depth 1: 2 of 3; depth 2: 1 of 2; depth 3: 1 of 1
     assert acceptance_by_depth([WHOLE], 3) == [2 / 3, 1 / 2, 1.0]
-
-
-def test_a_cut_round_is_no_evidence_of_the_depth_it_never_reached() -> None:
-    # depth 3 was tested by the first round only, and refused
+    # A cut round is no evidence of the depth it never reached: depth 3 was tested by the first round only, and refused
     assert acceptance_by_depth([CUT], 3) == [1.0, 1.0, 0.0]
     assert acceptance_by_depth([Trace(1, (1,), (1,))], 2) == [1.0, None]
 
@@ -57,28 +53,15 @@ def test_acceptance_and_histogram_give_tau_back_when_nothing_is_cut() -> None:
     assert sum(k * n for k, n in enumerate(histogram)) / 200 + 1 == pytest.approx(tau([trace]))
 
 
-def test_histogram_counts_rounds() -> None:
-    assert accepted_histogram([WHOLE, CUT], 3) == [1, 1, 2, 1]
-
-
 def test_speed_is_total_over_total() -> None:
     assert tokens_per_second([100, 10], [1.0, 1.0]) == 55
     assert speedup([3.0, 1.0], [1.0, 1.0]) == 2.0  # not the mean of 3 and 1 weighted by anything else
-    assert predicted_speedup(3.0, plain_seconds=4e-3, draft=2e-3, verify=5e-3, rest=1e-3) == pytest.approx(1.5)
+    assert predicted_speedup(3.0, plain_seconds=4e-3, round_seconds=8e-3) == pytest.approx(1.5)
 
 
 def there(interval: Interval | None) -> Interval:
     assert interval is not None
     return interval
-
-
-def test_intervals_hold_the_estimate_and_shrink_with_more_prompts() -> None:
-    rng = np.random.default_rng(1)
-    rounds = rng.integers(20, 60, size=400)
-    emitted = [int(r * x) for r, x in zip(rounds, rng.uniform(1.5, 3.5, size=400), strict=True)]
-    few, many = (there(ratio_interval(emitted[:n], [float(r) for r in rounds[:n]])) for n in (20, 400))
-    assert many[0] < sum(emitted) / rounds.sum() < many[1]
-    assert many[1] - many[0] < few[1] - few[0]
 
 
 def test_a_bootstrap_interval_covers_a_known_mean_about_as_often_as_it_says() -> None:
@@ -93,7 +76,7 @@ def test_a_bootstrap_interval_covers_a_known_mean_about_as_often_as_it_says() ->
 def test_pairing_removes_what_prompts_have_in_common() -> None:
     rng = np.random.default_rng(3)
     plain = [float(x) for x in rng.uniform(1, 50, size=40)]  # prompts differ fiftyfold in length
-    low, high = there(speedup_interval(plain, [p / 2 for p in plain]))
+    low, high = there(ratio_interval(plain, [p / 2 for p in plain]))
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
 
 
@@ -104,16 +87,7 @@ def test_rates_are_compared_each_by_its_own_gains_and_costs() -> None:
     shorter = [length / 3 for length in lengths]
     low, high = there(rate_ratio_interval((lengths, shorter), (lengths, lengths)))
     assert low == pytest.approx(3.0) and high == pytest.approx(3.0)
-    noisy = [float(x) for x in rng.uniform(0.5, 1.5, size=40)]
-    low, high = there(rate_ratio_interval((noisy, [1.0] * 40), ([1.0] * 40, [1.0] * 40)))
-    assert low < sum(noisy) / 40 < high
     assert rate_ratio_interval(([], []), ([], [])) is None
-
-
-def test_the_same_figures_give_the_same_interval() -> None:
-    traces = [WHOLE, CUT, Trace(4, (0, 0, 1), (1, 1, 2))]
-    assert tau_interval(traces) == tau_interval(traces)
-    assert tau_interval([]) is None
 
 
 def test_one_unit_that_gave_something_has_no_interval() -> None:
@@ -121,7 +95,7 @@ def test_one_unit_that_gave_something_has_no_interval() -> None:
     assert tau_interval([WHOLE]) is None
     assert tau_interval([nothing, WHOLE, nothing]) is None
     assert tau_interval([nothing, WHOLE, CUT]) is not None
-    assert speedup_interval([0.0, 2.0], [0.0, 1.0]) is None
+    assert ratio_interval([0.0, 2.0], [0.0, 1.0]) is None
     assert rate_ratio_interval(([0, 4], [0.0, 2.0]), ([0, 4], [0.0, 1.0])) is None
 
 

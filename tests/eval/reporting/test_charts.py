@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from eval.reporting.charts import MOST_POINTS, comparison_charts, depth_curves, head_charts, thinned
+from eval.reporting.charts import comparison_charts, depth_curves, head_charts
 from eval.reporting.drawing import COLOURS, Chart, drawn, inline_svg, write_charts
 from eval.reporting.html import DARK
 
@@ -95,13 +95,6 @@ def test_nothing_is_drawn_of_too_little(reason: str) -> None:
     else:
         del given["measurements"][1:3]
     assert depth_curves(given) is None
-
-
-def test_a_long_training_is_a_short_curve() -> None:
-    curve = thinned([(step, float(step % 2)) for step in range(10_001)])
-    assert len(curve) <= MOST_POINTS and curve[0][0] < 40 and curve[-1][0] > 9_960
-    assert all(0.4 < value < 0.6 for _, value in curve[:-1])
-    assert thinned([(1, 2.0), (5, 1.0)]) == [(1, 2.0), (5, 1.0)]
 
 
 @CHARTS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.messages import RecordError, read_messages, read_text, read_tools
+from eval.benchmark.records import RecordError, read_messages, read_text, read_tools
 from heads.errors import UserError
 from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
 

@@ -1,0 +1,153 @@
+"""The model card of a head: front matter that the Hub reads, and the measured figures in Markdown."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from eval.benchmark.results import Results
+from eval.reporting import format
+from eval.reporting.format import BRACKETS, LOCAL_MODEL
+from heads.errors import UserError
+from heads.target.hub import is_hub_id, repo_and_revision
+
+CARD = "README.md"
+LIBRARY = "draftsmith"
+RIGHTS = ("license", "license_name", "license_link")
+"""The license keys of a model card on the Hub."""
+TASK = "text-generation"
+
+
+def check_card(folder: Path, name: str) -> None:
+    """Refuse a folder with a README.md that is not a report: the model card would replace it."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):  # none; or no path at all, which is said by who writes there
+        return
+    if f"library_name: {LIBRARY}" not in text:
+        raise UserError(f"{name} {folder}: holds a {CARD} of something else, which is not to be replaced; name another")
+
+
+def model_card(results: Results, *, about: str = "", data: Mapping[str, Any] | None = None) -> str:
+    """Return the model card: front matter, the head, `about` it (Markdown, may be empty), and its figures. `data` are
+    further arguments of `front_matter`."""
+    name, kind = results["target"]["name"], results["head"]["kind"]
+    sameness = "in distribution" if "kind" in results["exact"] else "token for token"
+    intro = (
+        f"A draft head (`{kind}`, {results['head']['parameters']:,} parameters) for {quoted(name)}. It proposes "
+        f"tokens that the target verifies, so that text comes faster and is the target's own, {sameness}."
+    )
+    if format.is_adapted(results):
+        intro += (
+            " The target is adapted: `adapter/` beside the head is a LoRA adapter (peft's form) that was trained with "
+            "it, the head is for the target with that adapter, and every figure and the audit are of the adapted "
+            f"target. Its text is not that of {quoted(name)} as it is."
+        )
+    matter = front_matter(kind, name, results=results, **(data or {}))
+    parts = [matter, f"# {format.as_markdown(format.heading(results))}", intro, about.strip(), card_section(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def quoted(target: str) -> str:
+    """Return the name of a target in Markdown."""
+    return target if target == LOCAL_MODEL else format.code_span(format.short_name(target))
+
+
+def card_section(results: Results) -> str:
+    """Return the measured figures in Markdown."""
+    rows = []
+    for m in results["measurements"]:
+        plain = format.number(m["baseline"]["tokens_per_second"], 1)
+        cells = [format.as_markdown(m["tree"]), format.sampling_text(m["temperature"]), format.tau_text(m), plain]
+        rows.append(f"| {' | '.join([*cells, format.speculative_text(m), format.speedup_text(m)])} |")
+    alpha = ", ".join(format.percent(value) for value in format.reached(results["alpha"]))
+    lines = [
+        "## Measured",
+        "",
+        f"{format.as_markdown(format.setting_line(results))}.",
+        "",
+        "| draft | sampling | tau | plain tok/s | speculative tok/s | speedup |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"{format.audit_line(results)}.".capitalize(),
+        "",
+        f"Acceptance by depth ({format.as_markdown(format.setting_text(results))}): {alpha}.",
+        "",
+        *(line for warning in format.warnings(results) for line in (f"Note: {format.as_markdown(warning)}.", "")),
+        "tau is tokens emitted per target pass, the bonus token included. Plain decoding is the same runtime's, on the "
+        f"same prompts, in turns with the speculative runs. {BRACKETS}",
+        "",
+        "![Acceptance by depth](plots/acceptance.png)",
+    ]
+    return "\n".join(lines)
+
+
+def front_matter(
+    kind: str,
+    target: str,
+    *,
+    rights: Mapping[str, Any] | None = None,
+    datasets: Sequence[str] = (),
+    name: str | None = None,
+    results: Results | None = None,
+) -> str:
+    """Return YAML between two rules. A target that is a local folder is not named. `rights` are its license keys, and
+    `name` is the model name of the figures."""
+    repo, _ = repo_and_revision(target)
+    figures = [] if results is None else eval_results(results)
+    data = ModelCardData(
+        base_model=repo if is_hub_id(target) else None,
+        datasets=list(datasets) or None,
+        library_name=LIBRARY,
+        model_name=(name or f"{kind} on {format.short_name(target)}") if figures else None,
+        eval_results=figures or None,
+        pipeline_tag=TASK,
+        tags=["speculative-decoding", kind],
+        **(rights or {}),
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def eval_results(results: Results) -> list[EvalResult]:
+    """The tau of every setting over all prompts, and its speedup where that is exact and reliable."""
+    prompts = ", ".join(format.short_name(name) for name in results["settings"]["prompts"].split(","))
+    undisturbed = format.busy_warning(results["measurements"]) is None
+    found = []
+    for m in results["measurements"]:
+        setting = f"{m['tree']}, {format.sampling_text(m['temperature'])}"
+        speedup = m["speedup"] if undisturbed else None
+        for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup and speedup["measured"])):
+            if value is not None:
+                found.append(
+                    EvalResult(
+                        task_type=TASK,
+                        dataset_type=prompts,
+                        dataset_name=prompts,
+                        metric_type=metric,
+                        metric_name=f"{metric} ({setting})",
+                        metric_value=round(value, 3),
+                    )
+                )
+    return found
+
+
+def hub_datasets(provenance: Any) -> list[str]:
+    """Return the Hub ids among the data paths in a head's provenance."""
+    data = provenance.get("data") if isinstance(provenance, dict) else None
+    return list(dict.fromkeys(repo_and_revision(path)[0] for path in paths(data) if is_hub_id(path)))
+
+
+def paths(value: Any) -> Iterator[str]:
+    """Yield every string under a key `path`, at any depth."""
+    match value:
+        case dict():
+            for key, item in value.items():
+                if key == "path" and isinstance(item, str):
+                    yield item
+                else:
+                    yield from paths(item)
+        case list():
+            for item in value:
+                yield from paths(item)
