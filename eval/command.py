@@ -184,7 +184,7 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
         say("interrupted")
         return 130
     except Exception as error:
-        from eval.runtime.memory import is_out_of_memory  # which needs torch, and a command that broke had it
+        from eval.runtime.graph import is_out_of_memory  # which needs torch, and a command that broke had it
 
         if is_full_disk(error):
             refusal = f"no space left on the device ({error}); free some and run the same command again"

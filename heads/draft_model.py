@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads.backends.base import Backend, CachedDecoder
-from heads.backends.huggingface import DraftParts, positions_of
+from heads.backends.huggingface import positions_of
 from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places, round_up
 from heads.base import (
     Batch,
@@ -44,7 +44,7 @@ from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
-from heads.target.frozen import FrozenTarget, decode, packed_visible
+from heads.target.frozen import FrozenTarget, LanguageModel, decode, packed_visible
 from heads.target.smaller_model import (
     empty_model,
     fit_vocabulary,
@@ -332,7 +332,8 @@ class Draft(nn.Module, DraftHead):
             draft=True,
         )
         output = self.output
-        decoder = backend.decoder(DraftParts(self.base, output.head, output, self.text_config), spec)
+        model = LanguageModel(self.base, output.head, output, self.text_config, "head.path")
+        decoder = backend.decoder(model, spec)
         ids = torch.zeros(3, batch_size, dtype=torch.int64, device=device)
         expanded = torch.full((batch_size, shape.nodes), -1, device=device)
         return DraftState(shape, backend, decoder, decoder.slot, ids[0], ids[1], ids[2], expanded)

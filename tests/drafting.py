@@ -21,7 +21,6 @@ from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
-from scripts.gpu.draft_steps import likeliest
 
 SMALL: dict[str, Any] = dict(
     hidden_size=24, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, head_dim=12, rms_norm_eps=1e-5,
@@ -66,6 +65,7 @@ def head_rounds(
     shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
     state = head.new_state(shared, batch_size=2, capacity=prompt + 7, shape=parse_shape(shape), backend=backend)
     assert isinstance(state.steps, TritonRecurrent) == (backend is TRITON)
+    pick = TRITON.sampling(2, device).pick  # the same for both
     proposals, start = [], torch.zeros(2, dtype=torch.int64)
     for counts in ([0, 3], [prompt, 0], [3, 2], [0, 4], [4, 1]):
         count, M = torch.tensor(counts), max(4, *counts)
@@ -75,7 +75,7 @@ def head_rounds(
             x.to(device) for x in (tokens, aux_hidden_states, hidden, start, count)
         )
         head.extend(state, Observation(tokens, aux_hidden_states, hidden, known, news, None))
-        proposals.append(head.propose(state, likeliest))
+        proposals.append(head.propose(state, pick))
         start = start + count
     assert state.length.tolist() == [prompt + 7, 10]
     return proposals
@@ -118,14 +118,14 @@ def model_rounds(head: Draft, target: FrozenTarget, shape: str, prompt: int, bac
     ids = (torch.arange(2 * (prompt + 1)) * 7 % target.vocab_size).view(2, prompt + 1).to(target.device)
     start, count = torch.zeros_like(ids[:, 0]), torch.tensor([prompt, 2], device=target.device)
     accepted_tokens = Observation(ids, *nothing(prompt), start, count, None)
-    proposals = []
+    proposals, pick = [], TRITON.sampling(2, target.device).pick  # the same for both
     for number in range(4):
         head.extend(state, accepted_tokens)
-        proposals.append(head.propose(state, likeliest))
+        proposals.append(head.propose(state, pick))
         accepted_tokens = accepted(state, proposals[-1], number)
     missed = Observation(ids[:, :4], *nothing(3), state.length.clone(), torch.full_like(start, 3), None, missed=True)
     head.extend(state, missed)
-    return [*proposals, head.propose(state, likeliest)]
+    return [*proposals, head.propose(state, pick)]
 
 
 def accepted(state: DraftState, proposal: Proposal, number: int) -> Observation:

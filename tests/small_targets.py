@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.engine import Output, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
+from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = dict(
@@ -62,3 +63,11 @@ def some_requests(vocab: int, count: int = 6, new_tokens: int = 48) -> list[Requ
 def texts(outputs: list[Output]) -> list[list[int]]:
     """The tokens alone."""
     return [output.tokens for output in outputs]
+
+
+def open_engine(
+    target: FrozenTarget, head: Any, shape: str | TreeShape = ROOT_ONLY, *, tokenizer: Any = None, **options: Any
+) -> Engine:
+    """An engine, its tree by name and its other options by theirs."""
+    made = parse_shape(shape) if isinstance(shape, str) else shape
+    return Engine(target, head, EngineOptions(shape=made, **options), tokenizer=tokenizer)

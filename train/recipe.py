@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from eval.benchmark.prompts import HELD_OUT_SUITE
 from eval.command import AUTO
-from eval.runtime.rules import check_rule
+from eval.runtime.sampling import check_rule
 from heads.base import HEAD_TREE
 from heads.errors import UserError
 from heads.tree import parse_shape

@@ -28,7 +28,7 @@ from eval.benchmark.prompts import Prompt, spread
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
 from eval.command import AUTO
-from eval.runtime.rules import check_rule
+from eval.runtime.sampling import check_rule
 from heads.backends.base import Backend
 from heads.backends.selection import select_backend
 from heads.base import Drafter, Observation, Pick, SharedLayers

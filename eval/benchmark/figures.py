@@ -19,11 +19,13 @@ from eval.benchmark import metrics
 from eval.benchmark.measure import Comparison, Timing, Variant, check_decoded, trace
 from eval.benchmark.prompts import spread
 from eval.benchmark.results import Results, finite
-from eval.runtime.detokenizer import Detokenizer
-from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.engine import PHASES, Output
-from eval.runtime.identity import Flip, find_flips, is_narrow, pinned_engine
+from eval.runtime.identity import Flip, find_flips, pinned_engine
+from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
+from heads.backends.selection import is_narrow
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain
 

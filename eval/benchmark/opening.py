@@ -13,7 +13,7 @@ from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
 from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.identity import is_narrow
+from heads.backends.selection import is_narrow
 from heads.base import Drafter
 from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
 from heads.errors import UserError

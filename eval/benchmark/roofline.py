@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions
-from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
-from eval.runtime.round import Decoder
+from eval.runtime.round import Decoder, TargetStep, read_prompts
 from eval.runtime.sampling import Sampling
-from eval.runtime.target_step import TargetStep
 from heads.backends.slot_mapping import ancestors, round_up
 from heads.backends.torch.select import Select
 from heads.backends.triton.timing import device_seconds

@@ -8,8 +8,7 @@ from typing import Any
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
-from eval.runtime.rules import RULES, check_adaptive, check_rule
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RULES, Sampling, check_adaptive, check_rule
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
@@ -29,7 +28,7 @@ class BenchSettings:
     trees: tuple[str, ...] = ("chain:5",)
     """Drafts; `auto` looks for the best ones."""
     rule: str = "match"
-    """Name of the acceptance rule, in `eval.runtime.rules.RULES`."""
+    """Name of the acceptance rule, in `eval.runtime.sampling.RULES`."""
     adaptive: bool = False
     """Shorten drafts, or leave them out, while that is faster."""
     strict: bool = False

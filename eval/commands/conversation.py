@@ -21,8 +21,8 @@ from eval.benchmark.prompts import render
 from eval.benchmark.records import Message
 from eval.command import draft_shapes, print_line
 from eval.reporting.format import number, plural
-from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.tree import TreeShape

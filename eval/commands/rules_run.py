@@ -18,11 +18,9 @@ from eval.command import draft_shapes
 from eval.files import check_file
 from eval.reporting.format import number, with_interval
 from eval.reporting.report import figure_table
+from eval.runtime.acceptance import Rejection, block, expected_tokens, ratio
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.judges import Rejection
-from eval.runtime.rejection import block, expected_tokens, ratio
-from eval.runtime.rules import RULES, check_rule
-from eval.runtime.sampling import Sampling
+from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.errors import UserError
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
@@ -135,7 +133,7 @@ def compare(one: Run, other: Run) -> Record:
 def expect_on_one_draft(engine: Engine, requests: Sequence[Sequence[Request]]) -> Record:
     """Return the tokens that `ratio` and `block` are expected to emit of the same drafts, over all rounds of all
     requests."""
-    rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling, engine.target.device)
+    rule = OnOneDraft("ratio", engine.options.shape, engine.decoder.sampling)
     engine.decoder = replace(engine.decoder, rule=rule)
     plain, whole, ones = [0.0] * len(requests), [0.0] * len(requests), [1.0] * len(requests)
     jobs = [(i, request) for i, by_seed in enumerate(requests) for request in by_seed]

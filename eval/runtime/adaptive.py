@@ -21,7 +21,7 @@ last round backwards: a round of any shape, continued by draws from the target, 
 of a round is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no
 two requests share a seed, because the choice carries the effect of one request's noise into rounds of the next; and the
 text would depend on the clock, so that none could be repeated. Those rules are therefore refused:
-`eval.runtime.rules.check_adaptive`.
+`eval.runtime.sampling.check_adaptive`.
 """
 
 from collections.abc import Sequence

@@ -1,69 +1,148 @@
 """One target and one head with several drafts: the decoders among which a controller chooses.
 
 All share the target's cache, the head's state and the rounds' state. A candidate that drafts less is the same decoder
-with another shape. A head that drafts nothing reads nothing: its pending tokens are kept (`eval.runtime.pending`),
-and read when there is no more room or when drafting goes on; what is kept when a request ends is dropped.
+with another shape. A head that drafts nothing reads nothing: tokens and hidden states are kept, and read when there is
+no more room or when drafting goes on; what is kept when a request ends is dropped.
 
-Letters: B rows, K depth, R rounds of a span.
+To read one token a round would cost a pass of the head's weights for each. A GPU reads `PENDING` tokens in the time of
+one, so that is how many it keeps. A CPU pays by the token whenever it reads them, so it keeps many more: a text may end
+before they are needed.
+
+Letters: B rows, K depth, R rounds of a span, S tokens kept of each row, M of them read at once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance import make_rule
 from eval.runtime.adaptive import Controller, Span, candidates
-from eval.runtime.judges import make_rule
-from eval.runtime.pending import PendingStates
 from eval.runtime.round import Decoder
-from eval.runtime.state import Commit
-from heads.base import Drafter, Observation, Pick
+from heads.backends.torch.commit import RoundState
+from heads.base import Observation, Pick
 from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
 
+PENDING = 64
+"""Number of tokens that a head reads at once: a power of two."""
+PATIENCE = 16
+"""Factor by which more are kept on a CPU."""
 
-@dataclass
-class PausedState:
-    """State of a paused head."""
 
-    pending: PendingStates
-    head_state: Any
-    zeros: Tensor  # (B, 1) int64
+def pending_room(on_host: bool) -> int:
+    """Return the number of tokens kept for a row."""
+    return PENDING * PATIENCE if on_host else PENDING
+
+
+class PendingStates:
+    """Pending tokens of every row of a batch."""
+
+    def __init__(self, rounds: RoundState, *, on_host: bool) -> None:
+        """`rounds`: the state of the rows; the features' sizes show in the first observation. `on_host`: as
+        `heads.backends.base.Backend.on_host`, so that asking the device does not wait for it."""
+        self.rounds, self.may_ask = rounds, on_host
+        self.room, self.block = pending_room(on_host), PENDING  # S, and the most of M
+        self.count = torch.zeros_like(rounds.length)  # (B,)
+        self.most = 0
+        """Upper bound on the tokens of a row, known without asking the device."""
+        self.tokens = self.aux_hidden_states = self.hidden = (
+            self.count
+        )  # (B, S + 1), (B, S, L * D) and (B, S, D), once allocated
+
+    def allocate(self, like: Observation) -> None:
+        """Allocate room for features like these."""
+        B, S = len(self.count), self.room
+        self.tokens = like.tokens.new_zeros(B, S + 1)
+        self.aux_hidden_states, self.hidden = (
+            fresh.new_zeros(B, S, fresh.shape[2]) for fresh in (like.aux_hidden_states, like.hidden)
+        )
+
+    def forget(self, rows: Tensor) -> None:
+        """Drop the pending tokens of some rows (B,) bool."""
+        self.count.masked_fill_(rows, 0)
+
+    def keep(self, observation: Observation) -> None:
+        """Add a round that drafted nothing: one token of each row."""
+        if self.tokens is self.count:
+            self.allocate(observation)
+        aux_hidden_states, hidden = observation.aux_hidden_states, observation.hidden
+        # A row that is done gets padding in a place that is not counted, or in its last: it is reset before it is read.
+        at = self.count.clamp_max(self.room - 1)[:, None]
+        self.tokens.scatter_(1, torch.cat([at, at + 1], dim=1), observation.tokens)
+        self.aux_hidden_states.scatter_(1, at[..., None].expand_as(aux_hidden_states), aux_hidden_states)
+        self.hidden.scatter_(1, at[..., None].expand_as(hidden), hidden)
+        self.count.add_(observation.count)
+
+    def has_room(self, rounds: int) -> bool:
+        """Return True if every row has room for so many more, and count them as kept."""
+        if self.most + rounds > self.room and self.may_ask:
+            self.most = int(self.live().max())  # rows come and go
+        if self.most + rounds > self.room:
+            return False
+        self.most += rounds
+        return True
+
+    def live(self) -> Tensor:
+        """Return (B,) int64, the number of pending tokens of the rows that go on."""
+        return torch.where(self.rounds.done, 0, self.count)
+
+    def drain(self) -> Iterator[Observation]:
+        """Yield all pending tokens, the oldest first, `block` tokens a row at once, and clear them."""
+        if self.most == 0:
+            return
+        count = self.live()
+        start = self.rounds.length - count
+        most = int(count.max()) if self.may_ask else self.most
+        for first in range(0, most, self.block):
+            M = min(1 << (most - first - 1).bit_length(), self.block)  # few shapes
+            yield Observation(
+                tokens=self.tokens[:, first : first + M + 1],
+                aux_hidden_states=self.aux_hidden_states[:, first : first + M],
+                hidden=self.hidden[:, first : first + M],
+                start=start + first,
+                count=(count - first).clamp(0, M),
+                nodes=None,
+                missed=True,
+            )
+        self.count.zero_()
+        self.most = 0
 
 
 class PausedDrafter:
-    """A head that drafts nothing while it is paused."""
+    """A head that drafts nothing while it is paused; it has its own state, whatever it is given."""
 
-    def __init__(self, head: Drafter) -> None:
-        self.head, self.aux_layer_ids = head, head.aux_layer_ids
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.head is not None
+        self.head, self.head_state, self.zeros = decoder.head, decoder.head_state, decoder.zeros
+        self.aux_layer_ids = decoder.head.aux_layer_ids
+        self.pending = PendingStates(decoder.state, on_host=decoder.backend.on_host)
 
-    def reset_rows(self, state: PausedState, rows: Tensor) -> None:
-        state.pending.forget(rows)
-        self.head.reset_rows(state.head_state, rows)
+    def reset_rows(self, state: Any, rows: Tensor) -> None:
+        self.pending.forget(rows)
+        self.head.reset_rows(self.head_state, rows)
 
-    def propose(self, state: PausedState, pick: Pick) -> Proposal:
-        return Proposal(state.pending.rounds.root[:, None], state.zeros, state.zeros, state.zeros)
+    def propose(self, state: Any, pick: Pick) -> Proposal:
+        return Proposal(self.pending.rounds.root[:, None], self.zeros, self.zeros, self.zeros)
 
-    def extend(self, state: PausedState, observation: Observation) -> None:
+    def extend(self, state: Any, observation: Observation) -> None:
         if observation.nodes is None:  # a prompt, of rows that have just been reset
-            self.head.extend(state.head_state, observation)
+            self.head.extend(self.head_state, observation)
         else:
-            state.pending.keep(observation)
+            self.pending.keep(observation)
 
-    def catch_up(self, state: PausedState) -> None:
+    def catch_up(self) -> None:
         """Let the head read the pending tokens."""
-        for observation in state.pending.drain():
-            self.head.extend(state.head_state, observation)
+        for observation in self.pending.drain():
+            self.head.extend(self.head_state, observation)
 
 
 class Candidates:
     """Candidates of one decoder, and the controller that chooses among them."""
 
     def __init__(self, decoder: Decoder) -> None:
-        assert decoder.head is not None
-        self.paused = PausedDrafter(decoder.head)
-        self.paused_state = PausedState(PendingStates(decoder.state), decoder.head_state, decoder.zeros)
+        self.paused = PausedDrafter(decoder)
         shapes = [
             decoder.shape if str(decoder.shape) == name else parse_shape(name) for name in candidates(decoder.shape)
         ]
@@ -78,9 +157,9 @@ class Candidates:
             decoder,
             shape=shape,
             head=head,
-            head_state=replace(decoder.head_state, shape=shape) if drafts else self.paused_state,
-            rule=make_rule("match", shape, decoder.sampling, decoder.zeros.device),
-            update=Commit(decoder.state, decoder.update.eos, shape.depth),
+            head_state=replace(decoder.head_state, shape=shape) if drafts else None,
+            rule=make_rule("match", shape, decoder.sampling, decoder.backend),
+            update=decoder.backend.commit(decoder.state, decoder.update.eos, shape.depth),
         )
 
     @property
@@ -92,12 +171,12 @@ class Candidates:
     def begin(self, rounds: int) -> Decoder:
         """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
         here, on the host."""
-        candidate, pending = self.candidates[self.controller.candidate], self.paused_state.pending
+        candidate, pending = self.candidates[self.controller.candidate], self.paused.pending
         if candidate is not self.idle:
-            self.paused.catch_up(self.paused_state)
+            self.paused.catch_up()
             self.before.copy_(candidate.state.rounds)
         elif not pending.has_room(rounds):
-            self.paused.catch_up(self.paused_state)
+            self.paused.catch_up()
             pending.most = rounds
         return candidate
 

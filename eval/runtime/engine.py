@@ -5,7 +5,7 @@
 
 Without a head the same code decodes plainly: the baseline of every speedup and the reference of every audit. What a
 request gives depends on the request alone, not on its row, its neighbours or how often the host polls, and under the
-rule `match` not on the head or the tree either. Other rules (`eval.runtime.rules`) give other draws of the same
+rule `match` not on the head or the tree either. Other rules (`eval.runtime.sampling`) give other draws of the same
 distribution.
 """
 
@@ -13,34 +13,34 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from eval.runtime.candidates import Candidates
-from eval.runtime.distribution import RowSampling
-from eval.runtime.graph import Rounds, open_capture
-from eval.runtime.judges import make_rule
-from eval.runtime.memory import check_memory, row_bytes
-from eval.runtime.pending import PENDING, room_of
-from eval.runtime.prefill import read_prompts
+from eval.runtime.acceptance import make_rule
+from eval.runtime.candidates import PENDING, Candidates, pending_room
+from eval.runtime.graph import Capture, CudaCapture, Rounds
 from eval.runtime.request import Output as Output
+from eval.runtime.request import Reports, RequestState, StopWatch, check_request
 from eval.runtime.request import Request as Request
-from eval.runtime.request import check_request
-from eval.runtime.request_state import Reports, RequestState, StopWatch
-from eval.runtime.round import Decoder
-from eval.runtime.rules import check_adaptive, check_rule
+from eval.runtime.round import Decoder, open_step, read_prompts
 from eval.runtime.sampling import Sampling as Sampling
-from eval.runtime.state import Commit
-from eval.runtime.target_step import open_step
-from heads.backends.round_state import RoundState
+from eval.runtime.sampling import check_adaptive, check_rule
 from heads.backends.selection import select_backend
 from heads.backends.slot_mapping import CacheSpec, round_up
+from heads.backends.torch.commit import RoundState
+from heads.backends.torch.decoder import NativeDecoder
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
+RESERVE = 0.05
+"""Share of free memory kept for the allocator."""
+LOGITS = 4
+"""Maximum number of float32 copies of a round's logits alive at once."""
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], bool | None]
 """Callback with a request's index and its newly decided tokens, which are final. If it returns True, the request ends
@@ -74,7 +74,7 @@ class EngineOptions:
     shape: TreeShape = ROOT_ONLY
     """Draft tokens of a round; the root alone without a head."""
     rule: str = "match"
-    """One of `eval.runtime.rules.RULES`, by which drafts are accepted."""
+    """One of `eval.runtime.sampling.RULES`, by which drafts are accepted."""
     batch_size: int = 1
     max_length: int
     """Slots of one sequence: prompt, output and the tree under test together."""
@@ -140,33 +140,35 @@ class Engine:
         self.poll_interval = options.poll_interval or (1 if on_host or not adaptive else 4)
         self.profile = False
         self.timings = Timings()
-        if target.device.type == "cuda":  # where kernels are launched, whatever their tensors' device
+        if not on_host:  # where kernels are launched, whatever their tensors' device
             torch.cuda.set_device(target.device)
         with torch.inference_mode():
             self.decoder = self._build()
             self.candidates = Candidates(self.decoder) if adaptive else None
-        self.capture = open_capture(target.device) if options.graphs else None
+        self.capture: Capture | None = CudaCapture(target.device) if options.graphs and not on_host else None
         self.rounds: dict[str, Rounds] = {}
         """Rounds by the name of the draft."""
         self.ahead = 0 if on_host or adaptive else 1
         """Number of polls postponed while rounds run."""
-        self.reports = Reports(self.decoder.state.report, self.ahead + 2)
+        self.reports = Reports(self.decoder.state.report, self.ahead + 2, on_host=on_host)
         self.launched: deque[tuple[int, list[RequestState | None]]] = deque()
         """Rounds launched and not yet polled: their number, and the requests in their rows."""
         self.looked = 0.0
 
     def _build(self) -> Decoder:
         target, head, options, device = self.target, self.head, self.options, self.target.device
+        backend = self.backend
         aux_layer_ids = head.aux_layer_ids if head is not None else ()
         per_row = row_bytes(
             target,
-            self.backend.native(target),
+            backend.native(target),
             capacity=options.max_length,
             nodes=self.nodes,
             drafts=head is not None,
-            pending=room_of(device) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
+            pending=pending_room(backend.on_host) * (len(aux_layer_ids) + 1) if options.adaptive else 0,
         )
-        check_memory(per_row, options.batch_size, device, target.name)
+        if backend.on_host:
+            check_memory(per_row, options.batch_size, free_bytes(), target.name)
         spec = CacheSpec(
             batch_size=options.batch_size,
             capacity=round_up(options.max_length),
@@ -174,7 +176,7 @@ class Engine:
             widths=(self.nodes,),
             strict=options.strict,
         )
-        step = open_step(target, self.backend, spec)
+        step = open_step(target, backend, spec)
         head_state = None
         if head is not None:
             head_state = head.new_state(
@@ -182,9 +184,9 @@ class Engine:
                 batch_size=options.batch_size,
                 capacity=step.capacity,
                 shape=options.shape,
-                backend=self.backend,
+                backend=backend,
             )
-        sampling = RowSampling(options.batch_size, device)
+        sampling = backend.sampling(options.batch_size, device)
         state = RoundState.new(
             batch_size=options.batch_size,
             capacity=options.max_length,
@@ -194,14 +196,15 @@ class Engine:
         )
         eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
         return Decoder(
+            backend=backend,
             step=step,
             shape=options.shape,
             head=head,
             head_state=head_state,
             sampling=sampling,
-            rule=make_rule(options.rule, options.shape, sampling, device),
+            rule=make_rule(options.rule, options.shape, sampling, backend),
             state=state,
-            update=Commit(state, eos, options.shape.depth),
+            update=backend.commit(state, eos, options.shape.depth),
             zeros=torch.zeros(options.batch_size, 1, dtype=torch.int64, device=device),
             pinned=self.nodes if head is None else 1,
         )
@@ -247,16 +250,14 @@ class Engine:
 
     def _goes_on(self, request_states: list[RequestState | None], waiting: deque[tuple[int, Request]]) -> bool:
         """Return True if rounds can be launched before the host polls again."""
-        free = any(request_state is None for request_state in request_states)
-        return any(request_state is not None and request_state.left > 0 for request_state in request_states) and not (
-            free and waiting
-        )
+        has_newcomers = waiting and None in request_states
+        return not has_newcomers and any(state is not None and state.left > 0 for state in request_states)
 
     def _decode(self, request_states: list[RequestState | None]) -> None:
         """Launch rounds until the host polls again, without those before which every row must have ended, as each gives
         a token."""
-        sitting = [request_state for request_state in request_states if request_state is not None]
-        rounds = min(self.poll_interval, max((request_state.left for request_state in sitting), default=0), PENDING)
+        running = [state for state in request_states if state is not None]
+        rounds = min(self.poll_interval, max((state.left for state in running), default=0), PENDING)
         if rounds <= 0:
             return
         if self.candidates is not None and self.capture is not None and not self.profile:
@@ -267,11 +268,9 @@ class Engine:
         if not self.launched:
             self.looked = self._moment()
         for _ in range(rounds):
-            extent = min(
-                round_up(max(request_state.most_tokens for request_state in sitting) + N), decoder.step.capacity
-            )
-            for request_state in sitting:
-                request_state.launch(M)
+            extent = min(round_up(max(state.most_tokens for state in running) + N), decoder.step.capacity)
+            for state in running:
+                state.launch(M)
             if self.profile:
                 self._profiled_round(decoder, extent)
             else:
@@ -302,7 +301,7 @@ class Engine:
 
     def clock(self) -> float:
         """Return the time in seconds once the device has finished."""
-        if self.target.device.type == "cuda":
+        if not self.backend.on_host:
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
@@ -361,3 +360,44 @@ class Engine:
             return request_state.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
         accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
         return request_state.output(accepted, reached, self.target.eos_token_ids)
+
+
+def row_bytes(
+    target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
+) -> int:
+    """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
+    target's. `pending`: hidden states kept for a paused head."""
+    config: Any = target.config
+    size, slots = target.dtype.itemsize, round_up(capacity)
+    if decoder is not None:
+        width = decoder.layers[0].attention.slot_width
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    cache = slots * (target.num_layers + 2 * drafts) * width * size
+    node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
+    mask = slots * (size + 1)  # as truth values and as numbers
+    return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
+
+
+def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
+    """Raise UserError if a batch needs more bytes than are free, with a batch that would fit.
+
+    A GPU refuses what it does not have. A CPU's operating system grants it, and kills the process that comes to use it.
+    """
+    need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
+    if free is None or need <= room:
+        return
+    most = room // per_row
+    fits = f"a batch of {most} would fit" if most else "shorten the sequences, or make the trees smaller"
+    raise UserError(
+        f"{name}: a batch of {batch_size} needs {need / 2**30:.1f} GiB beside the weights, and {room / 2**30:.1f} GiB "
+        f"are free; {fits}"
+    )
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of the machine, or None if it is unknown."""
+    info = Path("/proc/meminfo")
+    lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from eval.runtime.memory import is_out_of_memory
 from eval.runtime.round import Decoder
 from heads.errors import first_line
 
@@ -127,6 +126,11 @@ class CudaCapture:
         return graph
 
 
-def open_capture(device: torch.device) -> Capture | None:
-    """Return the capture for a device, or None if rounds are not captured on it."""
-    return CudaCapture(device) if device.type == "cuda" else None
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or the error that caused it, says that memory ran out. A failed allocation during a
+    graph's capture ends in an error of the capture. A CPU's allocator says so in its text alone."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

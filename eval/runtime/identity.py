@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import gumbel
 from eval.runtime.engine import Engine
-from eval.runtime.prefill import read_prompts
 from eval.runtime.request import Request
-from heads.target.frozen import FrozenTarget
+from eval.runtime.round import read_prompts
 from heads.tree import ROOT_ONLY
 
 NEAR = 2.0
@@ -42,12 +40,6 @@ class Flip:
     @property
     def is_near_tie(self) -> bool:
         return self.gap <= NEAR * self.ulp
-
-
-def is_narrow(target: FrozenTarget) -> bool:
-    """Return True if texts must be compared with pinned plain decoding: narrow numbers on a GPU. On a CPU a row of the
-    runtime's products does not depend on its neighbours."""
-    return target.device.type == "cuda" and target.dtype.itemsize < 4
 
 
 def pinned_engine(engine: Engine) -> Engine:
@@ -94,6 +86,6 @@ def scores_of(engine: Engine, logits: Tensor, positions: Tensor) -> tuple[Tensor
         return own, own
     ids = torch.arange(logits.shape[-1], device=logits.device)
     logp = sampling.log_distribution(logits[:, :1])[0, 0]
-    noise = gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
+    noise = sampling.gumbel(sampling.seed, positions[:, :1], ids)[0, 0]
     temperature = sampling.temperature[0]
     return torch.where(temperature > 0, (logp + noise) * temperature, own), own

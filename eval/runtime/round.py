@@ -7,34 +7,166 @@ State of row b: its first length[b] tokens are in the target's cache, the root i
 the cache). Node j goes to slot length + j at position length + depth_j; the token chosen after it has position length
 + depth_j + 1.
 
-Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, E slots shown to attention.
+A prompt is read one row at a time, so that what a request computes cannot depend on its neighbours; the head, which
+takes a whole batch, reads the chunks of all new rows together.
+
+Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, or the longest chunk of a step, C tokens of a
+prompt's chunk, E slots shown to attention, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling
-from eval.runtime.judges import Rule
-from eval.runtime.state import Commit
-from eval.runtime.target_step import TargetStep
-from heads.backends.round_state import RoundState
-from heads.backends.slot_mapping import ancestors
-from heads.backends.triton.accept import take_path
+from eval.runtime.acceptance import Rule
+from eval.runtime.request import Request
+from heads.backends.base import Backend, CachedDecoder
+from heads.backends.huggingface import HFDecoder
+from heads.backends.slot_mapping import CacheSpec, Observed, Verified, ancestors, round_up
+from heads.backends.torch.commit import Commit, RoundState
+from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation
-from heads.target.frozen import Features
+from heads.errors import UserError, warn_once
+from heads.target.frozen import Features, FrozenTarget
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
+CHUNK = 256
+"""Maximum number of prompt tokens in one prefill step."""
+ALIBI_FAMILIES = {"bloom", "mpt"}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2}  # and 0.15 for all narrower types
+"""Relative error of hidden states above which a decoder is taken to ignore its mask: far above rounding."""
 Mark = Callable[[str], None]
 """Called after each phase of a round with its name: draft, verify, accept, commit."""
+
+
+class TargetStep:
+    """The frozen target with the caches of one batch."""
+
+    def __init__(self, target: FrozenTarget, decoder: CachedDecoder, *, pads: bool = False) -> None:
+        """`pads`: whether prompts are padded to few shapes, which kernels and graphs want; a CPU would only compute in
+        vain."""
+        self.target, self.decoder, self.pads = target, decoder, pads
+        self.batch_size, self.capacity = decoder.spec.batch_size, decoder.spec.capacity
+        # One more than there are, so that what a padded chunk has beyond them goes to the last, which no prompt fills.
+        self.slot = torch.arange(self.capacity + 1, device=target.device)
+
+    def chunk_size(self, remaining: int) -> int:
+        """Return the number of slots of the next prefill step; with padding a power of two, less than half of it
+        unused. An encoder reads a prompt at once."""
+        size = max(16, 1 << (remaining - 1).bit_length()) if self.pads else remaining
+        return size if self.target.start_token is not None else min(CHUNK, size)
+
+    def prefill(self, row: int, tokens: Tensor, start: int) -> Features:
+        """Take one chunk of a prompt, tokens (1, C) at positions start .., into a row's cache.
+
+        One row at a time: what a request computes then cannot depend on its neighbours. Tokens past the prompt's end
+        are padding whose keys later tokens overwrite before anything may see them.
+        """
+        C = tokens.shape[1]
+        places = Observed(self.slot[start : start + 1], None, self.slot, C)
+        extent = min(round_up(start + C), self.capacity)
+        return self.decoder.forward(tokens, places, extent=extent, row=row, prompt=True)
+
+    def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
+        """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
+
+        above (B, N, N): `heads.backends.slot_mapping.ancestors`, None for a chain and where the decoder reads no masks;
+        length (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels
+        that the trees have.
+        """
+        places = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
+        return self.decoder.forward(proposal.tokens, places, extent=extent)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
+        return self.decoder.logits(hidden)
+
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: RowSampling) -> Tensor:
+        """hidden (B, N, D); positions (B, N) of the tokens to be chosen -> (B, N) token ids.
+
+        Rows with filters need the whole distribution; what the others choose must not depend on there being such rows.
+        """
+        fused = None
+        if not sampling.filtered or len(hidden) > 1:
+            fused = self.decoder.choose(hidden, positions, sampling.temperature, sampling.seed, random=sampling.random)
+        if fused is not None and not sampling.filtered:
+            return fused
+        chosen = sampling.choose(self.logits(hidden), positions)
+        return chosen if fused is None else torch.where(sampling.filters()[:, None], chosen, fused)
+
+    def compact(self, start: Tensor, acceptance: Acceptance) -> None:
+        """Move the accepted nodes to the slots they will keep: the first behind `start` (B,), in order."""
+        self.decoder.compact(start, acceptance.path, acceptance.accepted)
+
+
+def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> TargetStep:
+    """The target's step by a backend, or, where that was not asked for by name and is found to be wrong, by the Hugging
+    Face model."""
+    check_family(target)
+    step = TargetStep(target, backend.decoder(target, spec), pads=not backend.on_host)
+    try:
+        check_masks(step)
+    except UserError as error:
+        if step.decoder.native is None or backend.is_required:
+            raise
+        warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
+        step = TargetStep(target, HFDecoder(target, spec), pads=not backend.on_host)
+        check_masks(step)
+    return step
+
+
+def check_family(target: FrozenTarget) -> None:
+    """Refuse targets whose attention takes no mask from the caller. Recurrent families are no `FrozenTarget` to begin
+    with."""
+    config = target.config
+    if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
+        raise UserError(
+            f"{target.name}: the runtime cannot verify drafts on {config.model_type}: its alibi position biases "
+            "are built from a 2-D mask; use a target with rotary or learned positions"
+        )
+    attention = config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise UserError(f"{target.name}: attention {attention!r} takes no 4-D mask; load the target with sdpa or eager")
+
+
+def check_masks(step: TargetStep) -> None:
+    """Verify a small tree and compare it with the model's own forward pass over each path.
+
+    No list of families is ever complete, and a decoder that ignores the positions or the mask it is given raises
+    nothing: its output would merely be wrong. Leaves padding in the first slots of every row.
+    """
+    target, P = step.target, 4
+    device = target.device
+    ids = target.sample(P + 5, starts=(P - 1,))[0]
+    prompt, nodes = ids[:P], ids[P:]
+    parents = torch.tensor([[0, 0, 0, 1, 2]], device=device)  # a root, two children, a child of each
+    depths = torch.tensor([[0, 1, 1, 2, 2]], device=device)
+    B = step.batch_size
+    for row in range(B):
+        step.prefill(row, prompt[None], 0)
+    proposal = Proposal(nodes.expand(B, -1), parents.expand(B, -1), depths.expand(B, -1), torch.zeros(B, 5))
+    length = torch.full((B,), P, device=device)
+    extent = min(round_up(P + 5), step.capacity)
+    features = step.verify(proposal, ancestors(proposal.parents, 2), length, extent, 2)
+    paths = torch.stack([torch.cat([prompt, nodes[path]]) for path in torch.tensor([[0, 1, 3], [0, 2, 4]])])
+    true = target.alone(paths)[:, -3:]  # (2, 3, D)
+    found = features.hidden[:, [[0, 1, 3], [0, 2, 4]]].double()  # (B, 2, 3, D)
+    error = ((found - true.double()).norm(dim=-1) / true.double().norm(dim=-1)).max().item()
+    if not error < TOLERANCE.get(target.dtype, 0.15):
+        raise UserError(
+            f"{target.name}: {target.config.model_type} does not take tree masks and positions as they are given "
+            f"(hidden states off by {error:.1%}); it cannot be a target here"
+        )
 
 
 @dataclass(frozen=True)
 class Decoder:
     """Parts of a round."""
 
+    backend: Backend
     step: TargetStep
     shape: TreeShape
     head: Drafter | None
@@ -98,7 +230,7 @@ class Decoder:
             return
         aux_hidden_states, hidden = features.aux_hidden_states, features.hidden
         if not chain:  # a chain's path is its nodes in order
-            aux_hidden_states, hidden = take_path(aux_hidden_states, hidden, acceptance.path)
+            aux_hidden_states, hidden = self.backend.take_path(aux_hidden_states, hidden, acceptance.path)
         observation = Observation(
             tokens=result.tokens,
             aux_hidden_states=aux_hidden_states,
@@ -108,3 +240,72 @@ class Decoder:
             nodes=acceptance.path,
         )
         self.head.extend(self.head_state, observation)
+
+
+def read_prompts(decoder: Decoder, newcomers: dict[int, Request]) -> None:
+    """Start each request in its row: prompt in the caches, first token chosen, ready for rounds."""
+    if decoder.head is not None:
+        fresh = [row in newcomers for row in range(len(decoder.state.done))]
+        decoder.head.reset_rows(decoder.head_state, torch.tensor(fresh, device=decoder.state.done.device))
+    start = 0
+    while rows := [row for row, request in newcomers.items() if len(request.prompt) > start]:
+        features, spans = {}, {}
+        for row in rows:
+            features[row], spans[row] = read_chunk(decoder, row, newcomers[row], start)
+        if decoder.head is not None:
+            extend(decoder, features, spans, start)
+        start += max(len(span) - 1 for span in spans.values())
+
+
+def read_chunk(decoder: Decoder, row: int, request: Request, start: int) -> tuple[Features, Tensor]:
+    """Read one row's next chunk. Return its features (1, C, ..), and the tokens from `start` on, one more than the
+    chunk has."""
+    device, prompt = decoder.state.root.device, torch.tensor(request.prompt, dtype=torch.int64)
+    C = decoder.step.chunk_size(len(prompt) - start)
+    chunk = prompt[start : start + C]
+    tokens = torch.zeros(1, C, dtype=torch.int64)
+    tokens[0, : len(chunk)] = chunk
+    features = decoder.step.prefill(row, tokens.to(device), start)
+    if start + C < len(prompt):
+        return features, prompt[start : start + C + 1].to(device)
+    root = open_row(decoder, row, request, features.hidden[:, len(chunk) - 1 : len(chunk)])
+    return features, torch.cat([chunk.to(device), root])
+
+
+def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Tensor:
+    """Choose the first token (1,) from the hidden state (1, 1, D) of the prompt's last, and set the row's state."""
+    state, P = decoder.state, len(request.prompt)
+    decoder.sampling.set_row(row, request.sampling)
+    position = torch.full((1, 1), P, device=hidden.device)
+    root = decoder.sampling.row(row).choose(decoder.step.logits(hidden), position)[0]
+    state.length[row] = P
+    state.root[row : row + 1] = root
+    state.limit[row] = request.max_new_tokens
+    state.heeds_eos[row] = not request.ignore_eos
+    state.output[row, :1] = root
+    state.output_length[row] = 1
+    state.rounds[row] = 0
+    state.accepted[row] = state.reached[row] = 0  # rounds that draft nothing leave them as they are
+    state.done[row] = request.max_new_tokens == 1
+    if not request.ignore_eos:
+        state.done[row : row + 1].logical_or_((root == decoder.update.eos).any())
+    return root
+
+
+def extend(decoder: Decoder, features: dict[int, Features], spans: dict[int, Tensor], start: int) -> None:
+    """Let the head read one chunk of every new row's prompt; the other rows are unchanged."""
+    assert decoder.head is not None
+    B, M = len(decoder.state.done), max(f.hidden.shape[1] for f in features.values())
+    some = next(iter(features.values()))
+    tokens = decoder.state.root.new_zeros(B, M + 1)
+    aux_hidden_states = some.aux_hidden_states.new_zeros(B, M, some.aux_hidden_states.shape[-1])
+    hidden = some.hidden.new_zeros(B, M, some.hidden.shape[-1])
+    count = decoder.state.root.new_zeros(B)
+    for row, span in spans.items():
+        C = features[row].hidden.shape[1]
+        tokens[row, : len(span)] = span
+        aux_hidden_states[row, :C], hidden[row, :C] = features[row].aux_hidden_states[0], features[row].hidden[0]
+        count[row] = len(span) - 1
+    decoder.head.extend(
+        decoder.head_state, Observation(tokens, aux_hidden_states, hidden, torch.full_like(count, start), count, None)
+    )

@@ -1,4 +1,13 @@
-"""Sampling settings of a request; `eval.runtime.distribution` chooses the tokens by them.
+"""Sampling settings of a request, by which `heads.backends.torch.sampling` chooses its tokens; and the acceptance rules
+by name, with the trees that each can judge, which `eval.runtime.acceptance` implements.
+
+| rule | drafts | what comes out | trees |
+|---|---|---|---|
+| match | the likeliest, by the target's own noise | plain decoding's tokens, one for one | all |
+| ratio | drawn from the draft's distribution | another draw of the target's distribution | chain, static |
+| block | drawn from the draft's distribution | another draw of the target's distribution | chain |
+
+The rule that emits most depends on the shape: scripts/bench_rules.py measures it (figures: eval/results/rules.json).
 
 The command line reads these settings, so this file imports no torch.
 """
@@ -6,8 +15,10 @@ The command line reads these settings, so this file imports no torch.
 from dataclasses import dataclass
 
 from heads.errors import UserError
+from heads.tree import TreeShape, is_chain
 
 COLDEST, HOTTEST = 1e-6, 1e6
+RULES = ("match", "ratio", "block")
 
 
 @dataclass(frozen=True)
@@ -36,3 +47,36 @@ class Sampling:
             raise UserError(f"min_p: expected a share from 0 to 1, got {self.min_p}")
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed: expected an integer of at most 64 bits, got {self.seed}")
+
+
+def check_rule(rule: str, shape: TreeShape) -> None:
+    """Raise UserError if `rule` cannot judge trees of this shape."""
+    if rule not in RULES:
+        raise UserError(f"rule {rule!r}: expected one of {', '.join(RULES)}")
+    if rule == "match" or is_chain(shape):
+        return
+    if rule == "block":
+        raise UserError(
+            f"rule block judges chains, not the tree {shape}; use rule ratio or match, or chain:{shape.depth}"
+        )
+    if shape.paths is None:
+        raise UserError(
+            f"rule {rule}: the tree {shape} keeps the nodes that the draft is surest of, and the distribution of what "
+            "survives that is not the distribution they were drawn from; use rule match, or a chain or static tree"
+        )
+    for path in shape.paths:
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in shape.paths:
+            raise UserError(
+                f"rule {rule}: the static tree {shape} has node {path} without its elder sibling, rank {path[-1] - 1}; "
+                "a draw that is left out changes the distribution of the next; use rule match, or number siblings "
+                "from 0"
+            )
+
+
+def check_adaptive(rule: str) -> None:
+    """Raise UserError if drafts must not change from round to round."""
+    if rule != "match":
+        raise UserError(
+            f"rule {rule} with adaptive drafts: which token is drawn would depend on the clock, and no text could be "
+            "repeated; use rule match, or fixed drafts"
+        )

@@ -11,42 +11,37 @@ vocabulary, Vd draft vocabulary, J modules.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places
 from heads.base import Observation, SharedLayers
-from heads.target.frozen import Features
-from heads.tree import Pick, Proposal, TreeShape
+from heads.target.frozen import Features, LanguageModel
+from heads.tree import Acceptance, Pick, Proposal, TreeShape
 
 if TYPE_CHECKING:
+    from heads.backends.torch.commit import Commit
     from heads.backends.torch.linear import Product
+    from heads.backends.torch.sampling import RowSampling
     from heads.backends.torch.select import Select
 
 
-class LanguageModel(Protocol):
-    """Source of a decoder: a `FrozenTarget`, or the parts of a draft model."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecurrentSpec:
+    """A `heads.recurrent.Recurrent` and the batch that it drafts for."""
 
-    @property
-    def base(self) -> nn.Module: ...
-    @property
-    def head(self) -> Any: ...
-    @property
-    def lm_head(self) -> Callable[[Tensor], Tensor]: ...
-    @property
-    def config(self) -> Any: ...
-    @property
-    def layers(self) -> nn.ModuleList: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def features(self) -> Callable[..., Features]: ...
+    head: Any
+    parts: HeadParts | None
+    """Its modules, where kernels may know them."""
+    embed: Callable[[Tensor], Tensor]
+    lm_head_weight: Tensor  # (Vd, D)
+    cos_sin_table: tuple[Tensor, Tensor]  # (1, 1, S, d) each, of all slots
+    batch_size: int
+    shape: TreeShape
+    """The largest trees; shorter chains are drafted, too."""
 
 
 class CachedDecoder(ABC):
@@ -117,13 +112,7 @@ class RecurrentSteps(ABC):
 
     @abstractmethod
     def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        states: Tensor,
-        rows: Tensor | None,
-        places: Observed | Drafted,
-        extent: int,
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         """One step: tokens (B, W) at their places, each beside a state (B, W', D), row `rows` (B, W) of them or its
         own; sees of the first `extent` slots. -> the states to recycle, and what the output head reads, (B, W, D)."""
@@ -165,23 +154,35 @@ class Backend:
     native: Callable[[LanguageModel], Any]
     """Layers of our own, `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
     decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]
-    recurrent: Callable[..., RecurrentSteps]
-    """(head, its parts, embed_tokens, lm_head_weight, cos_sin_table, batch_size, shape) -> its steps."""
+    recurrent: Callable[[RecurrentSpec], RecurrentSteps]
     product: "Callable[[nn.Linear], Product]"
     """A draft's product, from its weights as they are now."""
     select: "Select"
     """Of a tree's nodes."""
     take_newest: Callable[..., None]
     """As `heads.backends.triton.inputs.take_newest`."""
+    sampling: "type[RowSampling]"
+    """Noise, choices and a draft's picks."""
+    match: Callable[[Proposal, Tensor, Tensor | None, int], Acceptance]
+    """As `heads.backends.torch.accept.match`."""
+    take_path: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """As `heads.backends.torch.accept.take_path`."""
+    commit: "type[Commit]"
+    """A round's outcome taken into the state of all rows."""
 
     def open_recurrent(
         self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape
     ) -> RecurrentSteps:
         """The steps of a `heads.recurrent.Recurrent` over a cache of `slots` slots a row, for trees of `shape` and for
         shorter chains."""
-        weight = next(head.parameters())
-        cos_sin_table = head.cos_sin(torch.arange(slots, device=weight.device)[None], weight.dtype)
-        lm_head_weight = head.lm_head_weight(shared).to(weight.dtype)
-        parts = head.parts()
-        known = parts if parts is not None and parts.plain else None
-        return self.recurrent(head, known, shared.embed_tokens, lm_head_weight, cos_sin_table, batch_size, shape)
+        weight, parts = next(head.parameters()), head.parts()
+        spec = RecurrentSpec(
+            head=head,
+            parts=parts if parts is not None and parts.plain else None,
+            embed=shared.embed_tokens,
+            lm_head_weight=head.lm_head_weight(shared).to(weight.dtype),
+            cos_sin_table=head.cos_sin(torch.arange(slots, device=weight.device)[None], weight.dtype),
+            batch_size=batch_size,
+            shape=shape,
+        )
+        return self.recurrent(spec)

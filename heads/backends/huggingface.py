@@ -1,55 +1,15 @@
 """A cached forward pass by the Hugging Face model itself: of every architecture whose attention takes a mask."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, Places
 from heads.target.cache import HFCache
 from heads.target.encoder_decoder import cache_layers
-from heads.target.frozen import Features, decode
-
-
-@dataclass(frozen=True, eq=False)
-class DraftParts:
-    """A draft model in parts, as decoders are made from it."""
-
-    base: nn.Module
-    head: Any
-    lm_head: Callable[[Tensor], Tensor]
-    config: Any
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """Decoder layers, where the architecture has a native decoder."""
-        base: Any = self.base
-        layers: nn.ModuleList = base.layers
-        return layers
-
-    @property
-    def num_layers(self) -> int:
-        number: int = self.config.num_hidden_layers
-        return number
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.head.weight.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.head.weight.dtype
-        return dtype
-
-    def features(self, tokens: Tensor, *, aux_layer_ids: Any = (), **places: Any) -> Features:
-        """As `FrozenTarget.features`, without auxiliary hidden states."""
-        hidden = decode(self.base, self.config, self.dtype, tokens, **places)
-        return Features(hidden[..., :0], hidden)
+from heads.target.frozen import Features, LanguageModel
 
 
 class HFDecoder(CachedDecoder):

@@ -7,21 +7,27 @@ from functools import partial
 from typing import Any
 
 from heads.backends.base import Backend
-from heads.backends.cpu import chain
+from heads.backends.cpu import draws
+from heads.backends.cpu.commit import CpuCommit
 from heads.backends.cpu.compiling import find_compiler
 from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder, draft_product
 from heads.backends.cpu.library import load
 from heads.backends.cpu.recurrent import CpuRecurrent
 from heads.backends.huggingface import HFDecoder
+from heads.backends.torch import accept as torch_accept
 from heads.backends.torch import select as torch_select
 from heads.backends.torch.architectures import native_decoder, why_not_native
 from heads.backends.torch.cached_decoder import TorchDecoder
+from heads.backends.torch.commit import Commit
 from heads.backends.torch.linear import Product
 from heads.backends.torch.recurrent import TorchRecurrent
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.torch.select import Select
-from heads.backends.triton import inputs, select
+from heads.backends.triton import accept, inputs, select
 from heads.backends.triton.cached_decoder import TritonDecoder
+from heads.backends.triton.commit import TritonCommit
 from heads.backends.triton.decoder import DTYPES
+from heads.backends.triton.pick import TritonSampling
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.backends.triton.runtime import runs_kernels, why_not
 from heads.errors import UserError, warn_once
@@ -41,6 +47,10 @@ TORCH = Backend(
     product=partial(Product.of, draft=True),
     select=torch_select.TORCH,
     take_newest=inputs.take_newest_twin,
+    sampling=RowSampling,
+    match=torch_accept.match,
+    take_path=torch_accept.take_path,
+    commit=Commit,
 )
 HUGGINGFACE = replace(TORCH, name="huggingface", native=lambda model: None, decoder=HFDecoder)
 CPU = replace(
@@ -50,7 +60,9 @@ CPU = replace(
     decoder=first(CpuDecoder.of, HFDecoder),
     recurrent=first(CpuRecurrent.of, TorchRecurrent),
     product=draft_product,
-    take_newest=chain.take_newest,
+    take_newest=draws.take_newest,
+    sampling=draws.CpuSampling,
+    commit=CpuCommit,
 )
 TRITON = replace(
     TORCH,
@@ -60,6 +72,10 @@ TRITON = replace(
     recurrent=first(TritonRecurrent.of, TorchRecurrent),
     select=Select(select.widen, select.prune, select.place),
     take_newest=inputs.take_newest,
+    sampling=TritonSampling,
+    match=accept.match,
+    take_path=accept.take_path,
+    commit=TritonCommit,
 )
 BACKENDS = {backend.name: backend for backend in (HUGGINGFACE, TORCH, CPU, TRITON)}
 
@@ -109,3 +125,9 @@ def why_not_triton(target: FrozenTarget) -> str | None:
     else:
         reason = None if runs_kernels(target.head.weight) else f"it lies on {target.device}, and kernels need a GPU"
     return reason or (None if target.dtype in DTYPES else f"kernels take no {str(target.dtype).removeprefix('torch.')}")
+
+
+def is_narrow(target: FrozenTarget) -> bool:
+    """Return True if products of other numbers of rows round differently: narrow numbers on a GPU. On a CPU a row does
+    not depend on its neighbours."""
+    return target.device.type == "cuda" and target.dtype.itemsize < 4

@@ -46,43 +46,14 @@ class Features:
     hidden: Tensor  # (B, N, D), after the final norm
 
 
-class FrozenTarget:
-    """A causal LM that is never trained, with its features, embeddings and output head."""
+class LanguageModel:
+    """A causal language model in parts, from which decoders are made: a target, or a draft model."""
 
-    def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
-        untyped: Any = model
-        untyped.eval()
-        self.model = model.requires_grad_(False)
-        self.name = name
-        self.config = config = model.config.get_text_config()
-        check_layers(model, config, name)
-        self.base = find_base(model, name)
-        self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
-        """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
-        encoder."""
-        self.head: Any = untyped.get_output_embeddings()
-        if self.head is None:
-            raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
-        self.num_layers = count_layers(self.base, config)
-        self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = self.head.weight.shape[0]
-        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
-        self.layers = find_layers(decoder_of(self.base), self.num_layers, name)
-        self.shared = SharedLayers(
-            embed_tokens=model.get_input_embeddings(),
-            lm_head=OutputHead(self.head, config),
-            lm_head_weight=self.head.weight,
-        )
-        self.eos_token_ids = eos_ids(model)
-        self.quantize = quantize
-        self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
-        self.backend: str | None = None
-        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
-        self.adapter: dict[str, Any] | None = None
-        """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
-        it."""
-        if quantize:
-            quantize_layers(self.layers, quantize, name)
+    def __init__(self, base: nn.Module, head: Any, lm_head: Callable[[Tensor], Tensor], config: Any, name: str) -> None:
+        """`base`: the decoder without its output head `head`; `lm_head`: as `SharedLayers.lm_head`."""
+        self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
+        self.num_layers = count_layers(base, config)
+        self.layers = find_layers(decoder_of(base), self.num_layers, name)
 
     @property
     def device(self) -> torch.device:
@@ -93,24 +64,6 @@ class FrozenTarget:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.head.weight.dtype
         return dtype
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """(V, D) the output embeddings, tied or not."""
-        weight: Tensor = self.head.weight
-        return weight
-
-    @property
-    def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """As `SharedLayers.lm_head`."""
-        return self.shared.lm_head
-
-    @property
-    def logit_scale(self) -> float:
-        """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
-        it in their weights."""
-        lm_head = self.shared.lm_head
-        return lm_head.scale if isinstance(lm_head, OutputHead) else 1.0
 
     @torch.no_grad()
     def features(
@@ -146,15 +99,6 @@ class FrozenTarget:
             torch.cat([caught[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else hidden[..., :0], hidden
         )
 
-    def packed_features(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
-    ) -> Features:
-        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
-        visible = packed_visible(documents)
-        return self.features(
-            tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
-        )
-
     def _aux(self, k: int, caught: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
         if k == self.num_layers:
 
@@ -167,6 +111,64 @@ class FrozenTarget:
             caught[k] = args[0] if args else kwargs["hidden_states"]
 
         return self.layers[k].register_forward_pre_hook(before, with_kwargs=True)
+
+
+class FrozenTarget(LanguageModel):
+    """A causal LM that is never trained, with its features, embeddings and output head."""
+
+    def __init__(self, model: PreTrainedModel, name: str, *, quantize: str | None = None) -> None:
+        untyped: Any = model
+        untyped.eval()
+        self.model = model.requires_grad_(False)
+        config = model.config.get_text_config()
+        check_layers(model, config, name)
+        base, head = find_base(model, name), untyped.get_output_embeddings()
+        if head is None:
+            raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
+        super().__init__(base, head, OutputHead(head, config), config, name)
+        self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
+        """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
+        encoder."""
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.head.weight.shape[0]
+        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2048
+        self.shared = SharedLayers(
+            embed_tokens=model.get_input_embeddings(),
+            lm_head=self.lm_head,
+            lm_head_weight=self.head.weight,
+        )
+        self.eos_token_ids = eos_ids(model)
+        self.quantize = quantize
+        self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
+        self.backend: str | None = None
+        """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
+        self.adapter: dict[str, Any] | None = None
+        """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
+        it."""
+        if quantize:
+            quantize_layers(self.layers, quantize, name)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D) the output embeddings, tied or not."""
+        weight: Tensor = self.head.weight
+        return weight
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
+        it in their weights."""
+        lm_head = self.lm_head
+        return lm_head.scale if isinstance(lm_head, OutputHead) else 1.0
+
+    def packed_features(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
+    ) -> Features:
+        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
+        visible = packed_visible(documents)
+        return self.features(
+            tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
+        )
 
     def sample(self, length: int, starts: Sequence[int]) -> Tensor:
         """Return (1, length) sample token ids. With an encoder, `starts`, and no other positions, begin answers."""

@@ -23,9 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from eval.runtime.state import Commit
 from heads.backends.selection import TRITON
+from heads.backends.torch.commit import RoundState
 from heads.backends.triton import runtime as backend
+from heads.backends.triton.commit import TritonCommit
 
 SHARED_MEMORY = 227 * 1024
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
@@ -89,7 +90,7 @@ def step(empty: Empty, N: int) -> None:
         for sampled, named in ((None, None), (noise, torch.zeros(32000, dtype=torch.int64))):
             pick.best_columns(empty(1, N, 32000), count, named, sampled)
     length = torch.zeros(1, dtype=torch.int64)
-    accept.accept(Proposal(ids, ids, ids, ids), ids, 6)
+    accept.match(Proposal(ids, ids, ids, ids), ids, None, 6)
     path = torch.zeros(1, 7, dtype=torch.int64)
     compaction.compact(empty(32, 1, 2048, 2048), length, path, length)
     accept.take_path(empty(1, N, 3 * 4096), empty(1, N, 4096), path)
@@ -104,12 +105,10 @@ def step(empty: Empty, N: int) -> None:
 
 def commit() -> None:
     """States of rounds of several depths, by lists of ends of texts of several lengths."""
-    from heads.backends.round_state import RoundState
-
     for depth, eos, nodes in ((0, [2], 0), (6, [], 32), (6, [2, 5, 9], 64)):
         state = RoundState.new(batch_size=2, capacity=500, depth=depth, device=torch.device("cpu"), rounds=4)
         depths, emitted = torch.zeros(2, 2, nodes, dtype=torch.int64), state.output[:, : depth + 1]
-        commit = Commit(state, torch.tensor(eos, dtype=torch.int64), depth)
+        commit = TritonCommit(state, torch.tensor(eos, dtype=torch.int64), depth)
         commit(state.length, emitted, depths[0] if nodes else None)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from eval.benchmark.roofline import Part
 from heads.backends.selection import TORCH, TRITON
 from heads.backends.slot_mapping import Drafted
-from heads.backends.triton.pick import best_columns, best_columns_twin, serves
 from heads.base import Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
@@ -18,12 +17,6 @@ from heads.recurrent import Recurrent, RecurrentState
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 from scripts.grown.shapes import ModelShape
-
-
-def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A `heads.base.Pick`."""
-    best = best_columns if serves(logits, count) else best_columns_twin
-    return best(logits, count, token_ids)
 
 
 @torch.no_grad()
@@ -79,11 +72,12 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
     ids = state.slot[: 2 * width].view(1, width, 2)
     tokens, rows = ids[..., 1].contiguous(), None if width == 1 else ids[..., 0] // 2
     states = state.recycled[0][:, None].repeat(1, width, 1)
+    pick = state.backend.sampling(1, state.root.device).pick
 
     def work() -> tuple[Tensor, Tensor]:
         places = Drafted(state.length, ids, state.slot, width == 1)
         _, read = state.steps.step(0, tokens, states, rows, places, len(state.slot))
-        return likeliest(state.steps.logits(read), tokens, width, head.kept)
+        return pick(state.steps.logits(read), tokens, width, head.kept)
 
     return work
 

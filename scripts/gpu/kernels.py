@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from eval.benchmark.roofline import Part
-from eval.runtime.state import Commit
-from heads.backends.round_state import RoundState
+from heads.backends.torch.commit import RoundState
 from heads.backends.triton import accept, attention, choose, compaction, layers
+from heads.backends.triton.commit import TritonCommit
 from heads.backends.triton.products import COLD, MAKERS
 from heads.tree import Proposal
 from scripts.gpu.trees import works
@@ -75,7 +75,7 @@ def kernel_parts(
     fused = empty(rows, 2 * shape.intermediate_size)
     add("silu_mul", 3 * fused.numel(), partial(layers.silu_mul, fused))
     proposal = Proposal(depths, (depths - 1).clamp_min(0), depths, depths)
-    add("accept", 4 * 8 * rows, partial(accept.accept, proposal, depths, rows - 1))
+    add("accept", 4 * 8 * rows, partial(accept.match, proposal, depths, None, rows - 1))
     if rows > 2 * ACCEPTED:
         end_of_round(add, shape, rows, capacity, device)
     if rows > 8:
@@ -98,7 +98,7 @@ def end_of_round(add: Callable[..., None], shape: ModelShape, rows: int, capacit
     add(f"compact {K}", moved, partial(compaction.compact, cache, length, path, accepted))
     add(f"take_path {K}", 4 * (K + 1) * 4 * D, partial(accept.take_path, aux_hidden_states, hidden, path))
     state = RoundState.new(batch_size=1, capacity=capacity, depth=K, device=device)
-    commit = Commit(state, torch.tensor([2], device=device), K)
+    commit = TritonCommit(state, torch.tensor([2], device=device), K)
     add("commit", state.report.numel() * 8, partial(commit, accepted, path, path))
 
 

@@ -19,8 +19,8 @@ from eval.benchmark.opening import Opened
 from eval.benchmark.prompts import render
 from eval.command import exit_status
 from eval.commands.conversation import Conversation, Screen, interruptible
-from eval.runtime.detokenizer import Detokenizer
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.identity import find_flips, pinned_engine
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from heads.backends.triton import attention, experts, gemm, per_head
 from heads.backends.triton.products import MAKERS, rows_are_independent
 from heads.tree import parse_shape

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match
-from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
-from eval.runtime.state import Commit
-from heads.backends.round_state import RoundState
 from heads.backends.selection import TORCH, TRITON
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match, take_path
+from heads.backends.torch.commit import Commit, RoundState
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.triton import accept, attention, choose, compaction, experts, gemm, layers, per_head
+from heads.backends.triton.commit import TritonCommit
+from heads.backends.triton.pick import TritonSampling
 from heads.tree import Proposal, parse_shape
 from scripts.gpu.trees import grow_from
 
@@ -54,7 +55,7 @@ def test_attention_and_acceptance(N: int, H: int, Hkv: int, d: int, device: torc
         close(attention.tree_attention(q, keys, values, words, length, depths, paths=own), expected)
     proposal = Proposal(integers(draw, device, 0, 2, 2, N), parents, depths, depths)
     choice = integers(draw, device, 0, 2, 2, N)
-    ours, theirs = accept.accept(proposal, choice, N), match(proposal, choice, ancestors(parents, N), N)
+    ours, theirs = accept.match(proposal, choice, None, N), match(proposal, choice, ancestors(parents, N), N)
     assert torch.equal(ours.accepted, theirs.accepted)
     for b, n in enumerate(ours.accepted.tolist()):
         assert torch.equal(ours.path[b, : n + 1], theirs.path[b, : n + 1])
@@ -100,7 +101,7 @@ def test_states(device: torch.device) -> None:
         ours.heeds_eos.copy_(random(0, 2, B) == 0)
         theirs = RoundState(**{field.name: getattr(ours, field.name).clone() for field in fields(ours)})
         shared = torch.tensor(eos, dtype=torch.int64, device=device)
-        by_kernel, in_tensors = Commit(ours, shared, depth), Commit(theirs, shared, depth).in_tensors
+        by_kernel, in_tensors = TritonCommit(ours, shared, depth), Commit(theirs, shared, depth)
         for _ in range(5):
             outcome = random(0, depth + 1, B), random(0, 9, B, depth + 1), random(0, depth + 1, B, 9)
             for one, two in ((by_kernel(*outcome), in_tensors(*outcome)), (ours, theirs)):
@@ -118,7 +119,7 @@ def test_paths(device: torch.device) -> None:
         aux_hidden_states, hidden = (torch.randn(B, N, width, generator=draw).to(device) for width in (3 * X, X))
         for own, twin in zip(
             accept.take_path(aux_hidden_states, hidden, path),
-            accept.take_path_twin(aux_hidden_states, hidden, path),
+            take_path(aux_hidden_states, hidden, path),
             strict=True,
         ):
             assert torch.equal(own, twin)
@@ -154,9 +155,10 @@ def test_trees_grow_as_on_a_cpu(device: torch.device) -> None:
 def test_picks_are_those_of_tensor_operations(device: torch.device) -> None:
     """Greedy rows beside sampled ones, over a vocabulary and a part of one, from levels of several widths."""
     draw = torch.Generator().manual_seed(0)
-    rows = RowSampling(3, device)
+    rows, twin = TritonSampling(3, device), RowSampling(3, device)
     for row, sampling in enumerate((Sampling(), Sampling(0.7, seed=-5), Sampling(1.2, seed=2**60))):
         rows.set_row(row, sampling)
+        twin.set_row(row, sampling)
     for W, V, count in ((1, 32000, 1), (8, 5000, 8), (10, 32000, 10), (20, 700, 3)):
         logits = 3 * torch.randn(3, W, V, generator=draw).to(device)
         logits[:, :, V // 2 + 9 : V // 2 + 1200] = -torch.inf
@@ -164,7 +166,7 @@ def test_picks_are_those_of_tensor_operations(device: torch.device) -> None:
         at = torch.randint(2**40, (3, W), generator=draw).to(device)
         for positions in (at, at[:, :1].expand(-1, W)):
             for names in (None, ids):
-                tokens, logp = rows.pick_by_kernels(logits, positions, count, names)
-                expected, distribution = rows.pick_in_tensors(logits, positions, count, names)
+                tokens, logp = rows.pick(logits, positions, count, names)
+                expected, distribution = twin.pick(logits, positions, count, names)
                 assert torch.equal(tokens, expected), (W, V, count)
                 torch.testing.assert_close(logp, distribution, atol=2e-5, rtol=2e-5)

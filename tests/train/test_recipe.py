@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from eval.runtime.rules import RULES
+from eval.runtime.sampling import RULES
 from heads.errors import UserError
 from tests.runs import Settings, WriteRecipe
 from train.recipe import Eval, dump_recipe, load_recipe, plain_settings

@@ -1,4 +1,4 @@
-/* What a round decided, taken into the state of all rows: `eval.runtime.state` on a CPU.
+/* What a round decided, taken into the state of all rows: `heads.backends.torch.commit` on a CPU.
  *
  * Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
  */

@@ -13,11 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import LanguageModel
-from heads.backends.cpu.chain import Chain
-from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.draws import Chain, CompiledPick
 from heads.backends.cpu.kernels import MOST_ROWS, PackedWeight, pack
-from heads.backends.cpu.library import ModelStruct, PassStruct, ProductStruct, load
+from heads.backends.cpu.library import ModelStruct, PassStruct, ProductStruct, loaded
 from heads.backends.cpu.stack import CpuStack
 from heads.backends.slot_mapping import CacheSpec
 from heads.backends.torch.architectures import native_decoder
@@ -26,6 +24,7 @@ from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Norm, Product
+from heads.target.frozen import LanguageModel
 from heads.tree import Pick, Proposal
 
 _made: "WeakKeyDictionary[NativeDecoder, CompiledDecoder]" = WeakKeyDictionary()
@@ -49,8 +48,8 @@ class CompiledProduct(Product):
 class CompiledNorm(Norm):
     """Rows by C."""
 
-    def __init__(self, norm: Norm, library: ctypes.CDLL) -> None:
-        self.weight, self.eps, self.library = norm.weight, norm.eps, library
+    def __init__(self, norm: Norm) -> None:
+        self.weight, self.eps, self.library = norm.weight, norm.eps, loaded()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dim() != 2 or x.stride(1) != 1:
@@ -68,9 +67,8 @@ def in_c(part: Any, *, draft: bool = False) -> Any:
     if isinstance(part, Product):
         packed = pack(part.weight, part.bias, half=draft)
         return part if packed is None else CompiledProduct(part, packed)
-    library = load()
-    if isinstance(part, Norm) and library is not None and part.weight.dtype == torch.float32:
-        return CompiledNorm(part, library)
+    if isinstance(part, Norm) and part.weight.dtype == torch.float32:
+        return CompiledNorm(part)
     if isinstance(part, GroupedAttention | LatentAttention | GatedMLP | Experts):
         made = copy.copy(part)
         draft = draft and isinstance(part, GroupedAttention | GatedMLP)

@@ -1,4 +1,4 @@
-/* Gumbel noise, and what is chosen by it, on a CPU: `eval.runtime.distribution` in one pass over a row.
+/* Gumbel noise, and what is chosen by it, on a CPU: `heads.backends.torch.sampling` in one pass over a row.
  *
  *     G(seed, position, id) = -log(-log(1 - w)),  w = (k + 1/2) / 2^52,  k the high 52 bits of splitmix64
  *

@@ -1,53 +1,51 @@
-"""Noise and choices on a CPU in C: `eval.runtime.distribution` in one pass over each row.
+"""Noise and choices on a CPU in C: `heads.backends.torch.sampling` in one pass over each row; and chains, which are
+drafted in one call, picks and all.
 
-In float64 operations noise for thousands of ids is a good part of a small target's round. All here return None where C
-does not serve, and then the tensor operations do; the two give the same to the bit, but for one value of the noise in
-some hundred millions.
+In float64 operations noise for thousands of ids is a good part of a small target's round. The two give the same to the
+bit, but for one value of the noise in some hundred millions.
 
-Letters: B rows, W positions a row, V columns of the logits.
+Letters: B rows, W positions a row, V columns of the logits, K depth, N = K + 1 nodes.
 """
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import SamplingStruct, load
+from heads.backends.cpu.library import ChainStruct, SamplingStruct, loaded
+from heads.backends.torch.sampling import RowSampling
+from heads.tree import Proposal
 
 SERIAL_VALUES = 1 << 16
 """Noise for fewer ids is not worth waking a second thread for."""
 
 
-def library_for(like: Tensor) -> ctypes.CDLL | None:
-    """Return the library for tensors of this device, or None."""
-    return load() if like.device.type == "cpu" else None
+class CpuSampling(RowSampling):
+    """`RowSampling` in C, but for rows that filter."""
 
+    def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(batch_size, device)
+        self.library = loaded()
+        self.pick = CompiledPick(self.library, self.temperature, self.seed)
 
-def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor | None:
-    """Compute `eval.runtime.distribution.gumbel`: seeds (B,), positions (B, W), token_ids (V,) -> (B, W, V) float32."""
-    library = library_for(seeds)
-    if library is None:
-        return None
-    (B, W), V = positions.shape, len(token_ids)
-    held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
-    noise = torch.empty(B, W, V)
-    library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
-    return noise
+    def gumbel(self, seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        (B, W), V = positions.shape, len(token_ids)
+        held = seeds.contiguous(), positions.contiguous(), token_ids.contiguous()
+        noise = torch.empty(B, W, V)
+        self.library.gumbel(*(x.data_ptr() for x in (*held, noise)), B, W, V)
+        return noise
 
-
-def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor | None:
-    """The choice of rows that filter nothing: logits (B, W, V) float32, temperature and seeds (B,), positions (B, W) of
-    the tokens to be chosen -> (B, W) ids. A row at temperature 0 gets its argmax."""
-    library = library_for(logits)
-    if library is None or logits.dtype != torch.float32:
-        return None
-    B, W, V = logits.shape
-    threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
-    logits, positions = logits.contiguous(), positions.contiguous()
-    chosen = torch.empty_like(positions)
-    tensors = logits, temperature, seeds, positions, chosen
-    library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
-    return chosen
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        if not self.random or self.filtered or logits.dtype != torch.float32:
+            return super().choose(logits, positions)
+        B, W, V = logits.shape
+        threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
+        logits, positions = logits.contiguous(), positions.contiguous()
+        chosen = torch.empty_like(positions)
+        tensors = logits, self.temperature, self.seed, positions, chosen
+        self.library.choose(*(x.data_ptr() for x in tensors), B, W, V, threads)
+        return chosen
 
 
 class CompiledPick:
@@ -72,3 +70,45 @@ class CompiledPick:
         where = logits.data_ptr(), positions.data_ptr(), ids, picked.data_ptr(), logp.data_ptr()
         self.library.pick(self.reference, *where, B, W, V, count)
         return (picked, logp) if nodes == W else (picked.expand(-1, nodes, -1), logp.expand(-1, nodes, -1))
+
+
+class Chain:
+    """Arguments of `draft_chain` or `model_chain` for one round, the same for every head."""
+
+    def __init__(
+        self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
+    ) -> None:
+        """Behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
+        where they are the same."""
+        B, self.depth = len(root), depth
+        self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
+        room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
+        self.held = pick, root, length, kept, room, ids
+        self.struct = ChainStruct(
+            *(pick.struct, None if kept is None else kept.data_ptr()),
+            *(root.data_ptr(), length.data_ptr(), room.data_ptr(), room[B * vocab_size :].data_ptr()),
+            *(ids[0].data_ptr(), ids[1].data_ptr(), ids[2].data_ptr()),
+            *(self.tokens.data_ptr(), self.scores.data_ptr(), depth, vocab_size),
+        )
+        self.reference = ctypes.byref(self.struct)
+
+    def proposal(self) -> Proposal:
+        """Return the chain as `heads.growth.grow` does, once it is drafted."""
+        return Proposal(self.tokens, *chain_nodes(len(self.tokens), self.depth), self.scores)
+
+
+@cache
+def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
+    """The parents and the depths (B, N) of a chain's nodes."""
+    with torch.inference_mode(False):
+        node = torch.arange(depth + 1).repeat(batch_size, 1)
+        return (node - 1).clamp_min(0), node
+
+
+def take_newest(
+    tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
+) -> None:
+    """As `heads.backends.triton.inputs.take_newest`, of a draft model."""
+    known = [x.contiguous() for x in (tokens, start, count)]
+    where = (x.data_ptr() for x in (*known, previous, root, length))
+    loaded().advance(*where, len(root), tokens.shape[1] - 1)

@@ -90,7 +90,7 @@ typedef struct { /* a draft model */
     float eps;
 } Model;
 
-typedef struct { /* `heads.backends.round_state`: what is decided of a batch, and what a round adds */
+typedef struct { /* `heads.backends.torch.commit`: what is decided of a batch, and what a round adds */
     int64_t *length, *root, *limit, *output, *output_length, *rounds, *accepted, *reached, *report;
     uint8_t *done, *heeds_eos;
     const int64_t *eos;

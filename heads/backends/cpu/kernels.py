@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import ProductStruct, load
+from heads.backends.cpu.library import ProductStruct, loaded
 
 SERIAL_WEIGHTS = 1 << 16
 """A matrix of fewer weights is not worth waking a second thread for."""
@@ -22,8 +22,9 @@ MOST_ROWS = 64
 class PackedWeight:
     """A weight (O, K) and a bias (O,) or None, laid out for the kernels; copies. `half`: in bfloat16."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> None:
-        self.library, block = library, library.block_size()
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> None:
+        self.library = loaded()
+        block = self.library.block_size()
         self.O, self.K = weight.shape
         weight = weight.detach().bfloat16() if half else weight.detach()
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -self.O % block))
@@ -46,8 +47,5 @@ class PackedWeight:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, *, half: bool = False) -> PackedWeight | None:
-    """The weight laid out for the kernels; None where it is of no use or cannot be had."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return None
-    library = load()
-    return None if library is None else PackedWeight(library, weight, bias, half=half)
+    """The weight laid out for the kernels; None where they are not for its dtype."""
+    return PackedWeight(weight, bias, half=half) if weight.dtype == torch.float32 else None

@@ -118,3 +118,10 @@ def load() -> ctypes.CDLL | None:
             function = getattr(library, name)
             function.restype, *function.argtypes = [TYPES[kind] for kind in kinds]
     return library
+
+
+def loaded() -> ctypes.CDLL:
+    """The compiled library, for what is made only where there is one."""
+    library = load()
+    assert library is not None
+    return library

@@ -8,19 +8,17 @@ of them shown, d head dimension.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import RecurrentSteps
-from heads.backends.cpu.chain import Chain
+from heads.backends.base import RecurrentSpec, RecurrentSteps
 from heads.backends.cpu.decoder import draft_product, in_c
-from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.draws import Chain, CompiledPick
 from heads.backends.cpu.kernels import pack
-from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, load
+from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, loaded
 from heads.backends.cpu.stack import CpuStack
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
@@ -29,7 +27,7 @@ from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.base import Observation
 from heads.target.families import additive
-from heads.tree import Pick, Proposal, TreeShape
+from heads.tree import Pick, Proposal
 
 
 @dataclass(frozen=True)
@@ -98,32 +96,16 @@ class CpuRecurrent(RecurrentSteps):
     """The slot number of padding: the kernels do not write it."""
 
     @classmethod
-    def of(
-        cls,
-        head: Any,
-        parts: HeadParts | None,
-        embed: Callable[[Tensor], Tensor],
-        lm_head_weight: Tensor,
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-        shape: TreeShape,
-    ) -> "CpuRecurrent | None":
-        """As `heads.backends.base.Backend.recurrent`."""
-        draft = None if parts is None else compiled_draft(parts, lm_head_weight)
-        return None if draft is None else cls(draft, embed, cos_sin_table, batch_size)
+    def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
+        """None where the kernels do not know the head."""
+        draft = None if spec.parts is None else compiled_draft(spec.parts, spec.lm_head_weight)
+        return None if draft is None else cls(draft, spec)
 
-    def __init__(
-        self,
-        draft: CpuDraft,
-        embed: Callable[[Tensor], Tensor],
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-    ) -> None:
-        library = load()
-        assert library is not None
-        cos, sin = (table[0, 0] for table in cos_sin_table)  # (S, d) each
+    def __init__(self, draft: CpuDraft, spec: RecurrentSpec) -> None:
+        embed, batch_size = spec.embed, spec.batch_size
+        cos, sin = (table[0, 0] for table in spec.cos_sin_table)  # (S, d) each
         half = cos.shape[1] // 2
-        self.library, self.draft, self.embed = library, draft, embed
+        self.library, self.draft, self.embed = loaded(), draft, embed
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
         self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
         self.cos_sin_table = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
@@ -153,13 +135,7 @@ class CpuRecurrent(RecurrentSteps):
         return logits
 
     def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        states: Tensor,
-        rows: Tensor | None,
-        places: Observed | Drafted,
-        extent: int,
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         B, W = tokens.shape
         D = states.shape[2]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.library import LayerStruct, PassStruct, load
+from heads.backends.cpu.library import LayerStruct, PassStruct, loaded
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm
@@ -64,9 +64,9 @@ class CpuKVCache:
 class CpuStack:
     """Layers as the kernels take them, with the tensors they point into."""
 
-    def __init__(self, library: ctypes.CDLL, blocks: Sequence[Block], window: int) -> None:
+    def __init__(self, blocks: Sequence[Block], window: int) -> None:
         """`window` of the layers that have one."""
-        self.library, self.held = library, tuple(blocks)
+        self.library, self.held = loaded(), tuple(blocks)
         self.num_layers = len(blocks)
         self.structs = (LayerStruct * len(blocks))(*(_struct(block, window) for block in blocks))
         attention = blocks[0][1]
@@ -77,15 +77,14 @@ class CpuStack:
     def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
         """Of `heads.backends.cpu.decoder.in_c` parts. None where the kernels cannot: other layers, another dtype,
         another activation, layers of several widths."""
-        library = load()
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
             return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
         plain = all(mlp.activation is torch.nn.functional.silu for *_, mlp in blocks)
         packed = all(hasattr(p, "packed") for _, a, _, m in blocks for p in (a.qkv, a.out, m.gate_up, m.down))
-        if library is None or len(shapes) > 1 or not plain or not packed:
+        if len(shapes) > 1 or not plain or not packed:
             return None
-        return cls(library, blocks, window or 0)
+        return cls(blocks, window or 0)
 
     def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
         """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""

@@ -6,12 +6,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from heads.backends.base import LanguageModel
 from heads.backends.torch.attention import GroupedAttention, LatentAttention
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP, GroupedRouter, Router, SoftmaxRouter
 from heads.backends.torch.linear import Norm, Product
 from heads.target.families import OutputHead
+from heads.target.frozen import LanguageModel
 
 GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 LATENT = {"DeepseekV2Model", "DeepseekV3Model"}

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, Places
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
-from heads.target.frozen import Features
+from heads.target.frozen import Features, LanguageModel
 
 
 class TorchDecoder(CachedDecoder):

@@ -3,34 +3,20 @@
 Letters: B batch, W tokens of each, D hidden, Vd draft vocabulary, S cache slots, E of them shown.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from heads.backends.base import RecurrentSteps
-from heads.backends.recurrent_parts import HeadParts
+from heads.backends.base import RecurrentSpec, RecurrentSteps
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.layers import masked_attention
-from heads.tree import TreeShape
 
 
 class TorchRecurrent(RecurrentSteps):
     """By the very functions that training calls."""
 
-    def __init__(
-        self,
-        head: Any,
-        parts: HeadParts | None,
-        embed: Callable[[Tensor], Tensor],
-        lm_head_weight: Tensor,
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-        shape: TreeShape,
-    ) -> None:
-        """As `heads.backends.base.Backend.recurrent`."""
-        self.head, self.embed, self.lm_head_weight = head, embed, lm_head_weight  # (Vd, D)
+    def __init__(self, spec: RecurrentSpec) -> None:
+        head, cos_sin_table, batch_size = spec.head, spec.cos_sin_table, spec.batch_size
+        self.head, self.embed, self.lm_head_weight = head, spec.embed, spec.lm_head_weight
         slots = cos_sin_table[0].shape[2]
         self.padding_slot = slots - 1  # the slot of padding: no token that is read ever stands there
         self.cos_sin_table = cos_sin_table[0][0, 0], cos_sin_table[1][0, 0]  # (S, d) each
@@ -66,13 +52,7 @@ class TorchRecurrent(RecurrentSteps):
         return self.head.logits(normed, self.lm_head_weight)  # type: ignore[no-any-return]
 
     def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        states: Tensor,
-        rows: Tensor | None,
-        places: Observed | Drafted,
-        extent: int,
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[module], self.values[module]
         positions, slots = places.positions, places.slots(self.padding_slot)

@@ -5,17 +5,21 @@ Letters: B rows, N nodes, K depth, M = K + 1, D hidden, X width of the auxiliary
 
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.backends.slot_mapping import ancestors
+from heads.backends.torch import accept as twin
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 from heads.tree import Acceptance, Proposal
 
 MOST_NODES = 128
 """A program compares all nodes with all: larger trees would not fit its registers."""
 
 
-def accept(proposal: Proposal, choice: Tensor, depth: int) -> Acceptance:
-    """`eval.runtime.acceptance.match` of choice (B, N), which needs no ancestors here: the path is walked from the
+def match(proposal: Proposal, choice: Tensor, above: Tensor | None, depth: int) -> Acceptance:
+    """`heads.backends.torch.accept.match` of choice (B, N), which needs no ancestors here: the path is walked from the
     root."""
     B, N = choice.shape
+    if N > MOST_NODES:
+        return twin.match(proposal, choice, ancestors(proposal.parents, depth) if above is None else above, depth)
     accepted, path, emitted = choice.new_empty(B), choice.new_empty(B, depth + 1), choice.new_empty(B, depth + 1)
     tokens, parents, depths = proposal.tokens, proposal.parents, proposal.depths
     assert tokens.stride(1) == parents.stride(1) == depths.stride(1) == choice.stride(1) == 1
@@ -70,10 +74,7 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """The nodes' features in the order of a path: auxiliary hidden states (B, N, X), hidden (B, N, D), path (B, M) ->
-    (B, M, X) and (B, M, D)."""
-    if not runs_kernels(hidden):
-        return take_path_twin(aux_hidden_states, hidden, path)
+    """As `heads.backends.torch.accept.take_path`."""
     (B, N, D), X, M = hidden.shape, aux_hidden_states.shape[2], path.shape[1]
     taken = aux_hidden_states.new_empty(B, M, X), hidden.new_empty(B, M, D)
     block = min(2048, next_power_of_2(max(D, X)))
@@ -91,14 +92,6 @@ def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[
         BLOCK=block,
     )
     return taken
-
-
-def take_path_twin(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in torch operations."""
-    at = path[..., None]
-    return aux_hidden_states.gather(1, at.expand(-1, -1, aux_hidden_states.shape[2])), hidden.gather(
-        1, at.expand(-1, -1, hidden.shape[2])
-    )
 
 
 @jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from heads.backends.base import CachedDecoder, LanguageModel
+from heads.backends.base import CachedDecoder
 from heads.backends.slot_mapping import CacheSpec, Drafted, Places, Verified
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
@@ -20,7 +20,7 @@ from heads.backends.triton.decoder import DTYPES, DecoderPass, Tree
 from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import stand
 from heads.target.families import OutputHead
-from heads.target.frozen import Features
+from heads.target.frozen import Features, LanguageModel
 
 
 class TritonDecoder(CachedDecoder):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.backends.torch.noise import gumbel
 from heads.backends.triton.noise import key_of, noise_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 TILE = 64
 """Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""
@@ -42,9 +42,19 @@ def choose(
     a program makes room for, if more than M: steps whose numbers are compared should have the same. Scaled or
     soft-capped logits are not for this.
     """
-    if runs_kernels(hidden):
-        return _kernel(hidden, weight, temperature, seeds, positions, noisy, tile)
-    return choose_twin(hidden, weight, temperature, seeds, positions, noisy=noisy)
+    (M, D), V = hidden.shape, len(weight)
+    tiles = triton.cdiv(V, TILE)
+    rows = rows_of(M, tile)
+    best = hidden.new_empty(tiles, M, dtype=torch.float32)
+    ids = hidden.new_empty(tiles, M, dtype=torch.int64)
+    out = hidden.new_empty(M, dtype=torch.int64)
+    _best_of_tile[(triton.cdiv(M, rows), tiles)](
+        hidden, weight, temperature, seeds, positions.contiguous(), best, ids, M, V, M // len(seeds),
+        hidden.stride(0), weight.stride(0),
+        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=noisy, WRITE=False,
+    )  # fmt: skip
+    _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
+    return out
 
 
 def choose_twin(
@@ -61,24 +71,6 @@ def choose_twin(
     return torch.where(hot, logits / torch.where(hot, temperature[:, None], 1.0) + noise, logits).argmax(-1)
 
 
-def _kernel(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, noisy: bool, tile: int
-) -> Tensor:
-    (M, D), V = hidden.shape, len(weight)
-    tiles = triton.cdiv(V, TILE)
-    rows = rows_of(M, tile)
-    best = hidden.new_empty(tiles, M, dtype=torch.float32)
-    ids = hidden.new_empty(tiles, M, dtype=torch.int64)
-    out = hidden.new_empty(M, dtype=torch.int64)
-    _best_of_tile[(triton.cdiv(M, rows), tiles)](
-        hidden, weight, temperature, seeds, positions.contiguous(), best, ids, M, V, M // len(seeds),
-        hidden.stride(0), weight.stride(0),
-        D=D, DEPTH=min(DEPTH, max(16, next_power_of_2(D))), TILE=TILE, ROWS=rows, NOISY=noisy, WRITE=False,
-    )  # fmt: skip
-    _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
-    return out
-
-
 def rows_of(M: int, tile: int) -> int:
     """Rows of a program."""
     return min(ROWS, max(16, next_power_of_2(max(M, tile))))
@@ -86,8 +78,6 @@ def rows_of(M: int, tile: int) -> int:
 
 def logits(hidden: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
     """(M, V) float32: the very numbers that `choose` compares, for whatever needs the whole distribution."""
-    if not runs_kernels(hidden):
-        return hidden.float() @ weight.float().T
     (M, D), V = hidden.shape, len(weight)
     out = hidden.new_empty(M, V, dtype=torch.float32)
     rows = rows_of(M, tile)

@@ -1,4 +1,4 @@
-"""Commit of a round into the state of all rows by one kernel: `eval.runtime.state` on a GPU.
+"""Commit of a round into the state of all rows by one kernel: `heads.backends.torch.commit` on a GPU.
 
 A program is one row and one warp: each fact is read before it is written, which a single warp does in that order.
 
@@ -7,27 +7,26 @@ Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
 
 from torch import Tensor
 
-from heads.backends.round_state import CommitResult, RoundState
+from heads.backends.torch.commit import Commit, CommitResult
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
-def commit(
-    state: RoundState, eos: Tensor, result: CommitResult, accepted: Tensor, emitted: Tensor, depths: Tensor | None
-) -> None:
-    """Commit in place, as `eval.runtime.state.Commit` does; the new tokens go to `result`.
+class TritonCommit(Commit):
+    """`Commit` by one kernel."""
 
-    eos (any number of them,) int64; accepted (B,), emitted (B, M), depths (B, N) or None int64.
-    """
-    B, M = emitted.shape
-    T, N = state.report.shape[1] - 3, 0 if depths is None else depths.shape[1]
-    _commit[(B,)](
-        accepted, emitted.contiguous(), emitted if depths is None else depths, eos,
-        state.length, state.root, state.done, state.limit, state.heeds_eos, state.output, state.output_length,
-        state.rounds, state.accepted, state.reached, state.report, result.tokens, result.start, result.count,
-        N, 0 if depths is None else depths.stride(0), state.output.shape[1], state.accepted.shape[1],
-        M=M, T=T, PAD_M=next_power_of_2(M), PAD_N=next_power_of_2(max(N, 1)), PAD_T=next_power_of_2(T),
-        TREE=depths is not None, NUM_EOS=len(eos), num_warps=1,
-    )  # fmt: skip
+    def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
+        state, eos, result = self.state, self.eos, self.result
+        B, M = emitted.shape
+        T, N = len(self.shown), 0 if depths is None else depths.shape[1]
+        _commit[(B,)](
+            accepted, emitted.contiguous(), emitted if depths is None else depths, eos,
+            state.length, state.root, state.done, state.limit, state.heeds_eos, state.output, state.output_length,
+            state.rounds, state.accepted, state.reached, state.report, result.tokens, result.start, result.count,
+            N, 0 if depths is None else depths.stride(0), state.output.shape[1], state.accepted.shape[1],
+            M=M, T=T, PAD_M=next_power_of_2(M), PAD_N=next_power_of_2(max(N, 1)), PAD_T=next_power_of_2(T),
+            TREE=depths is not None, NUM_EOS=len(eos), num_warps=1,
+        )  # fmt: skip
+        return result
 
 
 @jit

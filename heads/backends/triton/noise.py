@@ -1,4 +1,4 @@
-"""The noise of `eval.runtime.distribution.gumbel` inside kernels: its bits and formula, so the very same numbers."""
+"""The noise of `heads.backends.torch.noise.gumbel` inside kernels: its bits and formula, so the very same numbers."""
 
 from heads.backends.triton.runtime import jit, tl
 

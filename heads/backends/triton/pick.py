@@ -5,8 +5,7 @@
 and what is given is the log-softmax of the scores of the R best, by which trees rank them. A program takes BLOCK
 columns of all nodes that stand at one position, whose noise is the same, and keeps the best few of each beside the
 block's share of its softmax; a second pass compares the blocks' best. Among equal scores the lowest column stands
-first; one that is not a number stands last. With noise the twin is
-`eval.runtime.distribution.RowSampling.pick_in_tensors`.
+first; one that is not a number stands last. The twin is `heads.backends.torch.sampling.RowSampling.pick_of_each`.
 
 Letters: B rows of the batch, W nodes, V columns, R columns picked.
 """
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.triton.noise import key_of, noise_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 TILE = 8192
 """Scores that a program holds, at most."""
@@ -30,9 +30,16 @@ COMPARED = 1 << 13
 """Maximum number of the blocks' best columns that one program compares. With more, torch's operations run."""
 
 
-def serves(logits: Tensor, count: int) -> bool:
-    """Return True if the kernels can pick so many children (R) of each node from logits (B, W, V)."""
-    return runs_kernels(logits) and triton.cdiv(logits.shape[2], TILE // NODES) * count <= COMPARED
+class TritonSampling(RowSampling):
+    """`RowSampling` whose picks are kernels."""
+
+    def pick_of_each(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if triton.cdiv(logits.shape[2], TILE // NODES) * count > COMPARED:
+            return super().pick_of_each(logits, positions, count, token_ids)
+        noise = Noise(positions, self.temperature, self.seed) if self.random else None
+        return best_columns(logits, count, token_ids, noise)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ def best_columns(
     logits: Tensor, count: int, token_ids: Tensor | None = None, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
     """The `count` (R) best children of each node, best first: target ids (B, W, R) int64 and logarithms (B, W, R)
-    float32, by kernels; for what these `serves`.
+    float32, by kernels.
 
     logits (B, W, V); token_ids (V,) int64 the target ids of the columns, None where they are 0 .. V - 1.
     """
@@ -76,13 +83,6 @@ def best_columns(
         num_warps=4 if blocks * count <= 2048 else 16,
     )  # fmt: skip
     return ids, logp
-
-
-def best_columns_twin(logits: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same in torch operations, of scores that have their noise; which of equal ones stands first is not said."""
-    distribution = logits.float().log_softmax(-1)
-    logp, columns = distribution.max(-1, keepdim=True) if count == 1 else distribution.topk(count, dim=-1)
-    return columns if token_ids is None else token_ids[columns], logp
 
 
 @jit

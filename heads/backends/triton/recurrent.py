@@ -10,13 +10,11 @@ Letters: B batch, W tokens of each, R = B * W rows, D hidden, L auxiliary layers
 query heads, Hkv key heads, d head dimension, P nodes that have slots behind the observed ones.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from heads.backends.base import RecurrentSteps
+from heads.backends.base import RecurrentSpec, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
@@ -29,7 +27,7 @@ from heads.backends.triton.inputs import enter, take_newest
 from heads.backends.triton.layers import add_norm
 from heads.backends.triton.products import choose_products
 from heads.base import Observation
-from heads.tree import TreeShape, level_widths, scratch_slots
+from heads.tree import level_widths, scratch_slots
 
 
 class TritonRecurrent(RecurrentSteps):
@@ -37,26 +35,18 @@ class TritonRecurrent(RecurrentSteps):
     are copies."""
 
     @classmethod
-    def of(cls, head: Any, parts: HeadParts | None, *given: Any) -> "TritonRecurrent | None":
-        """As `heads.backends.base.Backend.recurrent`: of one module, normed once after its layer, of numbers that the
-        kernels take."""
+    def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
+        """None but for one module, normed once after its layer, of numbers that the kernels take."""
+        parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
         once = (parts.modules[0].leave_norm is None) != (parts.modules[0].read_norm is None)
-        return cls(parts, *given) if once else None
+        return cls(parts, spec) if once else None
 
-    def __init__(
-        self,
-        parts: HeadParts,
-        embed: Callable[[Tensor], Tensor],
-        lm_head_weight: Tensor,
-        cos_sin_table: tuple[Tensor, Tensor],
-        batch_size: int,
-        shape: TreeShape,
-    ) -> None:
-        """lm_head_weight (Vd, D); cosines and sines (1, 1, S, d); for trees of `shape` and for shorter chains."""
+    def __init__(self, parts: HeadParts, spec: RecurrentSpec) -> None:
         (module,), like = parts.modules, parts.weight
-        self.parts, self.embed, self.lm_head_weight = parts, embed, lm_head_weight
+        embed, shape, batch_size, cos_sin_table = spec.embed, spec.shape, spec.batch_size, spec.cos_sin_table
+        self.parts, self.embed, self.lm_head_weight = parts, embed, spec.lm_head_weight
         self.table = embed.weight.detach() if type(embed) is nn.Embedding else None
         self.attention = GroupedAttention(module.attention, "full_attention", draft=True)
         self.mlp = GatedMLP(module.mlp, draft=True)
@@ -78,7 +68,7 @@ class TritonRecurrent(RecurrentSteps):
         Hkv, d = self.attention.num_key_heads, self.attention.d
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
         products = [self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down, self.project]
-        weights = [product.weight for product in products if product is not None] + [lm_head_weight]
+        weights = [product.weight for product in products if product is not None] + [spec.lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
 
@@ -99,13 +89,7 @@ class TritonRecurrent(RecurrentSteps):
         return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
 
     def step(
-        self,
-        module: int,
-        tokens: Tensor,
-        states: Tensor,
-        rows: Tensor | None,
-        places: Observed | Drafted,
-        extent: int,
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         """Whatever the extent, what is read is where tokens stand."""
         B, W = tokens.shape

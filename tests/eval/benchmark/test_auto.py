@@ -21,9 +21,9 @@ from eval.benchmark.auto import (
 )
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.settings import BenchSettings
-from eval.runtime.acceptance import match
-from eval.runtime.distribution import RowSampling
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match
+from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
 from heads.lookup import Lookup, LookupConfig

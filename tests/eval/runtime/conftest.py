@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime import pending
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
@@ -100,18 +100,28 @@ def target_of() -> Callable[[str], FrozenTarget]:
 
 
 WAITS = {
-    *("aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero")
+    *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"),
+    *("aten::is_nonzero", "aten::unique_dim", "aten::_unique2", "aten::bincount"),
 }
+"""Operations for which a GPU's host waits: sizes or values that only the device knows."""
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails on every operation that would make a GPU wait for the host."""
+    """Fails at the first operation that would wait."""
+
+    def __init__(self, *, constants: bool = True) -> None:
+        """`constants`: whether the host may make some, which it would send to a GPU."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits = WAITS if constants else WAITS | {"aten::lift_fresh"}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).rsplit(".", 1)[0]
-        assert name not in WAITS, f"{name} waits for the device"
-        if name in ("aten.index", "aten.index_put_", "aten.index_put"):
-            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} with a boolean mask waits"
+        name = func._schema.name
+        assert name not in self.waits, f"{name} waits for the device"
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
+            assert not masks, f"{name} by a mask waits for the device"
+        if name == "aten::repeat_interleave":
+            assert (kwargs or {}).get("output_size") is not None or not isinstance(args[-1], Tensor), f"{name} waits"
         return func(*args, **(kwargs or {}))
 
 
@@ -143,8 +153,6 @@ class ScriptedHead(Drafter):
     right: float = 0.6
     duplicates: bool = False
     aux_layer_ids: tuple[int, ...] = (1, 2)
-    config: Any = None
-    depth_weights: tuple[float, ...] = ()
     observations: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -217,12 +225,6 @@ class ScriptedHead(Drafter):
             depths.append(depth)
             true.append(ahead is not None and token == ahead)
         return tokens, parents, depths
-
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def loss(self, batch: Any, scale: Tensor) -> Any:
-        raise NotImplementedError
 
 
 @pytest.fixture
@@ -347,17 +349,6 @@ def toy() -> type[Toy]:
 @pytest.fixture(scope="session")
 def every_draw() -> type[EveryDraw]:
     return EveryDraw
-
-
-@pytest.fixture
-def few_pending(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have a resting head's states fill their room soon."""
-
-    def limit(most: int, patience: int = pending.PATIENCE) -> None:
-        for name, value in (("PENDING", most), ("PATIENCE", patience)):
-            monkeypatch.setattr(pending, name, value)
-
-    return limit
 
 
 @pytest.fixture

@@ -4,13 +4,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, candidates
-from eval.runtime.rules import check_adaptive
+from eval.runtime.sampling import check_adaptive
 from heads.errors import UserError
 from heads.tree import TreeShape, parse_shape
+from tests.small_targets import open_engine
 
 PLAIN = 1.0
 Alpha = Callable[[TreeShape, int], float]
@@ -180,14 +182,9 @@ def test_an_outlier_moves_nothing() -> None:
     assert world.controller.speed(0) > 0.9 * speed
 
 
-def test_trials_grow_rarer() -> None:
-    moves: list[int] = []
-    world = World("chain:3", lambda draft, at: 0.02)
-    for at in range(100, 8001, 100):
-        world.run(at)
-        moves.append(world.controller.switches)
-    rates = [moves[i] - moves[j] for i, j in ((9, 0), (79, 70))]
-    assert 0 <= rates[1] <= 4 < rates[0] + 1
+def test_plain_decoding_is_not_adaptive(target_of: Any) -> None:
+    with pytest.raises(UserError, match="adaptive drafts need a head"):
+        open_engine(target_of("llama"), None, max_length=64, adaptive=True)
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

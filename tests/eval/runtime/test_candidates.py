@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from eval.runtime.adaptive import Controller, Span
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.engine import Engine, Output, Request
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.errors import UserError
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -36,8 +35,11 @@ class Restless(Controller):
             self._change_to(self.chance.randrange(len(self.shapes)))
 
 
-def make_restless(engine: Engine) -> Engine:
+def make_restless(engine: Engine, block: int, room: int) -> Engine:
+    """`room`: states of a resting head that are kept, read `block` of them at once."""
     assert engine.candidates is not None
+    pending = engine.candidates.paused.pending
+    pending.block, pending.room = block, room
     engine.candidates.controller = Restless(engine.candidates.controller.shapes)
     return engine
 
@@ -68,29 +70,21 @@ def texts(outputs: Sequence[Output]) -> list[tuple[list[int], str]]:
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes_whatever_is_drafted(
-    kind: str,
-    batch_size: int,
-    poll_interval: int,
-    target_of: TargetOf,
-    prompts: list[list[int]],
-    few_pending: Callable[..., None],
+    kind: str, batch_size: int, poll_interval: int, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
-    few_pending(4, 2)  # full now and then
     target = target_of("llama")
     requests = make_requests(prompts[:8])
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
-    engine = Engine(
+    plain = open_engine(target, None, batch_size=batch_size, max_length=192).generate(requests)
+    engine = open_engine(
         target,
         make_head(kind, target),
-        EngineOptions(
-            shape=parse_shape("chain:4"),
-            batch_size=batch_size,
-            max_length=192,
-            poll_interval=poll_interval,
-            adaptive=True,
-        ),
+        "chain:4",
+        batch_size=batch_size,
+        max_length=192,
+        poll_interval=poll_interval,
+        adaptive=True,
     )
-    outputs = make_restless(engine).generate(requests)
+    outputs = make_restless(engine, 4, 8).generate(requests)
     assert texts(outputs) == texts(plain)
     assert len(engine.timings.candidates) >= 3
     assert sum(engine.timings.candidates.values()) == engine.timings.rounds
@@ -103,24 +97,16 @@ def test_no_token_changes_whatever_is_drafted(
 @pytest.mark.parametrize("shape", ["chain:5", "tree:3x3x9"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_what_the_head_is_given_has_no_gaps(
-    shape: str,
-    batch_size: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
-    few_pending: Callable[..., None],
+    shape: str, batch_size: int, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     """The scripted head compares with the target's own features whatever it observes, and where."""
-    few_pending(4)
     target = target_of("llama")
     requests = make_requests(prompts)
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
+    plain = open_engine(target, None, batch_size=batch_size, max_length=192).generate(requests)
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, plain, strict=True)]
     head = scripted_head(target, known, right=0.6)
-    engine = Engine(
-        target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=192, adaptive=True)
-    )
-    make_restless(engine)
+    engine = open_engine(target, head, shape, batch_size=batch_size, max_length=192, adaptive=True)
+    make_restless(engine, 4, 64)
     for _ in range(2):  # rows are used again
         assert texts(engine.generate(requests)) == texts(plain)
     assert head.observations > 50
@@ -129,10 +115,9 @@ def test_what_the_head_is_given_has_no_gaps(
 @pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_rested_drafts_as_if_it_had_not(
-    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]], few_pending: Callable[..., None]
+    kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
     """Wherever both drafted, both drafted the same."""
-    few_pending(8, patience)
     target = target_of("llama")
     head = make_head(kind, target)
     propose = head.propose
@@ -145,11 +130,10 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
 
     head.propose = noted
     request = Request(prompts[4], 120, SAMPLINGS[1], ignore_eos=True)
-    Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192)).generate([request])
+    open_engine(target, head, "chain:2", max_length=192).generate([request])
     always, drafts = drafts, {}
-    make_restless(
-        Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), max_length=192, adaptive=True))
-    ).generate([request])
+    engine = open_engine(target, head, "chain:4", max_length=192, adaptive=True)
+    make_restless(engine, 8, 8 * patience).generate([request])
     common = sorted(always.keys() & drafts.keys())
     assert len(common) > 15
     assert {len(drafts[at]) for at in common} == {2, 3, 4, 5}, "chains of all lengths, and their roots"
@@ -195,7 +179,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
 ) -> None:
     target = target_of("llama")
     requests = [Request(p, 150, SAMPLINGS[i % 2], ignore_eos=True) for i, p in enumerate(prompts[3:6])]
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192))
+    plain = open_engine(target, None, batch_size=batch_size, max_length=192)
     FakeClock(plain)
     expected = plain.generate(requests)
     known = [[*request.prompt, *output.tokens] for request, output in zip(requests, expected, strict=True)]
@@ -203,11 +187,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
     for right in (0.0, 0.9):
         head = scripted_head(target, known, right=right, aux_layer_ids=())
         head.check_features = lambda *observed: None
-        engine = Engine(
-            target,
-            head,
-            EngineOptions(shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192, adaptive=True),
-        )
+        engine = open_engine(target, head, "chain:4", batch_size=batch_size, max_length=192, adaptive=True)
         FakeClock(engine)
         assert texts(engine.generate(requests)) == texts(expected)
         speedups.append(plain.timings.decode_seconds / engine.timings.decode_seconds)
@@ -223,12 +203,10 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_head("eagle3", target)
-    engine = Engine(
-        target, head, EngineOptions(shape=parse_shape("chain:3"), batch_size=2, max_length=128, adaptive=True)
-    )
+    engine = open_engine(target, head, "chain:3", batch_size=2, max_length=128, adaptive=True)
     candidates = engine.candidates
     assert candidates is not None
-    candidates.paused_state.pending.may_ask = False  # as on a GPU
+    candidates.paused.pending.may_ask = False  # as on a GPU
     with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
         with no_waiting():
@@ -236,12 +214,3 @@ def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf,
                 candidates.controller.candidate = candidate
                 candidates.begin(1).round(128)
         assert torch.equal(engine.decoder.head_state.length, engine.decoder.state.length)
-
-
-def test_what_cannot_be_adaptive_is_refused(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    with pytest.raises(UserError, match="adaptive drafts need a head"):
-        Engine(target, None, EngineOptions(max_length=64, adaptive=True))
-    with pytest.raises(UserError, match="rule block with adaptive drafts"):
-        head = make_head("draft", target)
-        Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=64, rule="block", adaptive=True))

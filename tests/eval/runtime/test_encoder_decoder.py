@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 START, EOS = 0, 1
 BASE: dict[str, Any] = dict(
@@ -65,7 +66,7 @@ def test_plain_decoding_is_what_transformers_generates(form: str) -> None:
     target.check()
     generate: Any = target.model.generate
     for batch_size in (1, 3):
-        engine = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=128))
+        engine = open_engine(target, None, batch_size=batch_size, max_length=128)
         outputs = engine.generate([Request([*ids, START], 14) for ids in inputs()])
         assert len({tuple(output.tokens) for output in outputs}) > 4
         for ids, output in zip(inputs(), outputs, strict=True):
@@ -76,12 +77,12 @@ def test_plain_decoding_is_what_transformers_generates(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_drafts_change_no_token(form: str, scripted_head: Callable[..., Any]) -> None:
     target = make_t5(form)
-    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=128)).generate(requests())]
+    plain = [output.tokens for output in open_engine(target, None, max_length=128).generate(requests())]
     known = [[*request.prompt, *tokens] for request, tokens in zip(requests(), plain, strict=True)]
     for text, batch_size in (("chain:4", 1), ("chain:4", 3), ("tree:3x4x12", 1), ("tree:3x4x12", 3), ("none", 3)):
         shape = parse_shape(text)
         head = scripted_head(target, known, duplicates=shape.top_k > 1) if shape.depth else None
-        engine = Engine(target, head, EngineOptions(shape=shape, batch_size=batch_size, max_length=128))
+        engine = open_engine(target, head, shape, batch_size=batch_size, max_length=128)
         outputs = engine.generate(requests())
         assert [output.tokens for output in outputs] == plain
         assert not shape.depth or sum(sum(output.accepted) for output in outputs) > 15
@@ -89,8 +90,8 @@ def test_drafts_change_no_token(form: str, scripted_head: Callable[..., Any]) ->
 
 def test_padded_prompts_change_nothing() -> None:
     target = make_t5("t5")
-    plain = [output.tokens for output in Engine(target, None, EngineOptions(max_length=128)).generate(requests())]
-    engine = Engine(target, None, EngineOptions(batch_size=2, max_length=128))
+    plain = [output.tokens for output in open_engine(target, None, max_length=128).generate(requests())]
+    engine = open_engine(target, None, batch_size=2, max_length=128)
     engine.decoder.step.pads = True  # type: ignore[union-attr, unused-ignore]
     assert [output.tokens for output in engine.generate(requests())] == plain
 
@@ -112,7 +113,7 @@ def test_packed_documents_are_read_apart() -> None:
 
 @pytest.mark.parametrize("prompt", [[5, 6, EOS], [START, 5, 6]])
 def test_a_prompt_must_say_where_the_answer_begins(prompt: list[int]) -> None:
-    engine = Engine(make_t5("t5"), None, EngineOptions(max_length=64))
+    engine = open_engine(make_t5("t5"), None, max_length=64)
     with pytest.raises(UserError, match="then its start token 0, which begins the answer"):
         engine.generate([Request(prompt, 4)])
 

@@ -1,16 +1,19 @@
 """Whatever is drafted, the text is the target's own, to the token."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Output, Request
+from eval.runtime.candidates import PATIENCE, PENDING
+from eval.runtime.engine import Output, Request, check_memory, row_bytes
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -35,7 +38,7 @@ def make_requests(prompts: Sequence[Sequence[int]], *, new: int = 20, eos: bool 
 
 
 def decode_plainly(target: FrozenTarget, requests: Sequence[Request], **settings: Any) -> list[Output]:
-    return Engine(target, None, EngineOptions(max_length=192, **settings)).generate(requests)
+    return open_engine(target, None, max_length=192, **settings).generate(requests)
 
 
 def sequences(requests: Sequence[Request], outputs: Sequence[Output]) -> list[list[int]]:
@@ -69,7 +72,7 @@ def test_drafts_change_no_token_in_any_family(
     plain = decode_plainly(target, requests)
     for shape in (CHAIN, TREE):
         head = scripted_head(target, sequences(requests, plain), duplicates=shape is TREE)
-        engine = Engine(target, head, EngineOptions(shape=shape, batch_size=3, max_length=192))
+        engine = open_engine(target, head, shape, batch_size=3, max_length=192)
         outputs = engine.generate(requests)
         assert texts(outputs) == texts(plain)
         assert sum(sum(output.accepted) for output in outputs) > 0
@@ -79,12 +82,7 @@ def test_drafts_change_no_token_in_any_family(
 @pytest.mark.parametrize("shape", ["chain:1", "chain:5", "tree:4x3x9", "tree:5x1x3", "static:2.1.2"])
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 def test_text_is_independent_of_head_shape_and_batch(
-    right: float,
-    shape: str,
-    batch_size: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
+    right: float, shape: str, batch_size: int, target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
     target = target_of("llama")
     requests = make_requests(prompts[4:], new=14, eos=True)
@@ -93,7 +91,7 @@ def test_text_is_independent_of_head_shape_and_batch(
     tree = parse_shape(shape)
     if tree.paths is not None:
         tree = TreeShape(tree.depth, tree.top_k, tree.nodes, text=shape)
-    engine = Engine(target, head, EngineOptions(shape=tree, batch_size=batch_size, max_length=192))
+    engine = open_engine(target, head, tree, batch_size=batch_size, max_length=192)
     outputs = engine.generate(requests)
     assert texts(outputs) == texts(plain)
     for output in outputs:
@@ -106,18 +104,6 @@ def test_text_is_independent_of_head_shape_and_batch(
             assert not any(output.accepted)
 
 
-def test_a_chain_that_is_always_right_is_accepted_whole(
-    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
-) -> None:
-    target = target_of("llama")
-    request = Request(prompts[3], 16, WARM, ignore_eos=True)
-    plain = decode_plainly(target, [request])
-    head = scripted_head(target, sequences([request], plain), right=1.0)
-    output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
-    assert output.tokens == plain[0].tokens
-    assert output.accepted == output.reached == [4, 4, 4]  # 1 + 3 * 5 tokens
-
-
 def test_the_limit_cuts_inside_an_accepted_path(
     target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
@@ -127,7 +113,7 @@ def test_the_limit_cuts_inside_an_accepted_path(
     for limit in range(1, 16):
         head = scripted_head(target, known, right=1.0)
         request = Request(prompts[3], limit, WARM, ignore_eos=True)
-        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
+        output = open_engine(target, head, CHAIN, max_length=64).generate([request])[0]
         assert output.tokens == known[0][len(prompts[3]) :][:limit]
         assert output.finish_reason == "length"
         left = limit - 1
@@ -136,9 +122,9 @@ def test_the_limit_cuts_inside_an_accepted_path(
 
 
 def test_eos_cuts_inside_an_accepted_path(
-    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]
 ) -> None:
-    target = target_of("llama")
+    target = copy(target_of("llama"))
     request = Request(prompts[5], 24, WARM)
     free = decode_plainly(target, [Request(prompts[5], 24, WARM, ignore_eos=True)])
     known = sequences([request], free)
@@ -147,35 +133,13 @@ def test_eos_cuts_inside_an_accepted_path(
     for place, token in enumerate(free[0].tokens):
         if token in free[0].tokens[:place]:
             continue
-        monkeypatch.setattr(target, "eos_token_ids", (absent, token))
+        target.eos_token_ids = (absent, token)
         head = scripted_head(target, known, right=1.0)
-        output = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64)).generate([request])[0]
+        output = open_engine(target, head, CHAIN, max_length=64).generate([request])[0]
         assert output.tokens == free[0].tokens[: place + 1]
         assert output.finish_reason == "eos"
         ended += 1
     assert ended > 5
-
-
-@pytest.mark.parametrize("poll_interval", [2, 7])
-def test_results_do_not_depend_on_how_often_the_host_looks(
-    poll_interval: int,
-    target_of: TargetOf,
-    scripted_head: HeadType,
-    prompts: list[list[int]],
-) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[4:], eos=True)
-    plain = decode_plainly(target, requests)
-    known = sequences(requests, plain)
-    assert texts(decode_plainly(target, requests, batch_size=3, poll_interval=poll_interval)) == texts(plain)
-    results = []
-    for interval in (1, poll_interval):
-        head = scripted_head(target, known, right=1.0)
-        engine = Engine(target, head, EngineOptions(shape=CHAIN, batch_size=3, max_length=192, poll_interval=interval))
-        outputs = engine.generate(requests)
-        results.append([(o.tokens, o.finish_reason, o.rounds, o.accepted, o.reached) for o in outputs])
-    assert results[0] == results[1]
-    assert [r[0] for r in results[0]] == [o.tokens for o in plain]
 
 
 def test_a_request_does_not_depend_on_its_neighbours_or_its_row(target_of: TargetOf, prompts: list[list[int]]) -> None:
@@ -196,42 +160,21 @@ def test_long_rows_that_ended_do_not_trouble_short_ones(
         Request(prompts[3], 60, ignore_eos=True),
         Request(prompts[10] * 10, 3, WARM),
     ]
-    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
+    plain = open_engine(target, None, max_length=400).generate(requests)
     for poll_interval in (1, 8):
         head = scripted_head(target, sequences(requests, plain), right=0.1)
-        engine = Engine(
-            target, head, EngineOptions(shape=TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
-        )
+        engine = open_engine(target, head, TREE, batch_size=2, max_length=400, poll_interval=poll_interval)
         assert texts(engine.generate(requests)) == texts(plain)
 
 
 def test_padded_prompts_change_nothing(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
     target = target_of("gemma3_text")
     requests = [Request(prompt, 10, WARM) for prompt in (prompts[10] * 10, prompts[0], prompts[5], prompts[9] * 22)]
-    plain = Engine(target, None, EngineOptions(max_length=400)).generate(requests)
+    plain = open_engine(target, None, max_length=400).generate(requests)
     head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=3, max_length=322))
+    engine = open_engine(target, head, TREE, batch_size=3, max_length=322)
     engine.decoder.step.pads = True
     assert texts(engine.generate(requests)) == texts(plain)
-
-
-def test_seeds_tell_sampled_outputs_apart_and_repeat_them(target_of: TargetOf, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = [Request(prompts[1], 12, Sampling(temperature=1.0, seed=seed), ignore_eos=True) for seed in range(4)]
-    first, again = (decode_plainly(target, requests, batch_size=4) for _ in range(2))
-    assert texts(first) == texts(again)
-    assert len({tuple(output.tokens) for output in first}) == 4
-
-
-def test_streamed_tokens_are_the_output(target_of: TargetOf, scripted_head: HeadType, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[:6], eos=True)
-    plain = decode_plainly(target, requests)
-    streamed: list[list[int]] = [[] for _ in requests]
-    head = scripted_head(target, sequences(requests, plain))
-    engine = Engine(target, head, EngineOptions(shape=TREE, batch_size=2, max_length=192))
-    outputs = engine.generate(requests, on_tokens=lambda index, tokens: streamed[index].extend(tokens))
-    assert streamed == [output.tokens for output in outputs] == [output.tokens for output in plain]
 
 
 def test_profiling_splits_the_decode_time(
@@ -239,7 +182,7 @@ def test_profiling_splits_the_decode_time(
 ) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=64))
+    engine = open_engine(target, head, TREE, max_length=64)
     engine.profile = True
     output = engine.generate([Request(prompts[0], 5, ignore_eos=True)])[0]
     timings = engine.timings
@@ -249,21 +192,13 @@ def test_profiling_splits_the_decode_time(
     assert timings.rounds == output.rounds
 
 
-def test_an_engine_serves_many_calls(target_of: TargetOf, prompts: list[list[int]]) -> None:
-    target = target_of("llama")
-    requests = make_requests(prompts[:5])
-    engine = Engine(target, None, EngineOptions(batch_size=2, max_length=192))
-    assert texts(engine.generate(requests)) == texts(engine.generate(requests))
-    assert engine.generate([]) == []
-
-
 def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     prompt = [5] * 20
     request = Request(prompt, 128 - 20 - TREE.nodes, ignore_eos=True)
-    plain = Engine(target, None, EngineOptions(max_length=128)).generate([request])
+    plain = open_engine(target, None, max_length=128).generate([request])
     head = scripted_head(target, sequences([request], plain), right=0.9)
-    engine = Engine(target, head, EngineOptions(shape=TREE, max_length=128))
+    engine = open_engine(target, head, TREE, max_length=128)
     assert engine.decoder.step.capacity == 128
     assert engine.generate([request])[0].tokens == plain[0].tokens
 
@@ -281,7 +216,7 @@ def test_a_full_cache_holds_the_longest_request(target_of: TargetOf, scripted_he
 def test_bad_requests_are_refused(request_: Request, words: str, target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     head = scripted_head(target, [])
-    engine = Engine(target, head, EngineOptions(shape=CHAIN, max_length=64))
+    engine = open_engine(target, head, CHAIN, max_length=64)
     with pytest.raises(UserError, match=words):
         engine.generate([Request([3], 2), request_])
 
@@ -289,13 +224,13 @@ def test_bad_requests_are_refused(request_: Request, words: str, target_of: Targ
 def test_bad_engines_are_refused(target_of: TargetOf, scripted_head: HeadType) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="max_length: expected 1 to 512"):
-        Engine(target, None, EngineOptions(max_length=513))
+        open_engine(target, None, max_length=513)
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, None, EngineOptions(shape=CHAIN, max_length=64))
+        open_engine(target, None, CHAIN, max_length=64)
     with pytest.raises(UserError, match="a head and a tree go together"):
-        Engine(target, scripted_head(target, []), EngineOptions(shape=ROOT_ONLY, max_length=64))
+        open_engine(target, scripted_head(target, []), ROOT_ONLY, max_length=64)
     with pytest.raises(UserError, match="batch size"):
-        Engine(target, None, EngineOptions(batch_size=0, max_length=64))
+        open_engine(target, None, batch_size=0, max_length=64)
 
 
 def test_every_round_is_timed_and_outputs_know_theirs(
@@ -306,9 +241,7 @@ def test_every_round_is_timed_and_outputs_know_theirs(
     plain = decode_plainly(target, requests)
     for poll_interval in (1, 3):
         head = scripted_head(target, sequences(requests, plain))
-        engine = Engine(
-            target, head, EngineOptions(shape=CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
-        )
+        engine = open_engine(target, head, CHAIN, batch_size=2, max_length=192, poll_interval=poll_interval)
         outputs = engine.generate(requests)
         timings = engine.timings
         assert len(timings.round_seconds) == timings.rounds and min(timings.round_seconds) > 0
@@ -317,3 +250,26 @@ def test_every_round_is_timed_and_outputs_know_theirs(
             assert sum(output.emitted()) == len(output.tokens) - 1 and min(output.emitted(), default=1) >= 1
             assert output.first_round + output.rounds <= timings.rounds
         assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a seat"
+
+
+def test_a_batch_that_does_not_fit_a_cpu_is_refused_with_one_that_would(target_of: TargetOf) -> None:
+    for free in (2 * 2**30, None):  # None: unknown
+        check_memory(2**29, 3, free, "big")
+    check_memory(2**40, 1, None, "big")
+    with pytest.raises(UserError, match=r"big: a batch of 64 needs 32.0 GiB .* 1.9 GiB are free; a batch of 3 would"):
+        check_memory(2**29, 64, 2 * 2**30, "big")
+    with pytest.raises(UserError, match="shorten the sequences"):
+        check_memory(2**40, 1, 2 * 2**30, "big")
+    with pytest.raises(UserError, match=r"llama: a batch of 100000000 needs .*a batch of \d+ would fit"):
+        open_engine(target_of("llama"), None, batch_size=100000000, max_length=512)
+
+
+def test_longer_sequences_larger_trees_drafts_and_paused_heads_need_more(target_of: TargetOf) -> None:
+    target = target_of("llama")
+    sizes: dict[str, Any] = {"capacity": 4096, "nodes": 8, "drafts": False}
+    modest = row_bytes(target, None, **sizes)
+    assert row_bytes(target, None, **sizes | {"capacity": 8192}) > 1.9 * modest
+    for more in ({"nodes": 64}, {"drafts": True}):
+        assert row_bytes(target, None, **sizes | more) > modest
+    pending = PENDING * PATIENCE * target.hidden_size * target.dtype.itemsize
+    assert row_bytes(target, None, **sizes, pending=PENDING * PATIENCE) == modest + pending

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
-from eval.runtime.graph import SMALLEST_EXTENT, Rounds
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -107,10 +107,7 @@ def test_replayed_rounds_decode_the_same_text(
 ) -> None:
     target = target_of(family)
     options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
-    engines = [
-        Engine(target, None if name == "none" else make_drafter(name, target), EngineOptions(**options))
-        for _ in range(2)
-    ]
+    engines = [open_engine(target, None if name == "none" else make_drafter(name, target), **options) for _ in range(2)]
     plain = engines[0].generate(REQUESTS)
     assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
     rounds = engines[1].rounds[shape]
@@ -130,9 +127,9 @@ def test_replays_of_a_tape_fail_where_a_round_depends_on_the_host(target_of: Tar
 
     head.extend = counting
     options: dict[str, Any] = {"shape": parse_shape("chain:3"), "max_length": 64}
-    plain = Engine(target, head, EngineOptions(**options)).generate(REQUESTS[:1])
+    plain = open_engine(target, head, **options).generate(REQUESTS[:1])
     counted[0] = 0
-    assert texts(taped(Engine(target, head, EngineOptions(**options))).generate(REQUESTS[:1])) != texts(plain)
+    assert texts(taped(open_engine(target, head, **options)).generate(REQUESTS[:1])) != texts(plain)
 
 
 def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
@@ -141,11 +138,7 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
     streams: list[list[tuple[int, list[int]]]] = []
     outputs = []
     for ahead, poll in ((0, 1), (1, 1), (1, 3), (3, 1)):
-        engine = Engine(
-            target,
-            head,
-            EngineOptions(shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64, poll_interval=poll),
-        )
+        engine = open_engine(target, head, "tree:3x3x8", batch_size=2, max_length=64, poll_interval=poll)
         engine.ahead = ahead
         engine.reports.buffers = [torch.empty_like(engine.decoder.state.report) for _ in range(ahead + 2)]
         engine.reports.arrivals = [None] * (ahead + 2)
@@ -162,7 +155,7 @@ def test_looking_late_changes_nothing(target_of: TargetOf) -> None:
 
 def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplog: pytest.LogCaptureFixture) -> None:
     target = target_of("llama")
-    expected = Engine(target, None, EngineOptions(max_length=64)).generate(REQUESTS)
+    expected = open_engine(target, None, max_length=64).generate(REQUESTS)
     for error, reason in (
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "the GPU has no memory left for them"),
         (RuntimeError("operation not permitted when stream is capturing\nmore"), "not permitted when stream is"),
@@ -171,7 +164,7 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
         def refuse(work: Callable[[], None], error: RuntimeError = error) -> Any:
             raise error
 
-        engine = Engine(target, None, EngineOptions(max_length=64))
+        engine = open_engine(target, None, max_length=64)
         engine.capture = refuse
         caplog.clear()
         assert texts(engine.generate(REQUESTS)) == texts(expected)
@@ -182,7 +175,7 @@ def test_a_round_that_cannot_be_captured_runs_plainly(target_of: TargetOf, caplo
 
 
 def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf) -> None:
-    engine = Engine(target_of("llama"), None, EngineOptions(max_length=64))
+    engine = open_engine(target_of("llama"), None, max_length=64)
     state = engine.decoder.state
     with torch.inference_mode():
         state.done.fill_(False)
@@ -200,12 +193,10 @@ def test_whatever_ends_a_capture_the_rows_stay_as_they_were(target_of: TargetOf)
 
 
 def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
-    target_of: TargetOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    target_of: TargetOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the graphs made before, nor what the round had made when it failed, outlives it; and then the pool, in
-    which they lay, is given back."""
+    """Neither the graphs made before, nor what the round had made when it failed, outlives it."""
     made: list[weakref.ref[Any]] = []
-    alive_when_emptied: list[int] = []
 
     class Held:
         """Stands in for a graph, and for a tensor of the round."""
@@ -226,26 +217,13 @@ def test_a_capture_that_runs_out_of_memory_leaves_nothing_behind(
         del activations
         return Held()
 
-    def empty() -> None:
-        alive_when_emptied.append(sum(ref() is not None for ref in made))
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     target = target_of("llama")
-    expected = Engine(target, None, EngineOptions(max_length=512)).generate(REQUESTS[:2])
-    engine = Engine(target, None, EngineOptions(max_length=512))
+    expected = open_engine(target, None, max_length=512).generate(REQUESTS[:2])
+    engine = open_engine(target, None, max_length=512)
     engine.capture = capture
     assert texts(engine.generate(REQUESTS[:2])) == texts(expected)
-    assert len(made) == 3 and alive_when_emptied == [0]
+    assert len(made) == 3 and not any(ref() for ref in made)
     assert "the GPU has no memory left for them" in caplog.messages[-1]
-
-
-def test_extents_are_few_and_large_enough(target_of: TargetOf) -> None:
-    rounds = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=512)).decoder, None)
-    assert rounds.extents() == [256, 512]
-    assert all(rounds.bucket(n) in rounds.extents() and rounds.bucket(n) >= n for n in range(1, 513))
-    short = Rounds(Engine(target_of("llama"), None, EngineOptions(max_length=100)).decoder, None)
-    assert short.extents() == [128] and SMALLEST_EXTENT > 128
 
 
 def count_tensors() -> int:
@@ -254,9 +232,7 @@ def count_tensors() -> int:
 
 def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind(target_of: TargetOf) -> None:
     target = target_of("llama")
-    engine = taped(
-        Engine(target, make_drafter("eagle3", target), EngineOptions(shape=parse_shape("tree:3x3x8"), max_length=64))
-    )
+    engine = taped(open_engine(target, make_drafter("eagle3", target), "tree:3x3x8", max_length=64))
     state = engine.decoder.state
     places = [getattr(state, f.name).data_ptr() for f in fields(state)]
     held = {name: x.data_ptr() for name, x in vars(engine.decoder.head_state).items() if isinstance(x, Tensor)}
@@ -279,7 +255,7 @@ def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
     requests = [
         Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)
     ]
-    plain = Engine(target, None, EngineOptions(batch_size=2, max_length=192)).generate(requests)
+    plain = open_engine(target, None, batch_size=2, max_length=192).generate(requests)
     options = EngineOptions(shape=parse_shape("chain:3"), batch_size=2, max_length=192, adaptive=True)
     engine = taped(Engine(target, make_drafter("eagle3", target), options))
     assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.identity import Flip, find_flips, pinned_engine
 from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -23,7 +23,7 @@ def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
 ) -> None:
     target = target_of("llama")
     request = Request([5, 6, 7], 12, sampling, ignore_eos=True)
-    pinned = Engine(target, None, EngineOptions(batch_size=2, max_length=64, pinned=4))
+    pinned = open_engine(target, None, batch_size=2, max_length=64, pinned=4)
     tokens = pinned.generate([request])[0].tokens
     assert find_flips(pinned, request, tokens) == []
     changed = [*tokens[:6], (tokens[6] + 1) % 61, *tokens[7:]]
@@ -37,7 +37,7 @@ def test_plain_decodings_own_text_has_no_flips_and_a_changed_token_is_one(
 def test_the_gap_is_that_of_the_logits(target_of: TargetOf) -> None:
     target = target_of("llama")
     prompt = [5, 6, 7]
-    pinned = Engine(target, None, EngineOptions(max_length=64, pinned=3))
+    pinned = open_engine(target, None, max_length=64, pinned=3)
     tokens = pinned.generate([Request(prompt, 3, ignore_eos=True)])[0].tokens
     wrong = (tokens[2] + 1) % 61
     (flip,) = find_flips(pinned, Request(prompt, 3, ignore_eos=True), [*tokens[:2], wrong])
@@ -51,8 +51,6 @@ def test_two_units_in_the_last_place_are_near() -> None:
 
 def test_the_reference_has_the_rounds_shape(target_of: TargetOf, scripted_head: Any) -> None:
     target = target_of("llama")
-    engine = Engine(
-        target, scripted_head(target, []), EngineOptions(shape=parse_shape("tree:3x3x8"), batch_size=2, max_length=64)
-    )
+    engine = open_engine(target, scripted_head(target, []), "tree:3x3x8", batch_size=2, max_length=64)
     pinned = pinned_engine(engine)
     assert (pinned.nodes, pinned.options.batch_size, pinned.options.max_length, pinned.head) == (8, 2, 64, None)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.pending import PATIENCE, PENDING, PendingStates
-from heads.backends.round_state import RoundState
+from eval.runtime.candidates import PATIENCE, PENDING, PendingStates
+from eval.runtime.engine import Request
+from heads.backends.torch.commit import RoundState
 from heads.base import Observation
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 B = 3
 Known = list[list[tuple[int, float, float]]]
@@ -23,9 +23,7 @@ def new_pending(asks: bool = True) -> tuple[PendingStates, RoundState]:
     """Not `asks`: as on a GPU."""
     rounds = RoundState.new(batch_size=B, capacity=2000, depth=2, device=torch.device("cpu"))
     rounds.done.fill_(False)
-    pending = PendingStates(rounds)
-    pending.may_ask = asks
-    return pending, rounds
+    return PendingStates(rounds, on_host=asks), rounds
 
 
 def make_round(rounds: RoundState, live: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Observation:
@@ -100,9 +98,9 @@ def test_rows_that_ended_or_began_anew_are_not_given_of(asks: bool) -> None:
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_full_row_that_is_done_harms_no_other(asks: bool, few_pending: Callable[..., None]) -> None:
-    few_pending(4, 1)
+def test_a_full_row_that_is_done_harms_no_other(asks: bool) -> None:
     pending, rounds = new_pending(asks)
+    pending.block = pending.room = 4
     generator, everyone = torch.Generator().manual_seed(0), torch.ones(B, dtype=torch.bool)
     made = []
     for _ in range(4):
@@ -136,11 +134,10 @@ def test_a_cpu_counts_before_it_calls_a_row_full() -> None:
 
 @pytest.mark.parametrize("patience", [16, 1])
 def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
-    patience: int, target_of: Callable[[str], FrozenTarget], few_pending: Callable[..., None]
+    patience: int, target_of: Callable[[str], FrozenTarget]
 ) -> None:
     """On a CPU; where to read many tokens takes no longer than one, they are read whenever there are many."""
     target = target_of("llama")
-    few_pending(PENDING, patience)
     head = build_head("eagle3", {"aux_layer_ids": [0, 1, 2]}, target, torch.ones(target.vocab_size).long()).to(
         target.dtype
     )
@@ -151,8 +148,9 @@ def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
         extend(state, observation)
 
     head.extend = noted
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:2"), max_length=192, adaptive=True))
+    engine = open_engine(target, head, "chain:2", max_length=192, adaptive=True)
     assert engine.candidates is not None
+    engine.candidates.paused.pending.room = PENDING * patience
     engine.candidates.controller.note = lambda span: None  # type: ignore[method-assign]
     engine.candidates.controller.candidate = engine.candidates.controller.none
     engine.generate([Request([5, 6, 7], 150, ignore_eos=True)])

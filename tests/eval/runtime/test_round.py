@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.growth import grow
-from heads.registry import build_untrained
+from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape, parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -24,8 +25,6 @@ class BigramHead(Drafter):
     """Drafts by tensor operations alone: a token is followed by what the logits of its own embedding like best."""
 
     aux_layer_ids: tuple[int, ...] = (1,)
-    config: Any = None
-    depth_weights: tuple[float, ...] = ()
 
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
@@ -52,37 +51,38 @@ class BigramHead(Drafter):
         first = shared.lm_head(shared.embed_tokens(state["root"][:, None]))
         return grow(state["shape"], state["root"], state["position"], first, pick, expand, None)
 
-    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        raise NotImplementedError
 
-    def loss(self, batch: Any, scale: Tensor) -> Any:
-        raise NotImplementedError
-
-
+TREE = "tree:3x3x10"
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)]
 
 
+def make_drafter(name: str, target: FrozenTarget) -> Any:
+    if name == "bigram":
+        return BigramHead()
+    if name == "draft":
+        return build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size)).to(target.dtype)
+    return None if name == "none" else build_untrained(name, target)
+
+
 @pytest.mark.parametrize(
-    ("family", "shape", "rule"),
+    ("family", "drafter", "shape", "rule"),
     [
-        ("llama", "none", "match"),
-        ("llama", "chain:3", "match"),
-        ("llama", "tree:3x3x10", "match"),
-        ("gemma3_text", "none", "match"),
-        ("gemma3_text", "chain:3", "match"),
-        ("gemma3_text", "tree:3x3x10", "match"),
-        ("llama", "chain:3", "ratio"),
-        ("llama", "static:3.2", "ratio"),
-        ("llama", "chain:3", "block"),
+        *((family, "none", "none", "match") for family in ("llama", "gemma3_text")),
+        *((family, "bigram", shape, "match") for family in ("llama", "gemma3_text") for shape in ("chain:3", TREE)),
+        *(("llama", "bigram", shape, "ratio") for shape in ("chain:3", "static:3.2")),
+        ("llama", "bigram", "chain:3", "block"),
+        ("llama", "lookup:3", "chain:3", "match"),
+        *(("llama", "early_exit:2", shape, "match") for shape in ("chain:3", TREE)),
+        *((family, "draft", shape, "match") for family in ("llama", "gemma2") for shape in ("chain:3", TREE)),
+        ("llama", "draft", "static:3.2.1", "match"),
     ],
 )
 def test_a_round_never_waits_for_the_host(
-    family: str, shape: str, rule: str, target_of: TargetOf, no_waiting: Any
+    family: str, drafter: str, shape: str, rule: str, target_of: TargetOf, no_waiting: Any
 ) -> None:
-    head = BigramHead() if shape != "none" else None
-    engine = Engine(
-        target_of(family), head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128, rule=rule)
-    )
+    target = target_of(family)
+    options = EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128, rule=rule)
+    engine = Engine(target, make_drafter(drafter, target), options)
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
@@ -93,28 +93,14 @@ def test_a_round_never_waits_for_the_host(
                 engine.decoder.round(128)
         assert [getattr(state, f.name).data_ptr() for f in fields(state)] == places
         assert (state.rounds == 3).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [("lookup:3", "chain:3"), ("early_exit:2", "chain:3"), ("early_exit:2", "tree:3x3x10")]
-)
-def test_nor_do_drafts_that_need_no_training(name: str, shape: str, target_of: TargetOf, no_waiting: Any) -> None:
-    target = target_of("llama")
-    engine = Engine(
-        target, build_untrained(name, target), EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128)
-    )
-    with torch.inference_mode():
-        read_prompts(engine.decoder, {n: Request([5, 6, 7], 40, s, ignore_eos=True) for n, s in enumerate(SAMPLINGS)})
-        with no_waiting():
-            for _ in range(3):
-                engine.decoder.round(128)
-        assert (engine.decoder.state.rounds == 3).all()
+        if drafter == "draft":
+            assert torch.equal(engine.decoder.head_state.length, state.length)
 
 
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
 def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
     head = BigramHead() if shape != "none" else None
-    engine = Engine(target_of("llama"), head, EngineOptions(shape=parse_shape(shape), batch_size=2, max_length=128))
+    engine = open_engine(target_of("llama"), head, shape, batch_size=2, max_length=128)
     with torch.inference_mode():
         newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
         read_prompts(engine.decoder, newcomers)
@@ -129,14 +115,3 @@ def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> N
         assert {name: getattr(state, name)[0].item() for name in recorded} == before
         assert state.output[0, :2].tolist() == output
         assert state.rounds[1] == 5 and not state.done[1]
-
-
-def test_a_real_draft_with_shared_noise_changes_no_token(target_of: TargetOf) -> None:
-    target = target_of("llama")
-    requests = [
-        Request([5, 6, 7 + i], 20, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(6)
-    ]
-    plain = Engine(target, None, EngineOptions(max_length=128)).generate(requests)
-    for shape in ("chain:3", "tree:3x3x10", "static:3.2"):
-        engine = Engine(target, BigramHead(), EngineOptions(shape=parse_shape(shape), batch_size=4, max_length=128))
-        assert [o.tokens for o in engine.generate(requests)] == [o.tokens for o in plain]

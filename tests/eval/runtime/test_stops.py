@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.request_state import StopWatch
+from eval.runtime.engine import Request
+from eval.runtime.request import StopWatch
 from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 
 @pytest.fixture(scope="module")
@@ -41,31 +41,22 @@ def test_long_outputs_are_read_by_their_tail(tiny_target_dir: Path) -> None:
 @pytest.mark.parametrize("poll_interval", [1, 7])
 @pytest.mark.parametrize("drafting", [False, True])
 def test_outputs_end_with_the_stop_string(
-    drafting: bool,
-    poll_interval: int,
-    target: FrozenTarget,
-    scripted_head: Callable[..., Any],
-    tiny_target_dir: Path,
+    drafting: bool, poll_interval: int, target: FrozenTarget, scripted_head: Callable[..., Any], tiny_target_dir: Path
 ) -> None:
     tokenizer = load_tokenizer(str(tiny_target_dir))
     prompt, sampling = [10, 20, 30], Sampling(temperature=1.0, seed=2)
     free = (
-        Engine(target, None, EngineOptions(max_length=128))
-        .generate([Request(prompt, 40, sampling, ignore_eos=True)])[0]
-        .tokens
+        open_engine(target, None, max_length=128).generate([Request(prompt, 40, sampling, ignore_eos=True)])[0].tokens
     )
     assert len(set(free)) > 10
     for end in (1, 9):
         stop = str(tokenizer.decode(free[:end]))[-3:]
         first = next(i for i in range(1, 41) if stop in tokenizer.decode(free[:i]))
-        engine = Engine(target, None, EngineOptions(max_length=128, poll_interval=poll_interval), tokenizer=tokenizer)
+        engine = open_engine(target, None, max_length=128, poll_interval=poll_interval, tokenizer=tokenizer)
         if drafting:
             head = scripted_head(target, [[*prompt, *free]], right=0.9)
-            engine = Engine(
-                target,
-                head,
-                EngineOptions(shape=parse_shape("chain:4"), batch_size=2, max_length=128, poll_interval=poll_interval),
-                tokenizer=tokenizer,
+            engine = open_engine(
+                target, head, "chain:4", batch_size=2, max_length=128, poll_interval=poll_interval, tokenizer=tokenizer
             )
         requests = [Request(prompt, 40, sampling, stop=(stop, "\0never"), ignore_eos=True)] * 3
         streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}

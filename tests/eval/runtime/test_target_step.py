@@ -1,5 +1,6 @@
 """A tree step through a model equals the model run on each path by itself."""
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.engine import Engine, EngineOptions
-from eval.runtime.target_step import TargetStep, check_family
+from eval.runtime.round import TargetStep, check_family
 from heads.backends.huggingface import HFDecoder
 from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.errors import UserError, warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal
+from tests.small_targets import open_engine
 
 
 def step_of(target: FrozenTarget, spec: CacheSpec) -> TargetStep:
@@ -82,18 +83,16 @@ def test_families_without_tree_masks_are_refused(family: str) -> None:
         check_family(FrozenTarget(model, "its name"))
 
 
-def test_flex_attention_is_refused(target_of: TargetOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of("llama")
-    monkeypatch.setattr(target.config, "_attn_implementation_internal", "flex_attention")
+def test_flex_attention_is_refused(target_of: TargetOf) -> None:
+    target = copy.deepcopy(target_of("llama"))
+    target.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UserError, match="takes no 4-D mask"):
         check_family(target)
 
 
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
-def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
-    ignored: str, target_of: TargetOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = target_of("llama")
+def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, target_of: TargetOf) -> None:
+    target = copy.deepcopy(target_of("llama"))
     forward = target.base.forward
 
     def deaf(**given: Any) -> Any:
@@ -101,21 +100,21 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(
             given[ignored] = given[ignored] * 0
         return forward(**given)
 
-    monkeypatch.setattr(target.base, "forward", deaf)
+    target.base.forward = deaf
     with pytest.raises(UserError, match="does not take tree masks and positions"):
-        Engine(target, None, EngineOptions(max_length=64, backend="huggingface"))
+        open_engine(target, None, max_length=64, backend="huggingface")
 
 
 def test_a_target_without_a_native_decoder_is_given_of_once(
-    target_of: TargetOf, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    target_of: TargetOf, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a process, however many engines there are; a warning, which is seen where logging was never set up."""
     warn_once.cache_clear()
     for _ in range(2):
-        Engine(target_of("gpt2"), None, EngineOptions(max_length=64))
+        open_engine(target_of("gpt2"), None, max_length=64)
     said = "gpt2: decoded by its Hugging Face model, slower: gpt2 has no native decoder"
     assert [(r.levelno, r.message) for r in caplog.records] == [(logging.WARNING, said)]
     caplog.clear()
-    Engine(target_of("gpt2"), None, EngineOptions(max_length=64, backend="huggingface"))  # as asked for
-    Engine(target_of("llama"), None, EngineOptions(max_length=64))
+    open_engine(target_of("gpt2"), None, max_length=64, backend="huggingface")  # as asked for
+    open_engine(target_of("llama"), None, max_length=64)
     assert not caplog.records

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.backends.selection import BACKENDS, TORCH, TRITON
@@ -18,7 +17,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
 
 
-@pytest.mark.usefixtures("no_c")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("shape", ["tree:3x3x8", "tree:2x4x21", "static:3.2", "chain:3"])
 def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled rows side by side; few tokens, so that an untrained head is right now and then."""
@@ -28,12 +27,11 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
         Request([9, 8], 12, Sampling(temperature=0.9, seed=3), ignore_eos=True),
         Request([11] * 4, 13, Sampling(temperature=1.4, top_k=9, seed=5), ignore_eos=True),
     ]
-    plain = Engine(target, None, EngineOptions(batch_size=3, max_length=64)).generate(requests)
+    options = EngineOptions(batch_size=3, max_length=64, backend="torch")
+    plain = Engine(target, None, options).generate(requests)
     found = []
-    for select in (TORCH.select, TRITON.select):
-        if select is TRITON.select:
-            monkeypatch.setattr("heads.backends.triton.pick.runs_kernels", lambda x: True)
-        monkeypatch.setitem(BACKENDS, "torch", replace(TORCH, select=select))
+    for picks in (TORCH, TRITON):
+        monkeypatch.setitem(BACKENDS, "torch", replace(TORCH, select=picks.select, sampling=picks.sampling))
         options = EngineOptions(shape=parse_shape(shape), batch_size=3, max_length=64, backend="torch")
         engine = Engine(target, make_head(target), options)
         outputs = engine.generate(requests)
@@ -47,7 +45,7 @@ def test_texts_and_acceptance_are_those_of_tensor_operations(shape: str, monkeyp
 @pytest.mark.parametrize(("text", "most"), [("tree:6x8x32", 20), ("static:3.2.1", 10), ("chain:5", 14)])
 def test_a_level_takes_two_launches_to_pick_and_one_to_choose(text: str, most: int, temperature: float) -> None:
     """Beside them: the positions, and the end of a chain or a tree. Sampling takes no more."""
-    shape, rows, root = parse_shape(text), RowSampling(2), torch.arange(2)
+    shape, rows, root = parse_shape(text), TRITON.sampling(2), torch.arange(2)
     rows.set_row(0, Sampling(temperature, seed=3))
     levels, ids = torch.randn(2, 8, 50), torch.arange(50)
 

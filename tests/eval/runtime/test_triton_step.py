@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.adaptive import Controller
 from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.round import TargetStep
 from eval.runtime.sampling import Sampling
-from eval.runtime.target_step import TargetStep
 from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton
 from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder

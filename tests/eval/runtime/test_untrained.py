@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.registry import build_untrained
 from heads.target.frozen import FrozenTarget
-from heads.tree import parse_shape
+from tests.small_targets import open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -24,12 +24,12 @@ def test_text_is_the_targets_and_copied_text_is_accepted(
     target = target_of("llama")
     samplings = [Sampling(), Sampling(temperature=1.0, seed=3)]
     requests = [Request(p, 20, samplings[i % 2], ignore_eos=i % 3 > 0) for i, p in enumerate(prompts)]
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
+    plain = open_engine(target, None, batch_size=batch_size, max_length=192).generate(requests)
     # Seen once before, a greedy text is drafted from there.
     requests += [Request([*p, *o.tokens, *p], 20) for p, o in zip(prompts, plain, strict=True)]
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
+    plain = open_engine(target, None, batch_size=batch_size, max_length=192).generate(requests)
     head = build_untrained("lookup:3", target)
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:4"), batch_size=batch_size, max_length=192))
+    engine = open_engine(target, head, "chain:4", batch_size=batch_size, max_length=192)
     for _ in range(2):  # rows are used again
         outputs = engine.generate(requests)
         assert [output.tokens for output in outputs] == [output.tokens for output in plain]
@@ -39,9 +39,7 @@ def test_text_is_the_targets_and_copied_text_is_accepted(
 def test_what_it_cannot_draft_is_refused(target_of: TargetOf) -> None:
     target = target_of("llama")
     with pytest.raises(UserError, match="lookup has one guess at a time; ask for a chain, such as chain:3"):
-        Engine(
-            target, build_untrained("lookup:3", target), EngineOptions(shape=parse_shape("tree:3x2x6"), max_length=64)
-        )
+        open_engine(target, build_untrained("lookup:3", target), "tree:3x2x6", max_length=64)
     with pytest.raises(UserError, match="expected lookup with a number, such as lookup:3"):
         build_untrained("lookup:", target)
     with pytest.raises(UserError, match="match of 1 to 100 tokens, got 0"):
@@ -57,7 +55,7 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(
     cut = copy.deepcopy(target)
     del cut.layers[2:]
     head = build_untrained("early_exit:2", target)
-    engine = Engine(target, head, EngineOptions(shape=parse_shape("chain:3"), max_length=64))
+    engine = open_engine(target, head, "chain:3", max_length=64)
     text = [*prompts[5]]
     proposals = []
     propose = head.propose
@@ -82,23 +80,6 @@ def test_an_early_exit_drafts_what_its_layers_alone_would_say(
             going.append(int(cut.shared.lm_head(hidden[:, -1]).argmax()))
         assert drafted == going[place:]
         place += accepted + 1
-
-
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("shape", ["chain:3", "tree:3x3x9", "static:2.2"])
-def test_an_early_exits_text_is_the_targets(
-    shape: str, batch_size: int, target_of: TargetOf, prompts: list[list[int]]
-) -> None:
-    target = target_of("llama")
-    samplings = [Sampling(), Sampling(temperature=1.0, seed=3)]
-    requests = [Request(p, 16, samplings[i % 2]) for i, p in enumerate(prompts)]
-    plain = Engine(target, None, EngineOptions(batch_size=batch_size, max_length=192)).generate(requests)
-    head = build_untrained("early_exit:2", target)
-    outputs = Engine(
-        target, head, EngineOptions(shape=parse_shape(shape), batch_size=batch_size, max_length=192)
-    ).generate(requests)
-    assert [output.tokens for output in outputs] == [output.tokens for output in plain]
-    assert sum(sum(output.accepted) for output in outputs) > 0
 
 
 def test_an_early_exit_holds_no_weights_of_its_own(target_of: TargetOf) -> None:

@@ -6,55 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
-from eval.runtime.engine import Engine, EngineOptions, Request
-from eval.runtime.prefill import read_prompts
+from eval.runtime.engine import Engine, Request
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.registry import build_head
 from heads.tree import parse_shape
 from tests.launches import Launches
-from tests.small_targets import make_target
+from tests.small_targets import make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
 
-WAITS = {
-    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"),
-    *("aten::item", "aten::unique_dim", "aten::_unique2", "aten::bincount", "aten::lift_fresh"),
-}
-"""Operations for which a GPU's host waits: sizes or values that only the device knows, and constants it sends."""
-
-
-class Watch(TorchDispatchMode):
-    """Fails at the first operation that would wait."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name not in WAITS, f"{name} waits for the device"
-        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
-            assert not masks, f"{name} by a mask waits for the device"
-        if name == "aten::repeat_interleave":
-            assert (kwargs or {}).get("output_size") is not None or not isinstance(args[-1], Tensor), f"{name} waits"
-        return func(*args, **(kwargs or {}))
-
 
 @pytest.fixture(autouse=True)
-def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from triton.runtime.interpreter import GridExecutor
-
-    launch = GridExecutor.__call__
-
-    def unrecorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # the interpreter is the host
-            return launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", unrecorded)
-    with kernels_on_cpu(), as_on_a_gpu():
+def every_kernel() -> Iterator[None]:
+    with Launches(), kernels_on_cpu(), as_on_a_gpu():
         yield
 
 
@@ -69,12 +37,12 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("llama", "eagle3", "static:3.2", "ratio"),
     ],
 )
-def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
+def test_no_round_waits(family: str, kind: str, shape: str, rule: str, no_waiting: Any) -> None:
     requests = [Request([5, 6, 7], 20, ignore_eos=True), Request([9, 8], 20, Sampling(0.9, top_k=9, seed=3), (), True)]
     engine = warm_engine(family, kind, shape, requests, rule=rule)
     with torch.inference_mode():
         before = engine.decoder.state.output_length.clone()
-        with Watch():  # type: ignore[no-untyped-call]
+        with no_waiting(constants=False):
             engine.decoder.round(64)
             engine.reports.send()
     assert (engine.decoder.state.output_length > before).all()
@@ -88,7 +56,7 @@ def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **o
     settings = {"layers": [0, 1]} if kind == "draft" else settings
     head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
     options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
-    engine = Engine(target, head, EngineOptions(**options))
+    engine = open_engine(target, head, **options)
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         engine.decoder.round(64)
@@ -120,7 +88,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
     assert launches.names.total() <= most, launches.names
 
 
-def test_the_watch_sees_what_waits() -> None:
+def test_the_watch_sees_what_waits(no_waiting: Any) -> None:
     x, mask = torch.arange(4), torch.tensor([True, False, True, False])
     for work in (
         lambda: x[mask],
@@ -129,5 +97,5 @@ def test_the_watch_sees_what_waits() -> None:
         lambda: x.repeat_interleave(x),
         lambda: x.masked_select(mask),
     ):
-        with pytest.raises(AssertionError, match="wait"), Watch():  # type: ignore[no-untyped-call]
+        with pytest.raises(AssertionError, match="wait"), no_waiting(constants=False):
             work()

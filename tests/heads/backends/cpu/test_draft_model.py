@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from heads.backends.cpu import library
 from heads.backends.cpu.decoder import CpuDecoder
-from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.draws import CompiledPick, CpuSampling
 from heads.backends.selection import CPU
 from heads.backends.triton.inputs import take_newest_twin
 from heads.base import Observation
@@ -37,8 +36,8 @@ def make_head(variant: str) -> Any:
     return head
 
 
-def sampling() -> RowSampling:
-    rows = RowSampling(B)
+def sampling() -> CpuSampling:
+    rows = CpuSampling(B)
     rows.set_row(1, Sampling(temperature=0.8, seed=7))
     return rows
 

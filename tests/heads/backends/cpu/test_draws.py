@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
-from heads.backends.cpu import draws, library
-from tests.switches import without_c
+from heads.backends.cpu import library
+from heads.backends.cpu.draws import CpuSampling
+from heads.backends.torch import noise
+from heads.backends.torch.sampling import RowSampling
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
@@ -21,8 +22,8 @@ SETTINGS = (
 )
 
 
-def rows_of(*samplings: Sampling) -> RowSampling:
-    rows = RowSampling(len(samplings))
+def rows_of(*samplings: Sampling, kind: type[RowSampling] = CpuSampling) -> RowSampling:
+    rows = kind(len(samplings))
     for row, sampling in enumerate(samplings):
         rows.set_row(row, sampling)
     return rows
@@ -59,32 +60,31 @@ def test_any_bits_that_can_be_drawn_give_the_true_noise() -> None:
     key = mixed((mixed(5) + 9 * GOLDEN) & MASK)
     ids = [(unmixed(k << 12) - key) * pow(GOLDEN, -1, 1 << 64) & MASK for k in drawn]
     signed = torch.tensor([i - (1 << 64) if i >> 63 else i for i in ids])
-    found = gumbel(torch.tensor([5]), torch.tensor([[9]]), signed)[0, 0].tolist()
-    for k, noise in zip(drawn, found, strict=True):
+    found = CpuSampling(1).gumbel(torch.tensor([5]), torch.tensor([[9]]), signed)[0, 0].tolist()
+    for k, made in zip(drawn, found, strict=True):
         exact = -math.log(-math.log1p(-(k + 0.5) / 2**52))
-        assert abs(noise - exact) <= 0.5001 * math.ulp(1.0) * 2**29 * max(abs(exact), 2**-24), k
+        assert abs(made - exact) <= 0.5001 * math.ulp(1.0) * 2**29 * max(abs(exact), 2**-24), k
 
 
 def test_noise_is_that_of_tensor_operations() -> None:
     generator, ids = torch.Generator().manual_seed(4), torch.arange(40_003)
     seeds = torch.randint(-(2**62), 2**62, (20,), generator=generator)
     positions = torch.randint(0, 2**40, (20, 10), generator=generator)
-    ours = gumbel(seeds, positions, ids)
-    with without_c():
-        unlike = ours != gumbel(seeds, positions, ids)
+    unlike = CpuSampling(1).gumbel(seeds, positions, ids) != noise.gumbel(seeds, positions, ids)
     assert int(unlike.sum()) <= 1  # of eight million; one in some hundred millions is expected
 
 
 def test_noise_of_an_id_does_not_depend_on_where_it_stands() -> None:
     seeds, positions = torch.tensor([3, -4]), torch.tensor([[5, 6], [0, 2**33]])
+    gumbel = CpuSampling(1).gumbel
     whole = gumbel(seeds, positions, torch.arange(1000))
     for ids in (torch.arange(999, -1, -1), torch.arange(1000)[7::13], torch.tensor([64])):
         assert torch.equal(gumbel(seeds, positions, ids), whole[..., ids])
 
 
 def odd_logits(generator: torch.Generator) -> Tensor:
-    """(4, 9, 777) logits, among them ties, padding, and what no decoder should give."""
-    logits = torch.randn(4, 9, 777, generator=generator) * 3
+    """(4, 9, 2000) logits, enough for two threads; among them ties, padding, and what no decoder should give."""
+    logits = torch.randn(4, 9, 2000, generator=generator) * 3
     logits[:, 1] = logits[:, 1].round()
     logits[:, 2, 500:] = -torch.inf
     logits[:, 3] = 1e4
@@ -96,9 +96,8 @@ def odd_logits(generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_choices_are_those_of_tensor_operations(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_those_of_tensor_operations(threads: int) -> None:
     before, generator = torch.get_num_threads(), torch.Generator().manual_seed(1)
-    monkeypatch.setattr(draws, "SERIAL_VALUES", 0)
     torch.set_num_threads(threads)
     rows, logits = rows_of(*SETTINGS), odd_logits(generator)
     positions = torch.randint(0, 50, (4, 9), generator=generator).sort().values
@@ -113,8 +112,7 @@ def test_choices_are_those_of_tensor_operations(threads: int, monkeypatch: pytes
     usual = torch.tensor([0, 1, 2, 3, 7, 8])
     others = with_filters.choose(logits, positions)
     assert torch.equal(others[:3, usual], found[:3, usual])
-    with without_c():
-        assert torch.equal(rows.choose(logits, positions), found)
+    assert torch.equal(rows_of(*SETTINGS, kind=RowSampling).choose(logits, positions), found)
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -125,9 +123,8 @@ def test_picks_are_those_of_tensor_operations(count: int, vocabulary: str) -> No
     logits[:, 1, 200:] = -torch.inf
     positions = torch.tensor([[7, 7, 7, 8, 8]]).expand(4, 5)
     ids = torch.randperm(1000, generator=generator)[:333].sort().values if vocabulary == "draft" else None
-    rows = rows_of(*SETTINGS)
-    tokens, logp = rows.pick(logits, positions, count, ids)
-    expected, expected_logp = rows.pick_in_tensors(logits, positions, count, ids)
+    tokens, logp = rows_of(*SETTINGS).pick(logits, positions, count, ids)
+    expected, expected_logp = rows_of(*SETTINGS, kind=RowSampling).pick(logits, positions, count, ids)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(logp[:3], expected_logp[:3], atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(logp[3], expected_logp[3], atol=1.0, rtol=1e-6)  # scores of millions, in steps of a half
@@ -144,5 +141,4 @@ def test_ties_are_picked_lowest_first() -> None:
 def test_other_numbers_take_tensor_operations() -> None:
     rows, positions = rows_of(Sampling(temperature=1.0, seed=2)), torch.arange(3)[None]
     logits = torch.randn(1, 3, 50).bfloat16()
-    assert draws.choose(logits, rows.temperature, rows.seed, positions) is None
     assert torch.equal(rows.choose(logits, positions), rows.choose(logits.float(), positions))

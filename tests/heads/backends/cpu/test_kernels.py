@@ -158,7 +158,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch, caplo
     compiling.find_compiler.cache_clear()
     monkeypatch.setenv("CC", "none")
     with caplog.at_level(logging.INFO, "draftsmith"):
-        assert kernels.pack(torch.randn(4, 4)) is None and kernels.pack(torch.randn(4, 4)) is None
+        assert library.load() is None and library.load() is None
     assert [record.message for record in caplog.records] == [
         "no C compiler found: decoding on this CPU takes torch's operations, which are slower"
     ]
@@ -191,10 +191,8 @@ def test_half_a_library_in_the_cache_is_made_again(tmp_path: Path, monkeypatch: 
     assert compiling.build([source], compiler) == whole
     whole.write_bytes(before[:1000])  # loaded, it would end the process
     assert compiling.build([source], compiler).read_bytes() == before
-    with monkeypatch.context() as patch:
-        patch.delenv("XDG_CACHE_HOME")
-        patch.setattr(Path, "home", homeless)
-        assert compiling.compiled(source) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source))  # no folder
+    assert compiling.compiled(source) is None
 
 
 @compiled
@@ -208,8 +206,3 @@ def test_a_header_that_changed_makes_another_library(tmp_path: Path, monkeypatch
         made = compiling.compiled(*sources)
         assert made is not None
         assert (made.two(), made.three()) == (number, 3)
-
-
-def homeless() -> Path:
-    """Fail as `Path.home` does for a user without an entry in the system."""
-    raise RuntimeError("Could not determine home directory.")

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling
 from eval.runtime.sampling import Sampling
 from heads.backends.base import Backend
 from heads.backends.cpu import library
-from heads.backends.cpu.draws import CompiledPick
+from heads.backends.cpu.draws import CompiledPick, CpuSampling
 from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
 from heads.backends.selection import CPU, TORCH
 from heads.base import Observation, Pick, SharedLayers
@@ -101,7 +100,7 @@ def test_drafts_are_those_without_kernels(name: str, shape: str) -> None:
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("name", HEADS)
 def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, depth: int, embedding: bool) -> None:
-    head, rows = make_head(name), RowSampling(2)
+    head, rows = make_head(name), CpuSampling(2)
     rows.set_row(1, Sampling(temperature=0.8, seed=7))
     assert isinstance(rows.pick, CompiledPick)
     ours = rounds(head, f"chain:{depth}", CPU, embedding=embedding, pick=rows.pick)

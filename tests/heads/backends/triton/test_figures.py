@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.runtime.target_step import TargetStep
+from eval.runtime.round import TargetStep
 from heads.backends.selection import TRITON
 from heads.backends.slot_mapping import CacheSpec
 from heads.backends.triton.cached_decoder import TritonDecoder

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.acceptance import match
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match
 from heads.tree import Acceptance, Proposal
 
 pytest.importorskip("triton")
@@ -219,27 +219,29 @@ def random_round(B: int, N: int, V: int) -> tuple[Proposal, Tensor]:
 
 @pytest.mark.parametrize(("B", "N", "V"), [(1, 1, 2), (4, 9, 2), (3, 33, 2), (5, 12, 1)])
 def test_accept(B: int, N: int, V: int) -> None:
-    from heads.backends.triton.accept import accept
+    from heads.backends.triton.accept import match as accept
 
     for _ in range(3):
         proposal, choice = random_round(B, N, V)
         K = int(proposal.depths.max()) + 1
-        ours, theirs = accept(proposal, choice, K), match(proposal, choice, ancestors(proposal.parents, K), K)
+        ours, theirs = accept(proposal, choice, None, K), match(proposal, choice, ancestors(proposal.parents, K), K)
         assert kept(ours) == kept(theirs)
 
 
 def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
-    from eval.runtime.acceptance import match_chain
-    from heads.backends.triton.accept import accept
+    from heads.backends.torch.accept import match_chain
+    from heads.backends.triton.accept import match as accept
 
     B, N = 4, 6
     node = torch.arange(N).expand(B, N)
     tokens, choice = torch.randint(2, (2, B, 2 * N))  # of which some columns are taken: rows stand apart
     chain = Proposal(tokens[:, :N], (node - 1).clamp_min(0), node, torch.zeros(B, N))
-    assert kept(accept(chain, choice[:, :N], N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
+    assert kept(accept(chain, choice[:, :N], None, N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)
     shared = Proposal(tokens[:, :N], parents.expand(B, N), depths.expand(B, N), torch.zeros(B, N))
-    assert kept(accept(shared, choice[:, :N], N)) == kept(match(shared, choice[:, :N], ancestors(shared.parents, N), N))
+    assert kept(accept(shared, choice[:, :N], None, N)) == kept(
+        match(shared, choice[:, :N], ancestors(shared.parents, N), N)
+    )
 
 
 def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
@@ -254,12 +256,12 @@ def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
 @pytest.mark.parametrize(("N", "X"), [(20, 6), (2, 6), (60, 1500)])
 def test_compact(N: int, X: int) -> None:
     """Nothing else in the cache changes either."""
-    from heads.backends.triton.accept import accept
+    from heads.backends.triton.accept import match as accept
     from heads.backends.triton.compaction import compact, compact_twin
 
     proposal, choice = random_round(3, N, 1)  # one token: the deepest path is always taken
     K = int(proposal.depths.max())
-    acceptance = accept(proposal, choice, K)
+    acceptance = accept(proposal, choice, None, K)
     assert int(acceptance.accepted.max()) == K
     ours = torch.randn(4, 3, N + 20, X)
     theirs, length = ours.clone(), torch.tensor([0, 7, 20])
@@ -270,7 +272,8 @@ def test_compact(N: int, X: int) -> None:
 
 @pytest.mark.parametrize(("X", "D"), [(0, 24), (72, 24), (5000, 2048), (3, 2100)])
 def test_take_path(X: int, D: int) -> None:
-    from heads.backends.triton.accept import take_path, take_path_twin
+    from heads.backends.torch.accept import take_path as take_path_twin
+    from heads.backends.triton.accept import take_path
 
     aux_hidden_states, hidden, path = torch.randn(2, 9, X), torch.randn(2, 9, D), torch.randint(9, (2, 4))
     for ours, theirs in zip(

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel
 from eval.runtime.sampling import Sampling
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling
 from heads.backends.triton.noise import key_of, noise_of
-from heads.backends.triton.pick import Noise, best_columns
+from heads.backends.triton.pick import Noise, TritonSampling, best_columns
 from heads.backends.triton.runtime import constexpr, jit, tl
 from heads.tree import Proposal
 from scripts.gpu import trees
+from tests.launches import Launches
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -23,8 +25,8 @@ pytestmark = [
 SETTINGS = Sampling(temperature=0.7, seed=-3), Sampling(), Sampling(temperature=1.3, seed=2**62)
 
 
-def rows_of(*samplings: Sampling) -> RowSampling:
-    rows = RowSampling(len(samplings))
+def rows_of(*samplings: Sampling, kind: type[RowSampling] = TritonSampling) -> RowSampling:
+    rows = kind(len(samplings))
     for row, sampling in enumerate(samplings):
         rows.set_row(row, sampling)
     return rows
@@ -43,13 +45,13 @@ def test_picks_are_those_of_tensor_operations(
     positions: str, settings: tuple[Sampling, ...], W: int, V: int, count: int, named: bool
 ) -> None:
     generator = torch.Generator().manual_seed(W)
-    rows, logits = rows_of(*settings), wide(generator, 3, W, V)
+    rows, twin, logits = rows_of(*settings), rows_of(*settings, kind=RowSampling), wide(generator, 3, W, V)
     logits[:, 0, V // 2 + 3 :] = -torch.inf  # as padding is: perhaps a whole block
     at = torch.randint(2**40, (3, W), generator=generator)
     at = at[:, :1].expand(-1, W) if positions == "level" else at
     ids = torch.randperm(3 * V, generator=generator)[:V].sort().values if named else None
     tokens, logp = rows.pick(logits, at, count, ids)
-    expected, distribution = rows.pick_in_tensors(logits, at, count, ids)
+    expected, distribution = twin.pick(logits, at, count, ids)
     assert torch.equal(tokens, expected) and tokens.dtype == torch.int64
     torch.testing.assert_close(logp, distribution)
 
@@ -57,8 +59,8 @@ def test_picks_are_those_of_tensor_operations(
 def test_one_distribution_for_a_level_is_picked_from_once() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, at = wide(generator, 3, 1, 99).expand(-1, 4, -1), torch.tensor([[4], [5], [6]]).expand(-1, 4)
-    rows = rows_of(*SETTINGS)
-    for found, expected in zip(rows.pick(logits, at, 3), rows.pick_in_tensors(logits, at, 3), strict=True):
+    rows, twin = rows_of(*SETTINGS), rows_of(*SETTINGS, kind=RowSampling)
+    for found, expected in zip(rows.pick(logits, at, 3), twin.pick(logits, at, 3), strict=True):
         assert found.stride(1) == 0
         torch.testing.assert_close(found, expected)
 
@@ -115,11 +117,11 @@ def test_columns_out_of_order_in_memory_are_read_all_the_same() -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-def test_more_than_a_program_compares_is_picked_by_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.pick.COMPARED", 3)
-    monkeypatch.setattr("eval.runtime.distribution.best_columns", None)
-    rows, logits, at = rows_of(Sampling()), torch.randn(1, 2, 30), torch.zeros(1, 2, dtype=torch.int64)
-    assert torch.equal(rows.pick(logits, at, 4)[0], logits.topk(4).indices)
+def test_more_than_a_program_compares_is_picked_by_tensor_operations() -> None:
+    rows, logits, at = rows_of(Sampling()), torch.randn(1, 2, 30_000), torch.zeros(1, 2, dtype=torch.int64)
+    with Launches(runs=False) as launches:
+        tokens, _ = rows.pick(logits, at, 300)
+    assert torch.equal(tokens, logits.topk(300).indices) and "_best_of_block" not in launches.names
 
 
 def test_what_is_timed_runs_through() -> None:

@@ -20,7 +20,7 @@ from heads.base import SharedLayers
 from heads.layers import RMSNorm
 from heads.registry import build_head
 from heads.tree import parse_shape
-from scripts.gpu.draft_steps import draft_parts, large_head, likeliest, some_news
+from scripts.gpu.draft_steps import draft_parts, large_head, some_news
 from scripts.grown.shapes import SHAPES, ModelShape
 from tests.drafting import SMALL, drafts_are_those_of_torch, some_head
 from tests.launches import Launches
@@ -93,7 +93,7 @@ def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
         news = some_news(state, 6)
         for _ in range(2):  # some things are made once
             with Launches(runs=False) as drafting:
-                head.propose(state, likeliest)
+                head.propose(state, TRITON.sampling(1).pick)
             with Launches(runs=False) as telling:
                 head.extend(state, news)
         counts.append(drafting.names.total())

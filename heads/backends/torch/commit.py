@@ -1,18 +1,65 @@
-"""The decisions of a batch, and their update by a round's outcome.
+"""The decisions of a batch between rounds, and their update by a round's outcome.
 
-Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU with a C compiler it
-is one call of `commit.c`, and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both do.
+Some thirty tensor operations on a few integers cost their dispatch, or their launches. So on a CPU they are one call of
+C (`heads.backends.cpu.commit`), and on a GPU one kernel (`heads.backends.triton.commit`); the operations say what both
+do.
 
 Letters: B rows, N nodes, K depth, M = K + 1 tokens a round can emit, T tokens of a report.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from heads.backends.cpu.commit import CompiledCommit
-from heads.backends.round_state import CommitResult, RoundState
-from heads.backends.triton.commit import commit
-from heads.backends.triton.runtime import runs_kernels
+
+@dataclass(frozen=True)
+class RoundState:
+    """Decisions of a batch so far."""
+
+    length: Tensor  # (B,) int64, tokens in the target's cache
+    root: Tensor  # (B,) int64
+    done: Tensor  # (B,) bool; rows without a request are done
+    limit: Tensor  # (B,) int64, most tokens to emit
+    heeds_eos: Tensor  # (B,) bool
+    output: Tensor  # (B, capacity) int64, tokens emitted, the root included; padding after output_length
+    output_length: Tensor  # (B,) int64
+    rounds: Tensor  # (B,) int64, rounds the row took part in
+    accepted: Tensor  # (B, capacity) int64, by round: drafted tokens that the output took
+    reached: Tensor  # (B, capacity) int64, by round: the deepest level put to the test, all levels above it accepted
+    report: Tensor  # (B, 3 + T) int64: done, output_length, length and the last T tokens, as the last round left them
+
+    @classmethod
+    def new(cls, *, batch_size: int, capacity: int, depth: int, device: torch.device, rounds: int = 1) -> "RoundState":
+        """Rows without requests; `capacity` is the most tokens a request emits; a report shows the tokens of `rounds`
+        rounds."""
+        B, M = batch_size, depth + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            length=zeros(B),
+            root=zeros(B),
+            done=~zeros(B, dtype=torch.bool),
+            limit=zeros(B),
+            heeds_eos=zeros(B, dtype=torch.bool),
+            output=zeros(B, capacity + M),
+            output_length=zeros(B),
+            rounds=zeros(B),
+            accepted=zeros(B, capacity + 1),
+            reached=zeros(B, capacity + 1),
+            report=zeros(B, 3 + min(M * rounds, capacity)),
+        )
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """New tokens of a round; valid until the next."""
+
+    tokens: Tensor  # (B, M + 1) int64, the root before the round, then what was emitted
+    start: Tensor  # (B,) int64, tokens in the target's cache before it
+    count: Tensor  # (B,) int64, tokens that came into it; 0 in rows that are done
 
 
 class Commit:
@@ -26,8 +73,7 @@ class Commit:
         self.shown = torch.arange(state.report.shape[1] - 3, device=device)
         tokens, (start, count) = state.output.new_zeros(B, M + 1), state.output.new_zeros(2, B)
         self.result = CommitResult(tokens, start, count)
-        self.by_kernel = runs_kernels(state.output)
-        self.compiled = None if self.by_kernel else CompiledCommit.of(state, eos, self.result)
+        """Where kernels leave what they give."""
 
     def __call__(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
         """Take the accepted tokens into the state, cut at EOS and at the limit.
@@ -35,16 +81,6 @@ class Commit:
         accepted (B,), emitted (B, M): as in `Acceptance`; depths (B, N): of each tree's nodes, None where all trees
         have K levels.
         """
-        if self.by_kernel:
-            commit(self.state, self.eos, self.result, accepted, emitted, depths)
-            return self.result
-        if self.compiled is None:
-            return self.in_tensors(accepted, emitted, depths)
-        self.compiled(accepted, emitted, depths)
-        return self.result
-
-    def in_tensors(self, accepted: Tensor, emitted: Tensor, depths: Tensor | None) -> CommitResult:
-        """Commit by tensor operations, on any device."""
         state, count = self.state, accepted + 1
         kept, ended = self.cut(emitted, count)
         active = ~state.done

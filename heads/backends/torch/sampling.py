@@ -1,5 +1,8 @@
 """Choice of tokens: one processed distribution, and noise that depends only on (seed, position, token id).
 
+`RowSampling` is the reference, in torch's operations; `heads.backends.cpu.draws` and `heads.backends.triton.pick` have
+forms of their own for what a round asks most, which give the same tokens.
+
     p_t      = min_p(top_p(top_k(softmax(logits_t / T))))          in float32; at T = 0 all of it on the argmax
     choice_t = argmax(log p_t + G(seed, t))                        lowest id on ties
 
@@ -11,44 +14,57 @@ decoding equal to plain decoding token for token, and lets a draft use the very 
 Letters: B rows of the batch, W positions a row, V vocabulary, Vx the columns of a draft's logits.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from eval.runtime.sampling import Sampling
-from heads.backends.cpu import draws
 from heads.backends.torch import noise
-from heads.backends.triton.pick import Noise, best_columns, best_columns_twin, serves
 from heads.tree import Pick
 
 
+class Settings(Protocol):
+    """Sampling settings of a request; a temperature of 0 is greedy, and 0, 1 and 0 turn the filters off."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
 class RowSampling:
-    """Sampling settings of every row of a batch, as tensors. Rows of different requests mix freely.
+    """Sampling settings of every row of a batch, as tensors, and the choices by them. Rows mix freely.
 
     `random` and `filtered` are host flags (does any row sample? does any row filter?), so that a greedy batch costs
     one argmax. They choose between forms of equal result, never the result.
     """
 
     def __init__(self, batch_size: int, device: torch.device | str = "cpu") -> None:
-        self._rows = [Sampling()] * batch_size
+        self._rows: list[Settings | None] = [None] * batch_size
         self.temperature = torch.zeros(batch_size, device=device)  # (B,) float32
         self.top_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.top_p = torch.ones(batch_size, device=device)
         self.min_p = torch.zeros(batch_size, device=device)
         self.seed = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.random = self.filtered = False
-        library = draws.library_for(self.seed)
-        picker = None if library is None else draws.CompiledPick(library, self.temperature, self.seed)
-        self.pick: Pick = self.pick_by_kernels if picker is None else picker
+        self.pick: Pick = self.pick_likeliest
         """Pick children for the rule `match`: those with the highest scores, noise included."""
 
-    def set_row(self, row: int, sampling: Sampling) -> None:
+    def set_row(self, row: int, sampling: Settings) -> None:
         """Set the row of a request."""
         self._rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = sampling.top_k, sampling.top_p, sampling.min_p
         self.seed[row] = sampling.seed
-        self.random = any(s.temperature > 0 for s in self._rows)
-        self.filtered = any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in self._rows)
+        warm = [s for s in self._rows if s is not None and s.temperature > 0]
+        self.random = bool(warm)
+        self.filtered = any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in warm)
 
     def filters(self) -> Tensor:
         """(B,) bool: the rows that filter."""
@@ -56,9 +72,14 @@ class RowSampling:
 
     def row(self, row: int) -> "RowSampling":
         """Return a copy of one row, as a batch of one."""
-        alone = RowSampling(1, self.seed.device)
-        alone.set_row(0, self._rows[row])
+        alone, settings = type(self)(1, self.seed.device), self._rows[row]
+        if settings is not None:
+            alone.set_row(0, settings)
         return alone
+
+    def gumbel(self, seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """`heads.backends.torch.noise.gumbel`: seeds (B,), positions (B, W), token_ids (Vx,) -> (B, W, Vx) float32."""
+        return noise.gumbel(seeds, positions, token_ids)
 
     def log_distribution(self, logits: Tensor) -> Tensor:
         """(B, W, V) logits -> (B, W, V) float32 log p; -inf where a filter excludes the token."""
@@ -68,33 +89,26 @@ class RowSampling:
         """(B, W, V) logits, (B, W) the positions of the tokens to be chosen -> (B, W) token ids."""
         if not self.random:
             return logits.argmax(dim=-1)
-        if not self.filtered:
-            chosen = draws.choose(logits, self.temperature, self.seed, positions)
-            if chosen is not None:
-                return chosen
-        perturbation = gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
+        perturbation = self.gumbel(self.seed, positions, torch.arange(logits.shape[-1], device=logits.device))
         scores = scaled(logits, self.temperature, self.top_k, self.top_p, self.min_p, filtered=self.filtered)
         return perturbation.add_(scores).argmax(dim=-1)
 
-    def pick_by_kernels(
+    def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run `pick` on a GPU, or by tensor operations where there are no kernels."""
+        """As `heads.tree.Pick`."""
         W = logits.shape[1]
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
-            ids, logp = self.pick_by_kernels(logits[:, :1], positions[:, :1], count, token_ids)
+            ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)
             return ids.expand(-1, W, -1), logp.expand(-1, W, -1)
-        if not serves(logits, count):
-            return self.pick_in_tensors(logits, positions, count, token_ids)
-        noise = Noise(positions, self.temperature, self.seed) if self.random else None
-        return best_columns(logits, count, token_ids, noise)
+        return self.pick_of_each(logits, positions, count, token_ids)
 
-    def pick_in_tensors(
+    def pick_of_each(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run `pick` by tensor operations, on any device."""
+        """`pick_likeliest` of nodes with a distribution each."""
         scores = self.perturb(logits, positions, token_ids) if self.random else logits
-        return best_columns_twin(scores, count, token_ids)
+        return best_columns(scores, count, token_ids)
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the scores by which a draft ranks its candidates, with the noise that `choose` will use at the same
@@ -111,7 +125,7 @@ class RowSampling:
         hot = (self.temperature > 0)[:, None, None]
         warmth = torch.where(hot, self.temperature[:, None, None], 1.0)
         together = positions.shape[1] > 1 and positions.stride(1) == 0  # a level of a tree stands at one position
-        perturbation = gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
+        perturbation = self.gumbel(self.seed, positions[:, :1] if together else positions, token_ids)
         return torch.where(hot, logits / warmth + perturbation, logits)
 
 
@@ -157,7 +171,9 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     return torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Compute `heads.backends.torch.noise.gumbel`, in C on a CPU with a compiler."""
-    made = draws.gumbel(seeds, positions, token_ids)
-    return noise.gumbel(seeds, positions, token_ids) if made is None else made
+def best_columns(scores: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64 and the log-softmax of
+    their scores, float32. Which of equal ones stands first is not said."""
+    distribution = scores.float().log_softmax(-1)
+    logp, columns = distribution.max(-1, keepdim=True) if count == 1 else distribution.topk(count, dim=-1)
+    return columns if token_ids is None else token_ids[columns], logp

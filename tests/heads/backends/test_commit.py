@@ -1,14 +1,14 @@
-"""Commit of a round in C and by a kernel, against tensor operations."""
+"""Commit of a round in C and by a kernel, against tensor operations, and those against what is wanted."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, fields
 
 import pytest
 import torch
-from torch import Tensor
 
-from eval.runtime.state import Commit
-from heads.backends.round_state import RoundState
+from heads.backends.base import Backend
+from heads.backends.selection import CPU, TORCH, TRITON
+from heads.backends.torch.commit import Commit, RoundState
 from tests.switches import kernels_on_cpu, need_c
 
 B = 5
@@ -34,37 +34,35 @@ def copy_of(state: RoundState) -> RoundState:
     return RoundState(**{field.name: getattr(state, field.name).clone() for field in fields(state)})
 
 
-@pytest.fixture(params=["compiler", "kernel"])
-def form(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Form of the commit."""
-    if request.param == "compiler":
+@pytest.fixture(params=[CPU, TRITON], ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Backends with a form of their own."""
+    if request.param is CPU:
         need_c()
-        yield "compiler"
+        yield CPU
         return
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("on a GPU the kernel itself is run")
     with kernels_on_cpu():
-        yield "kernel"
+        yield TRITON
 
 
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("eos", [[], [3], [7, 2], [8, 8, 1, 0, 5]])
-def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree: bool, form: str) -> None:
+def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree: bool, backend: Backend) -> None:
     generator = torch.Generator().manual_seed(depth)
     cut = 0
-    for _ in range(25 if form == "compiler" else 10):  # the interpreter of kernels is slow
+    for _ in range(25 if backend is CPU else 10):  # the interpreter of kernels is slow
         ours = random_state(depth, generator)
         theirs, before = copy_of(ours), copy_of(ours)
         accepted = torch.randint(0, depth + 1, (B,), generator=generator)
         emitted = torch.randint(0, 9, (B, depth + 1), generator=generator)
         depths = torch.randint(0, depth + 1, (B, 7), generator=generator) if tree else None
-        commit = Commit(ours, torch.tensor(eos, dtype=torch.int64), depth)
-        assert commit.by_kernel == (form == "kernel") and (commit.compiled is not None) == (form == "compiler")
-        known = commit(accepted, emitted, depths)
-        other = Commit(theirs, commit.eos, depth)
-        expected = other.in_tensors(accepted, emitted, depths)
+        ends = torch.tensor(eos, dtype=torch.int64)
+        known = backend.commit(ours, ends, depth)(accepted, emitted, depths)
+        expected = Commit(theirs, ends, depth)(accepted, emitted, depths)
         for one, two in ((ours, theirs), (known, expected)):
             for field in fields(one):
                 assert torch.equal(getattr(one, field.name), getattr(two, field.name)), field.name
@@ -72,7 +70,7 @@ def test_the_state_is_that_of_tensor_operations(eos: list[int], depth: int, tree
     assert cut or depth == 0, "no output ended within a round"
 
 
-def test_one_tree_may_serve_all_rows(form: str) -> None:
+def test_one_tree_may_serve_all_rows(backend: Backend) -> None:
     """Its depths are then one row, expanded."""
     generator = torch.Generator().manual_seed(0)
     ours = random_state(4, generator)
@@ -80,13 +78,8 @@ def test_one_tree_may_serve_all_rows(form: str) -> None:
     accepted, emitted = torch.full((B,), 3), torch.randint(3, 9, (B, 5), generator=generator)
     depths = torch.tensor([[0, 1, 1, 2]])
     for state, shown in ((ours, depths.expand(B, -1)), (theirs, depths.repeat(B, 1))):
-        Commit(state, torch.tensor([2]), 4)(accepted, emitted, shown)
+        backend.commit(state, torch.tensor([2]), 4)(accepted, emitted, shown)
     assert torch.equal(ours.reached, theirs.reached) and int(ours.reached.max()) == 2
-
-
-def commit(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor, ...]:
-    commit = Commit(state, torch.tensor([3]), len(emitted) - 1)
-    return astuple(commit(torch.tensor([accepted]), torch.tensor([emitted]), None))
 
 
 @pytest.mark.parametrize(
@@ -100,9 +93,7 @@ def commit(state: RoundState, accepted: int, emitted: list[int]) -> tuple[Tensor
         (1, 20, True, 2, True),  # the bonus token ends it too
     ],
 )
-def test_outputs_end_where_they_should(
-    accepted: int, room: int, heeds: bool, kept: int, done: bool, with_c: bool
-) -> None:
+def test_outputs_end_where_they_should(accepted: int, room: int, heeds: bool, kept: int, done: bool) -> None:
     state = RoundState.new(batch_size=1, capacity=30, depth=3, device=torch.device("cpu"))
     state.done.fill_(False)
     state.length.fill_(10)
@@ -110,7 +101,8 @@ def test_outputs_end_where_they_should(
     state.output_length.fill_(1)
     state.limit.fill_(1 + room)
     state.heeds_eos.fill_(heeds)
-    tokens, start, count = commit(state, accepted, [5, 3, 6, 7])
+    commit = TORCH.commit(state, torch.tensor([3]), 3)
+    tokens, start, count = astuple(commit(torch.tensor([accepted]), torch.tensor([[5, 3, 6, 7]]), None))
     assert tokens.tolist() == [[8, 5, 3, 6, 7]] and start.item() == 10
     assert state.output_length.item() == 1 + kept and bool(state.done) == done
     assert state.output[0, 1 : 1 + kept].tolist() == [5, 3, 6, 7][:kept]

@@ -5,11 +5,9 @@ import random
 import pytest
 import torch
 
-from eval.runtime.acceptance import match, match_chain
 from heads.backends.slot_mapping import ancestors
+from heads.backends.torch.accept import match, match_chain
 from heads.tree import Proposal
-
-pytestmark = pytest.mark.usefixtures("with_c")
 
 
 def walk(tokens: list[int], parents: list[int], choice: list[int]) -> list[int]:

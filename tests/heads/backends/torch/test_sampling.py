@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.runtime.distribution import RowSampling, gumbel, log_distribution
 from eval.runtime.sampling import Sampling
+from heads.backends.torch.noise import gumbel
+from heads.backends.torch.sampling import RowSampling, log_distribution
 from heads.errors import UserError
 
 MASK = (1 << 64) - 1
