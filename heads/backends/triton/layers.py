@@ -12,7 +12,7 @@ Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d h
 import torch
 from torch import Tensor
 
-from heads.backends.triton.gemm import add_parts_twin
+from heads.backends.triton.gemm import add_parts_twin, silu_of
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
 
 
@@ -188,27 +188,29 @@ def _rope_write(  # type: ignore[no-untyped-def]
             tl.store(goal + HALF + i, right.to(KEYS.dtype.element_ty), mask=inside)
 
 
-def silu_mul(fused: Tensor) -> Tensor:
-    """fused (M, 2 I): gate, then up -> SiLU(gate) * up (M, I)."""
+def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """fused (M, 2 I): gate, then up, or parts of it (P, M, 2 I) to be rounded to dtype -> SiLU(gate) * up (M, I)."""
     if not runs_kernels(fused):
-        return silu_mul_twin(fused)
-    M, I = fused.shape[0], fused.shape[1] // 2  # noqa: E741 - the field's letter
-    out = fused.new_empty(M, I)
+        return silu_mul_twin(fused, dtype)
+    M, I = fused.shape[-2], fused.shape[-1] // 2  # noqa: E741 - the field's letter
+    out = fused.new_empty(M, I, dtype=dtype)
     block = min(1024, next_power_of_2(I))
-    _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(0), BLOCK=block)
+    _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(-2), BLOCK=block, PARTS=parts_in(fused))
     return out
 
 
-def silu_mul_twin(fused: Tensor) -> Tensor:
+def silu_mul_twin(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The same in torch operations."""
-    gate, up = fused.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(fused.dtype)
+    whole = add_parts_twin(fused, dtype or fused.dtype) if fused.dim() == 3 else fused
+    gate, up = whole.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(whole.dtype)
 
 
 @jit
-def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr, PARTS: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
-    gate = tl.load(FUSED + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(FUSED + row * row_stride + I + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * I + i, (gate / (1.0 + tl.exp(-gate)) * up).to(OUT.dtype.element_ty), mask=inside)
+    at, by_part, kind = FUSED + row * row_stride + i, tl.num_programs(0) * row_stride, OUT.dtype.element_ty
+    gate = _load_sum(at, inside, by_part, PARTS, kind)
+    up = _load_sum(at + I, inside, by_part, PARTS, kind)
+    tl.store(OUT + row * I + i, silu_of(gate, up).to(kind), mask=inside)
