@@ -30,22 +30,20 @@ def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor |
 def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: Callable[..., float]) -> list[Part]:
     """A draft step of one node and of eight, with its picks, and the time to extend a head by six tokens; by kernels
     and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
-    cache = 4 * length * shape.num_key_value_heads * shape.head_dim
+    cache, tree = 4 * length * shape.num_key_value_heads * shape.head_dim, parse_shape("tree:6x8x32")
     parts = []
     for name in ("eagle3", "mtp"):
         head, shared = large_head(name, shape, device)
-        lm_head_weight = head.lm_head_weight(shared)
-        fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
-        own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
         for form, backend in (("kernels", TRITON), ("torch", TORCH)):
-            tree = parse_shape("tree:6x8x32")
             state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
+            reads = head.bytes_per_round(state)  # the output head at every level, the layer at all but the first
+            size = (reads.propose - 2 * reads.logits * shape.hidden_size) // (tree.depth - 1)
             for width in (1, 8):
-                size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
-                parts.append(Part(f"{name} draft step by {form}, {width} rows", size, seconds(work, device)))
-            size, work = 2 * own + cache, partial(head.extend, state, some_news(state, 6))
-            parts.append(Part(f"{name} extended by {form}, 6 rows", size, seconds(work, device)))
+                took = seconds(one_step(head, state, width), device)
+                parts.append(Part(f"{name} draft step by {form}, {width} rows", size + cache, took))
+            took = seconds(partial(head.extend, state, some_news(state, 6)), device)
+            parts.append(Part(f"{name} extended by {form}, 6 rows", reads.extend + cache, took))
     return parts
 
 

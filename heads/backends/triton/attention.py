@@ -24,8 +24,8 @@ from heads.backends.slot_mapping import ancestors
 from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
 
 FINE, COARSE = 1024, 256
-"""The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE. Numbers
-of the function: others round differently."""
+"""The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE.
+Numbers of the function: others round differently."""
 CHUNK = 16
 """Splits whose parts are merged before the chunks are; another number rounds differently, too."""
 
@@ -108,11 +108,44 @@ def tree_attention(
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     behind = q.shape[1] if behind is None else behind
-    if runs_kernels(q):
-        return _kernel(q, keys, values, words, length, depths, behind, scale, window, soft_cap, rope, paths, counters)
-    return tree_attention_twin(
-        q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
-    )
+    if not runs_kernels(q):
+        return tree_attention_twin(
+            q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
+        )
+    B, N, H, d = q.shape
+    assert depths is not None or (paths is None and not window)
+    assert not window or paths is not None or behind == N
+    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
+    G = H // Hkv
+    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
+    small = wide or q.element_size() > 2
+    tiled = G if paths is not None else N * G
+    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    tiles = triton.cdiv(tiled, rows)
+    groups = tiles * (N if paths is not None else 1)
+    split = max(64, min(COARSE, 1 << (Hkv * groups * FINE // 128).bit_length() - 1))
+    splits = splits_of(S, split)
+    chunks = triton.cdiv(splits, CHUNK)
+    number = B * Hkv * groups * (1 + chunks)
+    if counters is None or len(counters) < number:
+        counters = torch.zeros(number, dtype=torch.int32, device=q.device)
+    sums = q.new_empty(B, splits + chunks, N, H, dv, dtype=torch.float32)
+    tops = q.new_empty(2, B, splits + chunks, N, H, dtype=torch.float32)
+    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
+    _attention[(B * Hkv, splits, groups)](
+        q, keys, values, words if paths is None else paths, length,
+        length if depths is None else depths.contiguous(), sums, tops[0], tops[1], out, counters,
+        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
+        q.stride(0), q.stride(1), q.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        G=G, W=(words if paths is None else paths).shape[2],
+        SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
+        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
+        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
+        num_warps=8 if wide else 4, num_stages=2,
+    )  # fmt: skip
+    return out
 
 
 def tree_attention_twin(
@@ -152,57 +185,6 @@ def tree_attention_twin(
     return out.reshape(B, N, H, -1).to(q.dtype)
 
 
-def _kernel(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    length: Tensor,
-    depths: Tensor | None,
-    behind: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    rope: int,
-    paths: Tensor | None,
-    counters: Tensor | None,
-) -> Tensor:
-    B, N, H, d = q.shape
-    assert depths is not None or (paths is None and not window)
-    assert not window or paths is not None or behind == N
-    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
-    G = H // Hkv
-    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
-    small = wide or q.element_size() > 2
-    tiled = G if paths is not None else N * G
-    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
-    tiles = triton.cdiv(tiled, rows)
-    groups = tiles * (N if paths is not None else 1)
-    split = max(64, min(COARSE, 1 << (Hkv * groups * FINE // 128).bit_length() - 1))
-    splits = splits_of(S, split)
-    chunks = triton.cdiv(splits, CHUNK)
-    number = B * Hkv * groups * (1 + chunks)
-    if counters is None or len(counters) < number:
-        counters = torch.zeros(number, dtype=torch.int32, device=q.device)
-    sums = q.new_empty(B, splits + chunks, N, H, dv, dtype=torch.float32)
-    tops = q.new_empty(2, B, splits + chunks, N, H, dtype=torch.float32)
-    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
-    _attention[(B * Hkv, splits, groups)](
-        q, keys, values, words if paths is None else paths, length,
-        length if depths is None else depths.contiguous(), sums, tops[0], tops[1], out, counters,
-        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
-        q.stride(0), q.stride(1), q.stride(2),
-        keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2),
-        G=G, W=(words if paths is None else paths).shape[2],
-        SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
-        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
-        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
-        num_warps=8 if wide else 4, num_stages=2,
-    )  # fmt: skip
-    return out
-
-
 @jit
 def _attention(  # type: ignore[no-untyped-def]
     Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES, OUT, COUNTERS,
@@ -213,8 +195,8 @@ def _attention(  # type: ignore[no-untyped-def]
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
     WINDOW: constexpr, CAP: constexpr, OWN_PATH: constexpr,
 ):  # fmt: skip
-    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program that
-    ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
+    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program
+    that ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
 
     WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
     """
@@ -309,12 +291,11 @@ def _attention(  # type: ignore[no-untyped-def]
     COUNTERS += (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * (1 + most)
     first, count = at + chunk * CHUNK * rows, tl.minimum(CHUNK, used - chunk * CHUNK)
     last = _is_last(COUNTERS + 1 + chunk, count)
-    if last:
-        if chunks > 1:
-            goal = at + (splits + chunk) * rows
-            _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, DV, PAD_DV, False)
-            last = _is_last(COUNTERS, chunks)
-            first, count = at + splits * rows, chunks
+    if last & (chunks > 1):
+        goal = at + (splits + chunk) * rows
+        _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, DV, PAD_DV, False)
+        last = _is_last(COUNTERS, chunks)
+        first, count = at + splits * rows, chunks
     if last:
         goal = (b * N + node) * (HKV * G) + head
         _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, DV, PAD_DV, True)
@@ -325,8 +306,8 @@ def _merge(  # type: ignore[no-untyped-def]
     SUMS, TOPS, MASSES, OUT, first, step, count, goal, live,
     ROWS: constexpr, DV: constexpr, PAD_DV: constexpr, DONE: constexpr,
 ):  # fmt: skip
-    """Add `count` parts, first to last, to a part at `goal`, or to the row of OUT there; some columns at a time, so that
-    a program has several parts under way. Parts come from the memory that all processors share."""
+    """Add `count` parts, first to last, to a part at `goal`, or to the row of OUT there; some columns at a time, so
+    that a program has several parts under way. Parts come from the memory that all processors share."""
     COLUMNS: constexpr = min(PAD_DV, 2048 // ROWS if ROWS < 64 else 16)  # as registers allow
     for start in range(0, PAD_DV, COLUMNS):
         dv = start + tl.arange(0, COLUMNS)
@@ -356,8 +337,8 @@ def _merge(  # type: ignore[no-untyped-def]
 
 @jit
 def _is_last(COUNTER, number):  # type: ignore[no-untyped-def]
-    """Return True in the last of `number` programs to come here, which may read what the others have stored. The counter
-    is 0 before and after."""
+    """Return True in the last of `number` programs to come here, which may read what the others have stored. The
+    counter is 0 before and after."""
     tl.debug_barrier()  # all threads have stored before one of them counts
     last = tl.atomic_add(COUNTER, 1, sem="acq_rel", scope="gpu") == number - 1
     if last:

@@ -210,7 +210,8 @@ def silu_mul_twin(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr, PARTS: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
-    at, by_part, kind = FUSED + row * row_stride + i, tl.num_programs(0) * row_stride, OUT.dtype.element_ty
+    at, by_part = FUSED + row * row_stride + i, tl.num_programs(0) * row_stride
+    kind = OUT.dtype.element_ty
     gate = _load_sum(at, inside, by_part, PARTS, kind)
     up = _load_sum(at + I, inside, by_part, PARTS, kind)
     tl.store(OUT + row * I + i, silu_of(gate, up).to(kind), mask=inside)

@@ -1,5 +1,5 @@
-"""Figures of the GPU's form that need no card: launches of a round at the shape of Llama-3.1-8B, of tensors that have no
-memory."""
+"""Figures of the GPU's form that need no card: launches of a round at the shape of Llama-3.1-8B, of tensors that have
+no memory."""
 
 from typing import Any
 

@@ -209,12 +209,13 @@ def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
     (1, 40, 70, torch.float32), (17, 130, 1500, torch.bfloat16), (5, 2100, 96, torch.bfloat16),
 ])  # fmt: skip
 def test_gates(M: int, K: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
-    """In the end of their product, or where its parts are added; a row that is not a number stays alone."""
+    """In the end of their product, or where its parts are added, of sums that are exact; a row that is not a number
+    stays alone."""
     from heads.backends.triton.gemm import TILES
     from heads.backends.triton.layers import silu_mul, silu_mul_twin
     from heads.backends.triton.products import Products, shape_of
 
-    x, weight = torch.randint(-2, 3, (M, K)).to(dtype), torch.randint(-4, 5, (2 * I, K)).to(dtype) / 64  # sums are exact
+    x, weight = torch.randint(-2, 3, (M, K)).to(dtype), torch.randint(-4, 5, (2 * I, K)).to(dtype) / 64
     x[M // 2, 3] = torch.nan if M > 1 else 0.5
     expected = silu_mul_twin((x.float() @ weight.float().T).to(dtype))
     for tile in TILES:
