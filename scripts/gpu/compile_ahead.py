@@ -28,7 +28,7 @@ from eval.runtime.state import Commit
 from heads.backends.selection import TRITON
 from heads.backends.triton import runtime as backend
 
-SHARED_MEMORY, REGISTERS, THREADS = 227 * 1024, 1 << 16, 2048
+SHARED_MEMORY, REGISTERS, THREADS, PROGRAMS = 227 * 1024, 1 << 16, 2048, 32
 """Of a processor of an H100 or H200; a program has 1 KB of shared memory besides its own."""
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
 """Bytes a thread, which differ from one Triton to the next; float32 is for checks and not for speed."""
@@ -211,7 +211,7 @@ def resources(made: Any) -> dict[str, int]:
     room = REGISTERS // (-(-used["REG"] // 8) * 8 * threads), (SHARED_MEMORY + 1024) // (shared + 1024)
     return {
         "registers": used["REG"], "spilled": used["STACK"], "shared": shared,
-        "programs": min(*room, THREADS // threads),
+        "programs": min(*room, THREADS // threads, PROGRAMS),
     }  # fmt: skip
 
 

@@ -366,6 +366,20 @@ def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -
     assert torch.equal(chain[:, 3], tree[:, 4])
 
 
+@pytest.mark.parametrize("start", [62, 1022])
+def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None:
+    """Bit for bit, where a split ends within the chain, and where a chunk of splits does."""
+    from heads.backends.triton.attention import ancestor_words, tree_attention
+
+    depths, length = torch.arange(3)[None], torch.tensor([start])
+    words, _ = ancestor_words((depths - 1).clamp_min(0), depths, 2)
+    q, keys, values = torch.randn(1, 3, 4, 16), torch.randn(1, 1100, 2, 16), torch.randn(1, 1100, 2, 16)
+    chain = tree_attention(q, keys, values, words, length, depths)
+    for j in range(3):
+        alone = tree_attention(q[:, [j] * 3].contiguous(), keys, values, words, length + j, depths)
+        assert torch.equal(alone[:, 0], chain[:, j])
+
+
 def test_logits_are_what_the_choice_compares() -> None:
     from heads.backends.triton.choose import choose, logits
 
