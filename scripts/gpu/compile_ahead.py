@@ -153,43 +153,17 @@ def draft(dtype: torch.dtype) -> None:
     """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
     from heads.backends.slot_mapping import Drafted, Observed
     from heads.backends.triton.inputs import stand
-    from heads.backends.triton.pick import best_columns
-    from heads.backends.triton.recurrent import TritonRecurrent
-    from heads.base import Observation, SharedLayers
-    from heads.eagle3 import Eagle3, Eagle3Config
-    from heads.mtp import Mtp, MtpConfig
     from heads.tree import parse_shape
-    from heads.vocab import build_vocab
+    from scripts.gpu.draft_steps import large_head, likeliest, some_news
+    from scripts.grown.shapes import SHAPES
 
-    widths: Any = dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        rms_norm_eps=1e-5, vocab_size=128256, num_target_layers=32, draft_vocab_size=32000, rope_theta=5e5,
-        max_position_embeddings=131072,
-    )  # fmt: skip
-    vocab = build_vocab(torch.ones(128256), 32000)
-
-    def choose(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return best_columns(logits, count, token_ids)
-
-    with torch.device("meta"):
-        table = torch.nn.Embedding(128256, 4096, dtype=dtype)
-        shared = SharedLayers(embed_tokens=table, lm_head=lambda hidden: hidden, lm_head_weight=table.weight)
-        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), vocab), Mtp(MtpConfig(**widths), vocab)
-    for head in heads:
-        head.to("meta", dtype)
-        for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
-            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape), backend=TRITON)
-            assert isinstance(state.steps, TritonRecurrent)
+    for name in ("eagle3", "mtp"):
+        head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"), dtype)
+        for text in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
+            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text), backend=TRITON)
             for M in (6, 64, 256):
-                tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
-                aux_hidden_states = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
-                head.extend(
-                    state,
-                    Observation(
-                        tokens, aux_hidden_states, aux_hidden_states[..., :4096], state.root, state.length, None
-                    ),
-                )
-            head.propose(state, choose)
+                head.extend(state, some_news(state, M))
+            head.propose(state, likeliest)
     slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
     for places in (
         Observed(length, None, slot, 2),

@@ -47,8 +47,10 @@ def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: C
     return parts
 
 
-def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, SharedLayers]:
-    """A random head of a target's shape, in bfloat16, and the target's embeddings and output head."""
+def large_head(
+    name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Recurrent, SharedLayers]:
+    """A random head of a target's shape, and the target's embeddings and output head."""
     widths: dict[str, Any] = dict(
         **{key: value for key, value in vars(shape).items() if key != "num_hidden_layers"},
         num_target_layers=shape.num_hidden_layers,
@@ -59,13 +61,13 @@ def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recu
     )
     vocab = build_vocab(torch.arange(shape.vocab_size) % 9, widths["draft_vocab_size"])
     with device, torch.random.fork_rng(devices=[]):
-        table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16)
+        table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
         head: Recurrent
         if name == "eagle3":
             head = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 4, 5)), vocab)
         else:
             head = Mtp(MtpConfig(**widths), vocab)
-        head.to(device, torch.bfloat16)
+        head.to(device, dtype)
     shared = SharedLayers(
         embed_tokens=table, lm_head=lambda hidden: hidden @ table.weight.T, lm_head_weight=table.weight
     )

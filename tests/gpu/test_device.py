@@ -97,8 +97,8 @@ def test_bf16_texts_are_bit_identical() -> None:
 
 
 def test_graphs_are_small() -> None:
-    """A plain step has eight kernels a layer, one more where the library makes gates or their product is cut into parts,
-    and some sixty beside; no round allocates outside its pool."""
+    """A plain step has eight kernels a layer, more where the library makes products, and some sixty beside; no round
+    allocates outside its pool."""
     target = make_target("llama", torch.bfloat16, CUDA)
     engine = Engine(target, None, EngineOptions(max_length=400))
     decoder = engine.decoder

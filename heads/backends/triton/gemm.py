@@ -48,15 +48,16 @@ def parts_of(N: int, K: int, tile: Tile) -> int:
 
 
 def skinny_mm(x: Tensor, weight: Tensor, tile: Tile = TILES[0]) -> Tensor:
-    """x (M, K), weight (N, K), M at most 64 -> x @ weight.T (M, N) in x's dtype, summed in float32."""
-    if not runs_kernels(x) or len(x) > MOST_ROWS:
-        return skinny_mm_twin(x, weight)
-    return add_parts(skinny_parts(x, weight, tile), x.dtype)
+    """x (M, K), weight (N, K) -> x @ weight.T (M, N) in x's dtype, summed in float32, MOST_ROWS rows at a time."""
+    if not runs_kernels(x):
+        return x @ weight.T
+    made = [add_parts(skinny_parts(part, weight, tile), x.dtype) for part in x.split(MOST_ROWS)]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def skinny_parts(x: Tensor, weight: Tensor, tile: Tile, *, gated: bool = False) -> Tensor:
-    """The same by the kernel, but its parts (P, M, N) in float32 where there are several, for a kernel that adds them
-    first to last while it reads them (`add_parts`).
+    """The same of at most MOST_ROWS rows, but its parts (P, M, N) in float32 where there are several, for a kernel that
+    adds them first to last while it reads them (`add_parts`).
 
     gated: the weight's rows are gates, then as many ups; what is whole becomes SiLU(gate) * up (M, N / 2)."""
     (M, K), N = x.shape, len(weight)
@@ -89,11 +90,6 @@ def add_parts_twin(sums: Tensor, dtype: torch.dtype) -> Tensor:
     for part in sums:
         total += part
     return total.to(dtype)
-
-
-def skinny_mm_twin(x: Tensor, weight: Tensor) -> Tensor:
-    """The same by the library."""
-    return x @ weight.T
 
 
 @jit

@@ -161,12 +161,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     by_part = tl.num_programs(0) * row_stride
     first = _load_sum(source + i, inside, by_part, PARTS, kind)
     second = _load_sum(source + HALF + i, inside, by_part, PARTS, kind)
-    slot = tl.load(SLOTS + row)
-    if head >= H + HKV:
-        goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
-        tl.store(goal + i, first.to(VALUES.dtype.element_ty), mask=inside)
-        tl.store(goal + HALF + i, second.to(VALUES.dtype.element_ty), mask=inside)
-    else:
+    if head < H + HKV:
         if NORM:
             scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
             norm = Q_NORM if head < H else K_NORM
@@ -177,15 +172,16 @@ def _rope_write(  # type: ignore[no-untyped-def]
         at = tl.load(POSITIONS + row) if LOOK_UP else row
         cos = tl.load(COS + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(SIN + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
-        left, right = first * cos - second * sin, second * cos + first * sin
-        if head < H:
-            goal = QUERIES + (row * H + head) * 2 * HALF
-            tl.store(goal + i, left.to(QUERIES.dtype.element_ty), mask=inside)
-            tl.store(goal + HALF + i, right.to(QUERIES.dtype.element_ty), mask=inside)
-        else:
-            goal = KEYS + slot * key_stride + (head - H) * 2 * HALF
-            tl.store(goal + i, left.to(KEYS.dtype.element_ty), mask=inside)
-            tl.store(goal + HALF + i, right.to(KEYS.dtype.element_ty), mask=inside)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    slot = tl.load(SLOTS + row)
+    if head < H:
+        goal = QUERIES + (row * H + head) * 2 * HALF
+    elif head < H + HKV:
+        goal = KEYS + slot * key_stride + (head - H) * 2 * HALF
+    else:
+        goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
+    tl.store(goal + i, first.to(kind), mask=inside)
+    tl.store(goal + HALF + i, second.to(kind), mask=inside)
 
 
 def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -37,20 +37,11 @@ MOST_COPIES = 64
 _chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
-def in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """The kernel over as many rows as it takes at a time."""
-    if len(x) <= MOST_ROWS:
-        return skinny_mm(x, weight, tile)
-    return torch.cat([skinny_mm(part, weight, tile) for part in x.split(MOST_ROWS)])
-
-
+BY_NAME = {str(tile): tile for tile in TILES}
 MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "library": linear,
-    **{str(tile): partial(in_parts, tile=tile) for tile in TILES},
+    **{name: partial(skinny_mm, tile=tile) for name, tile in BY_NAME.items()},
 }
-
-
-BY_NAME = {str(tile): tile for tile in TILES}
 
 
 class Products:

@@ -14,17 +14,15 @@ HOT = {
     ("_attention", 1): (136, 40, 3),
     ("_attention", 32): (200, 82, 2),
     ("_skinny", 1): (72, 82, 2),
-    ("_skinny", 32): (96, 98, 2),
+    ("_skinny", 32): (88, 98, 2),
     ("_best_of_tile", 1): (104, 22, 4),
     ("_best_of_tile", 32): (160, 26, 3),
-    ("_add_norm", 1): (64, 1, 4),
-    ("_add_norm", 32): (64, 1, 4),
-    ("_rope_write", 1): (40, 1, 12),
-    ("_rope_write", 32): (40, 1, 12),
+    ("_add_norm", 32): (56, 1, 4),
+    ("_rope_write", 32): (32, 1, 12),
 }
 """Kernels of a step of so many nodes at the shape of Llama-3.1-8B: most registers a thread and KB of shared memory, and
 fewest programs that a processor holds at once."""
-DISTINCT = {"layer": 30, "attend": 20, "step": 40, "round": 20, "draft": 60}
+DISTINCT = {"layer": 24, "attend": 16, "step": 24, "round": 28, "draft": 66}
 """Most kernels of a piece of work in bfloat16: each is compiled before the first step."""
 
 
