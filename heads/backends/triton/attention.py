@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 FINE, COARSE = 1024, 256
 """The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE.
@@ -37,8 +37,6 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
 
     parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
     """
-    if not runs_kernels(parents):
-        return ancestor_words_twin(parents, depths, depth)
     B, N = parents.shape
     W = -(-N // 64)
     words, paths = parents.new_empty(B, N, W), parents.new_empty(B, N, depth + 1)
@@ -108,10 +106,6 @@ def tree_attention(
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     behind = q.shape[1] if behind is None else behind
-    if not runs_kernels(q):
-        return tree_attention_twin(
-            q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
-        )
     B, N, H, d = q.shape
     assert depths is not None or (paths is None and not window)
     assert not window or paths is not None or behind == N
@@ -123,7 +117,8 @@ def tree_attention(
     rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
     tiles = triton.cdiv(tiled, rows)
     groups = tiles * (N if paths is not None else 1)
-    split = max(64, min(COARSE, 1 << (Hkv * groups * FINE // 128).bit_length() - 1))
+    most = Hkv * groups * FINE // 128  # slots of a split, if the first FINE are to give 128 programs
+    split = max(64, min(COARSE, 1 << most.bit_length() - 1))
     splits = splits_of(S, split)
     chunks = triton.cdiv(splits, CHUNK)
     number = B * Hkv * groups * (1 + chunks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,6 @@ def parts_of(N: int, K: int, tile: Tile) -> int:
 
 def skinny_mm(x: Tensor, weight: Tensor, tile: Tile = TILES[0]) -> Tensor:
     """x (M, K), weight (N, K) -> x @ weight.T (M, N) in x's dtype, summed in float32, MOST_ROWS rows at a time."""
-    if not runs_kernels(x):
-        return x @ weight.T
     made = [add_parts(skinny_parts(part, weight, tile), x.dtype) for part in x.split(MOST_ROWS)]
     return made[0] if len(made) == 1 else torch.cat(made)
 
@@ -76,8 +74,6 @@ def add_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """(P, M, N) float32 -> (M, N); what is no parts stays as it is."""
     if sums.dim() == 2:
         return sums
-    if not runs_kernels(sums):
-        return add_parts_twin(sums, dtype)
     P, M, N = sums.shape
     out = sums.new_empty(M, N, dtype=dtype)
     _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=P, BLOCK=1024)

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from heads.backends.triton.gemm import add_parts_twin, silu_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum; x may be parts
     (P, M, D) of a product (`heads.backends.triton.gemm.skinny_parts`)."""
-    if not runs_kernels(residual):
-        return add_norm_twin(residual, x, weight, eps)
     M, D = residual.shape
     out = torch.empty_like(residual)
     _add_norm[(M,)](
@@ -97,11 +95,6 @@ def rope_write(
     d); q_norm, k_norm (d,): RMS norms of each head before the turn (Qwen3).
     """
     M, Hkv, d = qkv.shape[-2], keys.shape[1], keys.shape[2]
-    if not runs_kernels(qkv):
-        return rope_write_twin(
-            qkv, cos, sin, slots, keys, values,
-            num_heads=num_heads, positions=positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
-        )  # fmt: skip
     queries = keys.new_empty(M, num_heads, d)
     some = cos if q_norm is None else q_norm
     _rope_write[(M, num_heads + 2 * Hkv)](
@@ -186,8 +179,6 @@ def _rope_write(  # type: ignore[no-untyped-def]
 
 def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """fused (M, 2 I): gate, then up, or parts of it (P, M, 2 I) to be rounded to dtype -> SiLU(gate) * up (M, I)."""
-    if not runs_kernels(fused):
-        return silu_mul_twin(fused, dtype)
     M, I = fused.shape[-2], fused.shape[-1] // 2  # noqa: E741 - the field's letter
     out = fused.new_empty(M, I, dtype=dtype)
     block = min(1024, next_power_of_2(I))

@@ -41,7 +41,8 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr[-3000:]
     *lines, last = made.stdout.splitlines()
     assert "compiled" in last
-    kernels, hot = defaultdict(set), defaultdict(list)
+    kernels: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    hot: defaultdict[tuple[str, int], list[tuple[int, float, int]]] = defaultdict(list)
     for piece, nodes, name, *figures in map(str.split, lines):
         registers, _, shared, programs = map(int, figures[1::2])
         kernels[piece, nodes].add(name)
