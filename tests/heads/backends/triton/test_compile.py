@@ -44,10 +44,10 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     kernels: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     hot: defaultdict[tuple[str, int], list[tuple[int, float, int]]] = defaultdict(list)
     for piece, nodes, name, *figures in map(str.split, lines):
-        registers, _, shared, programs = map(int, figures[1::2])
+        registers, _, memory, programs = map(int, figures[1::2])
         kernels[piece, nodes].add(name)
         if piece == "layer":
-            hot[name.split("-")[0], int(nodes)].append((registers, shared / 1024, programs))
+            hot[name.split("-")[0], int(nodes)].append((registers, memory / 1024, programs))
     for (piece, nodes), names in kernels.items():
         assert len(names) <= DISTINCT[piece], (piece, nodes, len(names))
     for kernel, (most_registers, most_shared, least_programs) in HOT.items():
