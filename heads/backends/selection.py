@@ -84,7 +84,7 @@ def select_backend(target: FrozenTarget, backend: str | None = None) -> Backend:
     """The backend of that name, by default the target's own choice, else the fastest there is where it lies. UserError
     where it cannot be had."""
     backend = backend or target.backend
-    on_host = target.device.type == "cpu"
+    on_host = target.device.type != "cuda"
     if backend is None:
         if (reason := why_not_native(target)) is not None:
             warn_once(f"{target.name}: decoded by its Hugging Face model, slower: {reason}")

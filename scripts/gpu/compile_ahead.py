@@ -1,6 +1,7 @@
 """Compile every kernel ahead, in processes side by side, in both dtypes, at the shapes of Llama-3.1-8B, Qwen2.5-7B,
-DeepSeek-V2-Lite and the GPU checks: prints the shared memory and spills of each, and fails where a card has too little.
-With a GPU for it, so that what runs later finds them in Triton's cache; without one for an H100 or H200.
+DeepSeek-V2-Lite and the GPU checks: prints what each takes of a processor, and how many programs of it one has room
+for, and fails where a card has too little. With a GPU for it, so that what runs later finds them in Triton's cache;
+without one for an H100 or H200.
 
     python -m scripts.gpu.compile_ahead [--few]    # two sizes of step instead of ten
 """
@@ -28,7 +29,8 @@ from heads.backends.torch.commit import RoundState
 from heads.backends.triton import runtime as backend
 from heads.backends.triton.commit import TritonCommit
 
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY, REGISTERS, THREADS, PROGRAMS = 227 * 1024, 1 << 16, 2048, 32
+"""Of a processor of an H100 or H200; a program has 1 KB of shared memory besides its own."""
 MOST_SPILLED = {torch.bfloat16: 256, torch.float32: 2048}
 """Bytes a thread, which differ from one Triton to the next; float32 is for checks and not for speed."""
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -46,6 +48,27 @@ class NoDevice:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def layer(empty: Empty, N: int) -> None:
+    """A layer of Llama-3.1-8B and the choice of a token: what nearly all of a step's time goes to."""
+    from heads.backends.triton import attention, choose, gemm, layers
+
+    ids, length = torch.zeros(1, N, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    x, half, slots = empty(N, 4096), empty(N, 64), empty(2048, 2, 8, 128)
+    words, _ = attention.ancestor_words(ids, ids, 6)
+    q = empty(1, N, 32, 128)
+    attention.tree_attention(q, slots[:, 0][None], slots[:, 1][None], words, length, None)
+    for tile in gemm.TILES:
+        if tile.least <= N:
+            qkv = gemm.skinny_parts(x, empty(6144, 4096), tile)
+            layers.rope_write(qkv, half, half, ids[0], slots[:, 0], slots[:, 1], num_heads=32)
+            gemm.skinny_parts(x, empty(28672, 4096), tile, gated=True)
+            for width in (4096, 14336):
+                layers.add_norm(x, gemm.skinny_parts(empty(N, width), empty(4096, width), tile), x[0], 1e-5)
+    weight = empty(128256, 4096)
+    for noisy in (False, True):
+        choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
 
 
 def attend(empty: Empty, N: int) -> None:
@@ -66,25 +89,20 @@ def attend(empty: Empty, N: int) -> None:
 
 
 def step(empty: Empty, N: int) -> None:
-    """All else of a step of N tokens."""
+    """All else of a step of N tokens, products by the library among it."""
     from heads.backends.triton import accept, choose, compaction, experts, gemm, layers, per_head, pick
     from heads.tree import Proposal
 
     ids = torch.zeros(1, N, dtype=torch.int64)
     x, norm, half = empty(N, 4096), empty(128), empty(N, 64)
     slots, qkv = empty(2048, 2, 8, 128), empty(N, 6144)
-    layers.add_norm(x, x, x[0], 1e-5)
-    layers.add_norm(x, None, x[0], 1e-5)
+    for added in (x, None):
+        layers.add_norm(x, added, x[0], 1e-5)
     for own in (None, norm):
         layers.rope_write(qkv, half, half, ids[0], slots[:, 0], slots[:, 1], num_heads=32, q_norm=own, k_norm=own)
     layers.silu_mul(empty(N, 28672))
-    for outs, width in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        for tile in gemm.TILES:
-            gemm.skinny_mm(empty(N, width), empty(outs, width), tile)
-    weight = empty(128256, 4096)
-    for noisy in (False, True):
-        choose.choose(x, weight, torch.zeros(N), ids[0], ids[0], noisy=noisy)
-    choose.logits(x, weight)
+    gemm.add_parts(torch.empty(2, N, 4096), x.dtype)
+    choose.logits(x, empty(128256, 4096))
     for count in (1, 8):
         noise = pick.Noise(ids[:, :1].expand(-1, N), torch.zeros(1), ids[0, :1])
         for sampled, named in ((None, None), (noise, torch.zeros(32000, dtype=torch.int64))):
@@ -134,43 +152,17 @@ def draft(dtype: torch.dtype) -> None:
     """Prompts, chains and trees of EAGLE-3 and MTP; the heads are of no memory, since nothing is computed."""
     from heads.backends.slot_mapping import Drafted, Observed
     from heads.backends.triton.inputs import stand
-    from heads.backends.triton.pick import best_columns
-    from heads.backends.triton.recurrent import TritonRecurrent
-    from heads.base import Observation, SharedLayers
-    from heads.eagle3 import Eagle3, Eagle3Config
-    from heads.mtp import Mtp, MtpConfig
     from heads.tree import parse_shape
-    from heads.vocab import build_vocab
+    from scripts.gpu.draft_steps import large_head, some_news
+    from scripts.grown.shapes import SHAPES
 
-    widths: Any = dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        rms_norm_eps=1e-5, vocab_size=128256, num_target_layers=32, draft_vocab_size=32000, rope_theta=5e5,
-        max_position_embeddings=131072,
-    )  # fmt: skip
-    vocab = build_vocab(torch.ones(128256), 32000)
-
-    def choose(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return best_columns(logits, count, token_ids)
-
-    with torch.device("meta"):
-        table = torch.nn.Embedding(128256, 4096, dtype=dtype)
-        shared = SharedLayers(embed_tokens=table, lm_head=lambda hidden: hidden, lm_head_weight=table.weight)
-        heads = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 16, 29)), vocab), Mtp(MtpConfig(**widths), vocab)
-    for head in heads:
-        head.to("meta", dtype)
-        for shape in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
-            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(shape), backend=TRITON)
-            assert isinstance(state.steps, TritonRecurrent)
+    for name in ("eagle3", "mtp"):
+        head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"), dtype)
+        for text in ("chain:5", "tree:6x8x32", "tree:6x20x64"):
+            state = head.new_state(shared, batch_size=1, capacity=2048, shape=parse_shape(text), backend=TRITON)
             for M in (6, 64, 256):
-                tokens = torch.empty(1, M + 1, dtype=torch.int64, device="meta")
-                aux_hidden_states = torch.empty(1, M, 3 * 4096, dtype=dtype, device="meta")
-                head.extend(
-                    state,
-                    Observation(
-                        tokens, aux_hidden_states, aux_hidden_states[..., :4096], state.root, state.length, None
-                    ),
-                )
-            head.propose(state, choose)
+                head.extend(state, some_news(state, M))
+            head.propose(state, TRITON.sampling(1, torch.device("meta")).pick)
     slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
     for places in (
         Observed(length, None, slot, 2),
@@ -181,21 +173,29 @@ def draft(dtype: torch.dtype) -> None:
 
 
 def resources(made: Any) -> dict[str, int]:
-    """Return a kernel's registers, and the bytes a thread spills, by the assembler."""
+    """Return a kernel's bytes of shared memory, its registers and the bytes that it spills a thread, and how many
+    programs of it a processor holds at once."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", said)}
+    used = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", said)}
+    shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
+    room = REGISTERS // (-(-used["REG"] // 8) * 8 * threads), (SHARED_MEMORY + 1024) // (shared + 1024)
+    return {
+        "registers": used["REG"], "spilled": used["STACK"], "shared": shared,
+        "programs": min(*room, THREADS // threads, PROGRAMS),
+    }  # fmt: skip
 
 
 def everything(few: bool) -> list[tuple[torch.dtype, str, int]]:
     """Pieces of work that compile what no other does, in processes side by side."""
     steps = {torch.bfloat16: (1, 6, 8, 16, 32, 64, 192), torch.float32: (1, 9, 64)}
     pieces = []
-    for dtype, sizes in ({torch.bfloat16: (8, 64)} if few else steps).items():
+    for dtype, sizes in ({torch.bfloat16: (1, 32)} if few else steps).items():
         pieces += [(dtype, "draft", 0), (dtype, "round", 0)]
-        pieces += [(dtype, "attend", N) for N in sizes] + [(dtype, "step", N) for N in sizes if N <= 64]
+        pieces += [(dtype, "attend", N) for N in sizes]
+        pieces += [(dtype, name, N) for N in sizes if N <= 64 for name in ("layer", "step")]
     return pieces
 
 
@@ -224,23 +224,20 @@ def compile_piece(piece: tuple[torch.dtype, str, int]) -> dict[str, dict[str, in
     elif name == "draft":
         draft(dtype)
     else:
-        {"attend": attend, "step": step}[name](empty, N)
-    return {
-        key: {"shared": made.metadata.shared, "warps": made.metadata.num_warps, **resources(made)}
-        for key, made in compiled.items()
-    }
+        {"layer": layer, "attend": attend, "step": step}[name](empty, N)
+    return {key: resources(made) for key, made in compiled.items()}
 
 
 def main() -> None:
     pieces = everything("--few" in sys.argv)
     names = set()
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        for (dtype, _, _), compiled in zip(pieces, pool.map(compile_piece, pieces), strict=True):
+        for (dtype, piece, N), compiled in zip(pieces, pool.map(compile_piece, pieces), strict=True):
             for name, used in compiled.items():
                 names.add((dtype, name))
-                print(f"{name:32} " + "  ".join(f"{key} {value:7}" for key, value in used.items()))
+                print(f"{piece:6} {N:3}  {name:32} " + "  ".join(f"{key} {value:6}" for key, value in used.items()))
                 assert used["shared"] <= SHARED_MEMORY, f"{name}: {used['shared']} bytes of shared memory"
-                assert used["STACK"] <= MOST_SPILLED[dtype], f"{name}: spills {used['STACK']} bytes a thread"
+                assert used["spilled"] <= MOST_SPILLED[dtype], f"{name}: spills {used['spilled']} bytes a thread"
     print(f"compiled {len(names)} kernels with Triton {triton.__version__}")
 
 

@@ -23,27 +23,27 @@ from scripts.grown.shapes import ModelShape
 def draft_parts(shape: ModelShape, length: int, device: torch.device, seconds: Callable[..., float]) -> list[Part]:
     """A draft step of one node and of eight, with its picks, and the time to extend a head by six tokens; by kernels
     and by torch; bfloat16. The floor is to read layer and output head, and the cache as long as it is."""
-    cache = 4 * length * shape.num_key_value_heads * shape.head_dim
+    cache, tree = 4 * length * shape.num_key_value_heads * shape.head_dim, parse_shape("tree:6x8x32")
     parts = []
     for name in ("eagle3", "mtp"):
         head, shared = large_head(name, shape, device)
-        lm_head_weight = head.lm_head_weight(shared)
-        fuse = head.fc.weight.numel() if isinstance(head, Eagle3) else 0
-        own = sum(p.numel() for p in head.parameters() if p.data_ptr() != lm_head_weight.data_ptr())
         for form, backend in (("kernels", TRITON), ("torch", TORCH)):
-            tree = parse_shape("tree:6x8x32")
             state = head.new_state(shared, batch_size=1, capacity=length + 64, shape=tree, backend=backend)
             state.length.fill_(length)
+            reads = head.bytes_per_round(state)  # the output head at every level, the layer at all but the first
+            size = (reads.propose - 2 * reads.logits * shape.hidden_size) // (tree.depth - 1)
             for width in (1, 8):
-                size, work = 2 * (own - fuse + lm_head_weight.numel()) + cache, one_step(head, state, width)
-                parts.append(Part(f"{name} draft step by {form}, {width} rows", size, seconds(work, device)))
-            size, work = 2 * own + cache, partial(head.extend, state, some_news(state, 6))
-            parts.append(Part(f"{name} extended by {form}, 6 rows", size, seconds(work, device)))
+                took = seconds(one_step(head, state, width), device)
+                parts.append(Part(f"{name} draft step by {form}, {width} rows", size + cache, took))
+            took = seconds(partial(head.extend, state, some_news(state, 6)), device)
+            parts.append(Part(f"{name} extended by {form}, 6 rows", reads.extend + cache, took))
     return parts
 
 
-def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recurrent, SharedLayers]:
-    """A random head of a target's shape, in bfloat16, and the target's embeddings and output head."""
+def large_head(
+    name: str, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Recurrent, SharedLayers]:
+    """A random head of a target's shape, and the target's embeddings and output head."""
     widths: dict[str, Any] = dict(
         **{key: value for key, value in vars(shape).items() if key != "num_hidden_layers"},
         num_target_layers=shape.num_hidden_layers,
@@ -54,13 +54,13 @@ def large_head(name: str, shape: ModelShape, device: torch.device) -> tuple[Recu
     )
     vocab = build_vocab(torch.arange(shape.vocab_size) % 9, widths["draft_vocab_size"])
     with device, torch.random.fork_rng(devices=[]):
-        table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16)
+        table = torch.nn.Embedding(shape.vocab_size, shape.hidden_size, dtype=dtype)
         head: Recurrent
         if name == "eagle3":
             head = Eagle3(Eagle3Config(**widths, aux_layer_ids=(2, 4, 5)), vocab)
         else:
             head = Mtp(MtpConfig(**widths), vocab)
-        head.to(device, torch.bfloat16)
+        head.to(device, dtype)
     shared = SharedLayers(
         embed_tokens=table, lm_head=lambda hidden: hidden @ table.weight.T, lm_head_weight=table.weight
     )

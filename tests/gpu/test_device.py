@@ -97,8 +97,8 @@ def test_bf16_texts_are_bit_identical() -> None:
 
 
 def test_graphs_are_small() -> None:
-    """A plain step has some ten kernels a layer, more where a product is cut into parts, and some sixty beside; no
-    round allocates outside its pool."""
+    """A plain step has eight kernels a layer, more where the library makes products, and some sixty beside; no round
+    allocates outside its pool."""
     target = make_target("llama", torch.bfloat16, CUDA)
     engine = Engine(target, None, EngineOptions(max_length=400))
     decoder = engine.decoder
@@ -106,7 +106,7 @@ def test_graphs_are_small() -> None:
         for _ in range(2):
             decoder.round(512)
         nodes = count_nodes(lambda: decoder.round(512))
-        assert nodes <= 14 * target.num_layers + 80, f"{nodes} nodes"
+        assert nodes <= 12 * target.num_layers + 80, f"{nodes} nodes"
         engine.generate(some_requests(target.vocab_size, 1))
         rounds = engine.rounds_of(decoder)
         before = torch.cuda.memory_allocated(CUDA)
@@ -136,7 +136,7 @@ def count_nodes(work: Callable[[], None]) -> int:
 
 def test_a_chain_is_bit_identical_in_attention() -> None:
     """Each node of a chain of 8 against the same query alone among padding."""
-    N, S = 8, 600
+    N, S = 8, 1400
     draw = torch.Generator().manual_seed(0)
     q, keys, values = (torch.randn(1, n, h, 128, generator=draw) for n, h in ((N, 32), (S, 8), (S, 8)))
     q, keys, values = (x.to(CUDA, torch.bfloat16) for x in (q, keys, values))
@@ -144,7 +144,7 @@ def test_a_chain_is_bit_identical_in_attention() -> None:
     for strict in (False, True):
         words, paths = attention.ancestor_words((depths - 1).clamp_min(0), depths, N - 1)
         own = paths if strict else None
-        for start in (0, 251, 400):
+        for start in (0, 251, 1020, 1275):
             length = torch.tensor([start], device=CUDA)
             chain = attention.tree_attention(q, keys, values, words, length, depths, paths=own)
             for j in range(N):

@@ -1,4 +1,4 @@
-"""Kernels against their twins in float32, where the sums differ in order alone. On a CPU the twins stand for them."""
+"""Kernels against their twins in float32, where the sums differ in order alone."""
 
 from dataclasses import fields
 from functools import partial
@@ -19,10 +19,12 @@ from heads.backends.triton.pick import TritonSampling
 from heads.tree import Proposal, parse_shape
 from scripts.gpu.trees import grow_from
 
+pytestmark = pytest.mark.gpu
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
 
 
 def normals(draw: torch.Generator, device: torch.device, *size: int) -> Tensor:
@@ -135,7 +137,6 @@ def test_paths(device: torch.device) -> None:
 def test_trees_grow_as_on_a_cpu(device: torch.device) -> None:
     """Bit for bit, of several sizes, also over distributions that tie and such as are no numbers."""
     draw = torch.Generator().manual_seed(0)
-    select = (TORCH if device.type == "cpu" else TRITON).select
     for text in ("tree:6x8x32", "tree:8x10x60", "tree:3x13x300", "tree:1x5x4", "static:3.2.1", "static:9.9.9"):
         shape = parse_shape(text)
         for kind in ("random", "flat", "broken"):
@@ -145,7 +146,7 @@ def test_trees_grow_as_on_a_cpu(device: torch.device) -> None:
                 distributions.zero_()
             if kind == "broken":
                 distributions[:, 0, 1] = torch.nan
-            ours = vars(grow_from(shape, distributions.to(device), select))
+            ours = vars(grow_from(shape, distributions.to(device), TRITON.select))
             theirs = vars(grow_from(shape, distributions, TORCH.select))
             for name, found in ours.items():
                 same = found is None or torch.equal(found.cpu().nan_to_num(), theirs[name].nan_to_num())

@@ -4,9 +4,9 @@ A query sees every slot before its sequence's length, and of the tree's own slot
 and itself, which are bits in words of 64. Slots that no query of a tile sees are not read: what stands there may be
 anything. The queries are all nodes of a tree under test, or those of one level of a tree that is growing. Query heads
 that share a key head, and all nodes, are rows of one tile, so that keys and values are read once. Each sequence is cut
-into splits of a fixed size, not a fixed number, and the parts are merged in order: a row's sums are made in the same
-order whatever else is in the batch or the tree, which is what makes chains bit-identical to plain decoding. Flash
-decoding (Dao et al., 2023) is the form.
+into splits of fixed sizes, not a fixed number, and the parts are merged in order, by whichever program ends last: a
+row's sums are made in the same order whatever else is in the batch or the tree, which is what makes chains
+bit-identical to plain decoding. Flash decoding (Dao et al., 2023) is the form.
 
 Keys may be wider than values and end in a part of their own (`rope` columns): latent attention (DeepSeek-V2, arXiv
 2405.04434) keeps one vector a token that serves as key and, without its last columns, as value.
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
-SPLIT = 256
-"""Slots of one split. A number of the function: another one rounds differently."""
+FINE, COARSE = 1024, 256
+"""The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE.
+Numbers of the function: others round differently."""
 CHUNK = 16
-"""Splits that are merged at once; likewise."""
+"""Splits whose parts are merged before the chunks are; another number rounds differently, too."""
 
 
 def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,6 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
 
     parents, depths (B, N): of `heads.tree.Proposal`; nodes hang one level below their parents.
     """
-    if not runs_kernels(parents):
-        return ancestor_words_twin(parents, depths, depth)
     B, N = parents.shape
     W = -(-N // 64)
     words, paths = parents.new_empty(B, N, W), parents.new_empty(B, N, depth + 1)
@@ -64,10 +63,15 @@ def pack_bits(above: Tensor) -> Tensor:
     return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
 
 
-def draft_split(slots: int) -> int:
-    """Slots of one split where no other pass must round alike: few, since one token's few heads are all there is to
-    give a GPU work by, but more in a cache of many, most of whose splits are empty."""
-    return max(128, min(512, next_power_of_2(slots) // 128))
+def splits_of(slots: int, split: int = 64) -> int:
+    """Return how many splits so many slots have, of which the first are of `split` slots."""
+    return -(-min(slots, FINE) // split) + -(-max(slots - FINE, 0) // COARSE)
+
+
+def new_counters(rows: int, heads: int, slots: int, device: torch.device) -> Tensor:
+    """Counters for `tree_attention` of at most so many rows (batch times nodes), query heads and slots: zeros, which
+    every call leaves as zeros."""
+    return torch.zeros(rows * heads * (1 + -(-splits_of(slots) // CHUNK)), dtype=torch.int32, device=device)
 
 
 def tree_attention(
@@ -84,7 +88,7 @@ def tree_attention(
     soft_cap: float = 0.0,
     rope: int = 0,
     paths: Tensor | None = None,
-    split: int = SPLIT,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """q (B, N, H, d); keys (B, S, Hkv, d); values (B, S, Hkv, dv) -> (B, N, H, dv) in q's dtype.
 
@@ -97,14 +101,46 @@ def tree_attention(
     paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
     decoding would find them in the cache, so that trees too are bit-identical to it. Each node is a tile of its own,
     which reads all keys again.
+
+    counters: of `new_counters`, for calls one after another; made for the call where they are too few.
     """
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     behind = q.shape[1] if behind is None else behind
-    if runs_kernels(q):
-        return _kernel(q, keys, values, words, length, depths, behind, scale, window, soft_cap, rope, paths, split)
-    return tree_attention_twin(
-        q, keys, values, words, length, depths, behind=behind, scale=scale, window=window, soft_cap=soft_cap
-    )
+    B, N, H, d = q.shape
+    assert depths is not None or (paths is None and not window)
+    assert not window or paths is not None or behind == N
+    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
+    G = H // Hkv
+    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
+    small = wide or q.element_size() > 2
+    tiled = G if paths is not None else N * G
+    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
+    tiles = triton.cdiv(tiled, rows)
+    groups = tiles * (N if paths is not None else 1)
+    most = Hkv * groups * FINE // 128  # slots of a split, if the first FINE are to give 128 programs
+    split = max(64, min(COARSE, 1 << most.bit_length() - 1))
+    splits = splits_of(S, split)
+    chunks = triton.cdiv(splits, CHUNK)
+    number = B * Hkv * groups * (1 + chunks)
+    if counters is None or len(counters) < number:
+        counters = torch.zeros(number, dtype=torch.int32, device=q.device)
+    sums = q.new_empty(B, splits + chunks, N, H, dv, dtype=torch.float32)
+    tops = q.new_empty(2, B, splits + chunks, N, H, dtype=torch.float32)
+    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
+    _attention[(B * Hkv, splits, groups)](
+        q, keys, values, words if paths is None else paths, length,
+        length if depths is None else depths.contiguous(), sums, tops[0], tops[1], out, counters,
+        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
+        q.stride(0), q.stride(1), q.stride(2),
+        keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
+        G=G, W=(words if paths is None else paths).shape[2],
+        SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
+        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
+        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
+        num_warps=8 if wide else 4, num_stages=2,
+    )  # fmt: skip
+    return out
 
 
 def tree_attention_twin(
@@ -144,64 +180,18 @@ def tree_attention_twin(
     return out.reshape(B, N, H, -1).to(q.dtype)
 
 
-def _kernel(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    length: Tensor,
-    depths: Tensor | None,
-    behind: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    rope: int,
-    paths: Tensor | None,
-    split: int,
-) -> Tensor:
-    B, N, H, d = q.shape
-    assert depths is not None or (paths is None and not window)
-    assert not window or paths is not None or behind == N
-    S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
-    G, splits = H // Hkv, triton.cdiv(S, split)
-    wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
-    small = wide or q.element_size() > 2
-    tiled = G if paths is not None else N * G
-    rows = max(16, min(16 if small else 64, next_power_of_2(tiled)))  # tensor cores want sixteen rows at least
-    tiles = triton.cdiv(tiled, rows)
-    sums = q.new_empty(B, splits, N, H, dv, dtype=torch.float32)
-    tops = q.new_empty(2, B, splits, N, H, dtype=torch.float32)
-    out = torch.empty(B, N, H, dv, dtype=q.dtype, device=q.device)
-    _split_attention[(B * Hkv, splits, tiles * (N if paths is not None else 1))](
-        q, keys, values, words if paths is None else paths, length,
-        length if depths is None else depths.contiguous(), sums, tops[0], tops[1],
-        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
-        q.stride(0), q.stride(1), q.stride(2),
-        keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2),
-        G=G, W=(words if paths is None else paths).shape[2],
-        SPLIT=split, ROWS=rows, SLOTS=min(32 if small else 64, split),
-        D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
-        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
-        num_warps=8 if wide else 4, num_stages=2,
-    )  # fmt: skip
-    _merge_splits[(B, N, H)](
-        sums, tops[0], tops[1], length, out, N, behind, S, H, splits,
-        SPLIT=split, DV=dv, PAD_DV=next_power_of_2(dv), CHUNK=CHUNK,
-    )  # fmt: skip
-    return out
-
-
 @jit
-def _split_attention(  # type: ignore[no-untyped-def]
-    Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES,
+def _attention(  # type: ignore[no-untyped-def]
+    Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES, OUT, COUNTERS,
     scale, soft_cap, N, P, S, HKV, splits, window, tiles,
     q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    G: constexpr, W: constexpr, SPLIT: constexpr, ROWS: constexpr, SLOTS: constexpr,
+    G: constexpr, W: constexpr, SPLIT: constexpr, FINE: constexpr, COARSE: constexpr, CHUNK: constexpr,
+    ROWS: constexpr, SLOTS: constexpr,
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
     WINDOW: constexpr, CAP: constexpr, OWN_PATH: constexpr,
 ):  # fmt: skip
-    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses.
+    """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program
+    that ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
 
     WORDS are the nodes' ancestors in bits; with OWN_PATH they are paths of W nodes, and the rows are of one node.
     """
@@ -209,7 +199,10 @@ def _split_attention(  # type: ignore[no-untyped-def]
     part = tl.program_id(1).to(tl.int64)
     length = tl.load(LENGTH + b)
     end = tl.minimum(length + P, S)
-    if part * SPLIT >= end:  # nothing stands here, and the merge does not look
+    fine: constexpr = FINE // SPLIT
+    begin = tl.where(part < fine, part * SPLIT, FINE + (part - fine) * COARSE)
+    size = tl.where(part < fine, SPLIT, COARSE)
+    if begin >= end:  # nothing stands here, and no merge looks
         return
     if OWN_PATH:
         r = tl.program_id(2) % tiles * ROWS + tl.arange(0, ROWS)
@@ -234,8 +227,8 @@ def _split_attention(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PAD_DV], tl.float32)
-    for start in range(0, SPLIT, SLOTS):
-        slot = part * SPLIT + start + tl.arange(0, SLOTS)
+    for start in range(0, size, SLOTS):
+        slot = begin + start + tl.arange(0, SLOTS)
         here = slot < end
         j = slot - length
         behind = tl.maximum(j, 0)
@@ -248,7 +241,7 @@ def _split_attention(  # type: ignore[no-untyped-def]
             bit = (word[:, None] >> behind[None]) & 1
             here = here & ((j < 0) | ((shown >> behind) & 1 == 1))
         else:  # the slots of a tile are bits of two words at most
-            first = tl.maximum(part * SPLIT + start - length, 0) // 64
+            first = tl.maximum(begin + start - length, 0) // 64
             low = tl.load(words + tl.minimum(first, W - 1), mask=live, other=0)
             high = tl.load(words + tl.minimum(first + 1, W - 1), mask=live, other=0)
             bit = (tl.where((behind // 64 > first)[None], high[:, None], low[:, None]) >> (behind % 64)[None]) & 1
@@ -282,40 +275,70 @@ def _split_attention(  # type: ignore[no-untyped-def]
         mass = mass * shrink + tl.sum(p, 1)
         total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee").to(tl.float32)
         top = newer
-    at = ((b * splits + part) * N + node) * (HKV * G) + head
-    tl.store(TOPS + at, top, mask=live)
-    tl.store(MASSES + at, mass, mask=live)
-    tl.store(SUMS + at[:, None] * DV + dv[None], total, mask=live[:, None] & (dv < DV)[None])
+    rows = N * HKV * G  # of one split
+    used = tl.cdiv(tl.minimum(end, FINE), SPLIT) + tl.cdiv(tl.maximum(end - FINE, 0), COARSE)
+    chunk, chunks, most = part // CHUNK, tl.cdiv(used, CHUNK), tl.cdiv(splits, CHUNK)
+    at = b * (splits + most) * rows + node * (HKV * G) + head  # of the first part; the chunks' stand behind the splits'
+    tl.store(TOPS + at + part * rows, top, mask=live)
+    tl.store(MASSES + at + part * rows, mass, mask=live)
+    sums_at = SUMS + (at + part * rows)[:, None] * DV + dv[None]
+    tl.store(sums_at, total, mask=live[:, None] & (dv < DV)[None])
+    COUNTERS += (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)) * (1 + most)
+    first, count = at + chunk * CHUNK * rows, tl.minimum(CHUNK, used - chunk * CHUNK)
+    last = _is_last(COUNTERS + 1 + chunk, count)
+    if last & (chunks > 1):
+        goal = at + (splits + chunk) * rows
+        _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, DV, PAD_DV, False)
+        last = _is_last(COUNTERS, chunks)
+        first, count = at + splits * rows, chunks
+    if last:
+        goal = (b * N + node) * (HKV * G) + head
+        _merge(SUMS, TOPS, MASSES, OUT, first, rows, count, goal, live, ROWS, DV, PAD_DV, True)
 
 
 @jit
-def _merge_splits(  # type: ignore[no-untyped-def]
-    SUMS, TOPS, MASSES, LENGTH, OUT, N, P, S, H, splits,
-    SPLIT: constexpr, DV: constexpr, PAD_DV: constexpr, CHUNK: constexpr,
+def _merge(  # type: ignore[no-untyped-def]
+    SUMS, TOPS, MASSES, OUT, first, step, count, goal, live,
+    ROWS: constexpr, DV: constexpr, PAD_DV: constexpr, DONE: constexpr,
 ):  # fmt: skip
-    """The splits of one (row, node, head), first to last, CHUNK at a time: a fixed number, so that the order of the
-    sums does not change with the cache's size."""
-    b, n, h = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    end = tl.minimum(tl.load(LENGTH + b) + P, S)
-    dv = tl.arange(0, PAD_DV)
-    top, mass = -float("inf"), 0.0
-    total = tl.zeros([PAD_DV], tl.float32)
-    first = b * 0
-    while first * SPLIT < end:
-        part = first + tl.arange(0, CHUNK)
-        used = part * SPLIT < end
-        at = ((b * splits + part) * N + n) * H + h
-        own = tl.load(TOPS + at, mask=used, other=-float("inf"))
-        newer = tl.maximum(top, tl.max(own, 0))
-        base = tl.where(newer == -float("inf"), 0.0, newer)
-        old, new = tl.exp2(top - base), tl.exp2(own - base)
-        sums = tl.load(SUMS + at[:, None] * DV + dv[None], mask=used[:, None] & (dv < DV)[None], other=0.0)
-        total = total * old + tl.sum(new[:, None] * sums, 0)
-        mass = mass * old + tl.sum(new * tl.load(MASSES + at, mask=used, other=0.0), 0)
-        top = newer
-        first += CHUNK
-    mass = tl.where(mass == 0, 1.0, mass)  # of padding that sees nothing
-    tl.store(OUT + ((b * N + n) * H + h) * DV + dv, (total / mass).to(OUT.dtype.element_ty), mask=dv < DV)
+    """Add `count` parts, first to last, to a part at `goal`, or to the row of OUT there; some columns at a time, so
+    that a program has several parts under way. Parts come from the memory that all processors share."""
+    COLUMNS: constexpr = min(PAD_DV, 2048 // ROWS if ROWS < 64 else 16)  # as registers allow
+    for start in range(0, PAD_DV, COLUMNS):
+        dv = start + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (dv < DV)[None]
+        top = tl.full([ROWS], -float("inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for i in tl.range(0, count, loop_unroll_factor=4):
+            at = first + i * step
+            own = tl.load(TOPS + at, mask=live, other=-float("inf"), cache_modifier=".cg")
+            weighed = tl.load(MASSES + at, mask=live, other=0.0, cache_modifier=".cg")
+            sums = tl.load(SUMS + at[:, None] * DV + dv[None], mask=inside, other=0.0, cache_modifier=".cg")
+            newer = tl.maximum(top, own)
+            base = tl.where(newer == -float("inf"), 0.0, newer)
+            old, new = tl.exp2(top - base), tl.exp2(own - base)
+            total = total * old[:, None] + sums * new[:, None]
+            mass = mass * old + weighed * new
+            top = newer
+        if DONE:
+            total = total / tl.where(mass == 0, 1.0, mass)[:, None]  # 0 for padding that sees nothing
+            tl.store(OUT + goal[:, None] * DV + dv[None], total.to(OUT.dtype.element_ty), mask=inside)
+        else:
+            tl.store(TOPS + goal, top, mask=live)
+            tl.store(MASSES + goal, mass, mask=live)
+            tl.store(SUMS + goal[:, None] * DV + dv[None], total, mask=inside)
+
+
+@jit
+def _is_last(COUNTER, number):  # type: ignore[no-untyped-def]
+    """Return True in the last of `number` programs to come here, which may read what the others have stored. The
+    counter is 0 before and after."""
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    last = tl.atomic_add(COUNTER, 1, sem="acq_rel", scope="gpu") == number - 1
+    if last:
+        tl.store(COUNTER, 0)
+    return last
 
 
 @jit

@@ -15,7 +15,7 @@ from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.linear import Product
 from heads.backends.triton import choose
-from heads.backends.triton.attention import ancestor_words, draft_split
+from heads.backends.triton.attention import ancestor_words
 from heads.backends.triton.decoder import DTYPES, DecoderPass, Tree
 from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import stand
@@ -81,6 +81,7 @@ class TritonDecoder(CachedDecoder):
 
     def tree(self, places: Places, row: int | None) -> Tree:
         """Return the slots that each token sees, and its own."""
+        counters = self.passes.counters
         if isinstance(places, Verified):
             words, strict = ancestor_words(places.parents, places.depths, places.levels)
             slots = (places.slots() + self.cache.row_starts).flatten()
@@ -88,14 +89,14 @@ class TritonDecoder(CachedDecoder):
             N = places.parents.shape[1]
             return Tree(
                 places.length, N, words, places.depths,
-                paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin,
+                paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin, counters=counters,
             )  # fmt: skip
         if row is not None:  # a target's prompt
             positions, C = places.positions[0], places.positions.shape[1]
             levels = torch.arange(C, device=positions.device)[None]
             words, _ = ancestor_words((levels - 1).clamp_min(0), levels, C - 1)
             slots, cos_sin = positions + row * self.spec.capacity, self.passes.cos_sin(positions)
-            return Tree(positions[:1], C, words, levels, paths=None, slots=slots, cos_sin=cos_sin)
+            return Tree(positions[:1], C, words, levels, None, slots, cos_sin, counters)
         at, window = stand(places, behind=self.spec.scratch), self.passes.window
         depths: Tensor | None = None
         paths: Tensor | None = None
@@ -109,7 +110,7 @@ class TritonDecoder(CachedDecoder):
             if window:
                 depths = self.slot[: places.number].repeat(len(places.start), 1)
         cos_sin = self.passes.cos_sin(at.positions)
-        return Tree(length, behind, words, depths, paths, at.slots, cos_sin, split=draft_split(len(self.slot)))
+        return Tree(length, behind, words, depths, paths, at.slots, cos_sin, counters)
 
     def logits(self, hidden: Tensor) -> Tensor:
         output, rows = self.native.output, hidden.flatten(0, -2)

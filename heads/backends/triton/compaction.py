@@ -6,7 +6,7 @@ Letters: L layers, B rows, S slots a row, X width of a slot, K depth.
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
 def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> None:
@@ -15,9 +15,6 @@ def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> No
     cache (L, B, S, X); what node path[b, i] wrote to slot length[b] + path[b, i] goes to length[b] + i, for i up to
     accepted[b]. Paths ascend, so copying in order never overwrites what is still to be read.
     """
-    if not runs_kernels(cache):
-        compact_twin(cache, length, path, accepted)
-        return
     L, B, _, X = cache.shape
     K = path.shape[1] - 1
     if K == 0:

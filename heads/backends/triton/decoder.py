@@ -1,4 +1,4 @@
-"""A native decoder's pass by kernels, on a GPU: about eight of them a layer, and no mask is ever written.
+"""A native decoder's pass by kernels, on a GPU: eight of them a layer, and no mask is ever written.
 
 Attention takes ancestors as bits, so that the slots shown cost nothing where no token stands. The weights are the
 decoder's own. What no kernel does (how a router ranks experts, how latent attention turns) are torch's operations, row
@@ -23,7 +23,7 @@ from heads.backends.torch.cache import KVCache
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP
 from heads.backends.torch.linear import Product
-from heads.backends.triton.attention import SPLIT, tree_attention
+from heads.backends.triton.attention import new_counters, splits_of, tree_attention
 from heads.backends.triton.compaction import compact
 from heads.backends.triton.experts import MOST_ROWS, expert_mm, weigh_visits
 from heads.backends.triton.gemm import add_parts
@@ -50,9 +50,8 @@ class Tree:
     paths: Tensor | None  # (B, N, K + 1), for attention by paths
     slots: Tensor  # (R,) in flat storage
     cos_sin: tuple[Tensor, Tensor]  # (R, d / 2) each, cosines and sines; with positions, of all there are
+    counters: Tensor  # of `heads.backends.triton.attention.new_counters`
     positions: Tensor | None = None  # (R,)
-    split: int = SPLIT
-    """Slots of one split of attention."""
 
     def of(self, rows: slice) -> "Tree":
         """Slots and masks of some rows for attention."""
@@ -87,30 +86,36 @@ def grouped(
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, tree: Tree, scale: float, window: int, rope: int = 0) -> Tensor:
     """`tree_attention` of a pass; a row at a time where the parts of all would fill the memory, as prompts' may."""
-    (B, N, H, _), splits = q.shape, -(-keys.shape[1] // tree.split)
-    if B > 1 and 4 * B * splits * N * H * values.shape[3] > MOST_BYTES:
+    B, N, H, _ = q.shape
+    if B > 1 and 4 * B * splits_of(keys.shape[1]) * N * H * values.shape[3] > MOST_BYTES:
         rows = [slice(b, b + 1) for b in range(B)]
         return torch.cat([attend(q[b], keys[b], values[b], tree.of(b), scale, window, rope) for b in rows])
     return tree_attention(
         q, keys, values, tree.words, tree.length, tree.depths,
-        behind=tree.behind, scale=scale, window=window, rope=rope, paths=tree.paths, split=tree.split,
+        behind=tree.behind, scale=scale, window=window, rope=rope, paths=tree.paths, counters=tree.counters,
     )  # fmt: skip
 
 
 def gated(block: GatedMLP, x: Tensor, products: Products) -> Tensor:
     """(R, D) normed states -> (R, D) to be added to the stream, or parts of it (P, R, D)."""
-    fused = products(x, block.gate_up.weight, block.gate_up.bias)
-    return products.parts(activated(fused, block), block.down.weight, block.down.bias)
+    if has_silu(block):
+        mixed = products.gated(x, block.gate_up.weight, block.gate_up.bias)
+    else:
+        mixed = activated(products(x, block.gate_up.weight, block.gate_up.bias), block)
+    return products.parts(mixed, block.down.weight, block.down.bias)
+
+
+def has_silu(block: GatedMLP | Experts) -> bool:
+    """Return True if the activation is one that kernels know."""
+    return block.activation is silu or isinstance(block.activation, SILU)
 
 
 def activated(fused: Tensor, block: GatedMLP | Experts) -> Tensor:
     """Gate and up side by side -> the gated product."""
-    act: Any = block.activation
-    if act is silu or isinstance(act, SILU):
+    if has_silu(block):
         return silu_mul(fused)
     gate, up = fused.chunk(2, dim=-1)
-    made: Tensor = act(gate) * up
-    return made
+    return block.activation(gate) * up
 
 
 class DecoderPass:
@@ -142,6 +147,8 @@ class DecoderPass:
         half = cos.shape[2] // 2
         self.cos, self.sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()  # (positions, d / 2)
         self.slot = torch.arange(capacity, device=table.device)
+        heads = decoder.layers[0].attention.num_heads
+        self.counters = new_counters(max(rows, default=1), heads, capacity, table.device)
         self.products = choose_products([*self.weights(), *others], rows)
         self.window = int(getattr(decoder.config, "sliding_window", None) or 0)
 

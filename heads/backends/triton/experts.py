@@ -10,7 +10,7 @@ Letters: M rows (tokens), A experts active for a token, X experts, K columns of 
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 MOST_ROWS = 64
 OUTS, DEPTH = 64, 128
@@ -23,8 +23,6 @@ def expert_mm(x: Tensor, ids: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
     M at most 64. `tile`: tokens that a program makes room for, at least M, if not as many as there are: parts of one
     step should have the same.
     """
-    if not runs_kernels(x) or len(x) > MOST_ROWS:
-        return expert_mm_twin(x, ids, weight)
     (M, A), (X, N, K) = ids.shape, weight.shape
     out = x.new_empty(M, A, N)
     by_visit = x.dim() == 3
@@ -71,8 +69,6 @@ def _experts(  # type: ignore[no-untyped-def]
 def weigh_visits(visits: Tensor, weights: Tensor, added: Tensor | None) -> Tensor:
     """visits (M, A, N), weights (M, A) float32 -> (M, N) in the visits' dtype: a token's visits, each times its weight,
     summed in float32 in the order of its list, and what is `added` (M, N) last."""
-    if not runs_kernels(visits):
-        return weigh_visits_twin(visits, weights, added)
     M, A, N = visits.shape
     out = visits.new_empty(M, N)
     _weigh_visits[(M, triton.cdiv(N, 1024))](

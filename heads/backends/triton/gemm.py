@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Tile:
     depth: int
     stages: int
     """Tiles under way at once: with the tile's bytes, what a processor has asked memory for."""
+    least: int = 1
+    """Rows (M) from which on it may pay: a taller tile reads the tokens fewer times."""
 
     def __str__(self) -> str:
         return f"kernel {self.outs}x{self.depth}"
 
 
-TILES = (Tile(64, 128, 4), Tile(32, 256, 4))
+TILES = (Tile(64, 128, 4), Tile(32, 256, 4), Tile(128, 64, 4, least=32))
 """Few: each is compiled for every shape of weight."""
 MOST_ROWS = 64
 PROCESSORS = 132
@@ -46,21 +48,24 @@ def parts_of(N: int, K: int, tile: Tile) -> int:
 
 
 def skinny_mm(x: Tensor, weight: Tensor, tile: Tile = TILES[0]) -> Tensor:
-    """x (M, K), weight (N, K), M at most 64 -> x @ weight.T (M, N) in x's dtype, summed in float32."""
-    if not runs_kernels(x) or len(x) > MOST_ROWS:
-        return skinny_mm_twin(x, weight)
-    return add_parts(skinny_parts(x, weight, tile), x.dtype)
+    """x (M, K), weight (N, K) -> x @ weight.T (M, N) in x's dtype, summed in float32, MOST_ROWS rows at a time."""
+    made = [add_parts(skinny_parts(part, weight, tile), x.dtype) for part in x.split(MOST_ROWS)]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def skinny_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """The same by the kernel, but its parts (P, M, N) in float32 where there are several, for a kernel that adds them
-    first to last while it reads them (`add_parts`)."""
+def skinny_parts(x: Tensor, weight: Tensor, tile: Tile, *, gated: bool = False) -> Tensor:
+    """The same of at most MOST_ROWS rows, but its parts (P, M, N) in float32 where there are several, for a kernel that
+    adds them first to last while it reads them (`add_parts`).
+
+    gated: the weight's rows are gates, then as many ups; what is whole becomes SiLU(gate) * up (M, N / 2)."""
     (M, K), N = x.shape, len(weight)
     parts, depth = parts_of(N, K, tile), tile.depth if x.element_size() < 4 else 32  # registers hold no more of float32
-    sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else x.new_empty(M, N)
+    gated = gated and parts == 1
+    sums = x.new_empty(parts, M, N, dtype=torch.float32) if parts > 1 else x.new_empty(M, N // 2 if gated else N)
     _skinny[(triton.cdiv(N, tile.outs), parts)](
         x, weight, sums, M, N, K, x.stride(0), weight.stride(0), PART=triton.cdiv(K, parts * depth) * depth,
-        TOKENS=max(16, next_power_of_2(M)), OUTS=tile.outs, DEPTH=depth, num_warps=4, num_stages=tile.stages,
+        TOKENS=max(16, next_power_of_2(M)), OUTS=tile.outs, DEPTH=depth, GATED=gated,
+        num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
     return sums
 
@@ -69,8 +74,6 @@ def add_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """(P, M, N) float32 -> (M, N); what is no parts stays as it is."""
     if sums.dim() == 2:
         return sums
-    if not runs_kernels(sums):
-        return add_parts_twin(sums, dtype)
     P, M, N = sums.shape
     out = sums.new_empty(M, N, dtype=dtype)
     _add_parts[(M, triton.cdiv(N, 1024))](sums, out, M, N, PARTS=P, BLOCK=1024)
@@ -85,27 +88,42 @@ def add_parts_twin(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def skinny_mm_twin(x: Tensor, weight: Tensor) -> Tensor:
-    """The same by the library."""
-    return x @ weight.T
-
-
 @jit
 def _skinny(  # type: ignore[no-untyped-def]
     X, WEIGHT, SUMS, M, N, K, x_m, w_n,
-    PART: constexpr, TOKENS: constexpr, OUTS: constexpr, DEPTH: constexpr,
+    PART: constexpr, TOKENS: constexpr, OUTS: constexpr, DEPTH: constexpr, GATED: constexpr,
 ):  # fmt: skip
-    """OUTS rows of the weight by one part of its columns."""
-    n, part = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS), tl.program_id(1)
+    """OUTS rows of the weight by one part of its columns; with GATED half of them are gates, half their ups."""
+    i, part = tl.arange(0, OUTS), tl.program_id(1)
+    if GATED:
+        half: constexpr = OUTS // 2
+        out = tl.program_id(0).to(tl.int64) * half + i % half
+        real, n = out < N // 2, out + i // half * (N // 2)
+    else:
+        n = tl.program_id(0).to(tl.int64) * OUTS + i
+        real = n < N
     m, depth = tl.arange(0, TOKENS), tl.arange(0, DEPTH)
     total = tl.zeros([OUTS, TOKENS], tl.float32)
     for start in range(0, PART, DEPTH):
         k = part * PART + start + depth
-        w = tl.load(WEIGHT + n[:, None] * w_n + k[None], mask=(n < N)[:, None] & (k < K)[None], other=0.0)
+        w = tl.load(WEIGHT + n[:, None] * w_n + k[None], mask=real[:, None] & (k < K)[None], other=0.0)
         x = tl.load(X + m[None] * x_m + k[:, None], mask=(m < M)[None] & (k < K)[:, None], other=0.0)
         total += tl.dot(w, x, input_precision="ieee")
-    at = SUMS + (part * M + m[None]) * N + n[:, None]
-    tl.store(at, total.to(SUMS.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None])
+    if GATED:
+        rounded = total.to(SUMS.dtype.element_ty).to(tl.float32)  # as a product of its own would be
+        gate, up = tl.split(tl.permute(tl.reshape(rounded, [2, half, TOKENS]), [1, 2, 0]))
+        n = tl.program_id(0).to(tl.int64) * half + tl.arange(0, half)
+        at, inside = SUMS + m[None] * (N // 2) + n[:, None], (n < N // 2)[:, None] & (m < M)[None]
+        tl.store(at, silu_of(gate, up).to(SUMS.dtype.element_ty), mask=inside)
+    else:
+        at = SUMS + (part * M + m[None]) * N + n[:, None]
+        tl.store(at, total.to(SUMS.dtype.element_ty), mask=real[:, None] & (m < M)[None])
+
+
+@jit
+def silu_of(gate, up):  # type: ignore[no-untyped-def]
+    """SiLU(gate) * up, float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @jit

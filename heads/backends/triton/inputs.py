@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.triton.attention import pack_bits
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Entry:
 
 def stand(places: Observed | Drafted, *, behind: int) -> Stand:
     """behind: P; what is not true goes to the last slot of its row, and sees none behind the length."""
-    if not runs_kernels(places.slot):
-        return stand_twin(places, behind=behind)
     made, given, options = _rows(places, behind)
     _stand[(len(made.positions),)](*given, **options)
     return made
@@ -104,11 +102,6 @@ def enter(
     """tokens (B, W) int64; embedded: a table (V, D), or each token's own row (B, W, D); states (B, A, D); rows (B, W)
     int64: which of its row's states each token stands beside, its own if None; behind: P; zero_first: read the token at
     position 0 as zeros."""
-    if not runs_kernels(states):
-        return enter_twin(
-            tokens, embedded, states, rows, places, token_norm, state_norm,
-            behind=behind, state_first=state_first, zero_first=zero_first,
-        )  # fmt: skip
     (B, W), (A, D) = tokens.shape, states.shape[1:]
     x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
     at, given, options = _rows(places, behind)
@@ -235,9 +228,6 @@ def take_newest(
     """tokens (B, M + 1), of which `count` (B,) and the next are true, from position `start` (B,) on. Renews, in rows
     that have any, root and length (B,); previous (B,), the token before the root; and recycled (B, D), what was made of
     the tokens but the first, made (B, M, D)."""
-    if not runs_kernels(tokens):
-        take_newest_twin(tokens, start, count, root, length, previous=previous, recycled=recycled, made=made)
-        return
     (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
     _take_newest[(B,)](
         tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,

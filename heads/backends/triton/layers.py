@@ -12,15 +12,13 @@ Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d h
 import torch
 from torch import Tensor
 
-from heads.backends.triton.gemm import add_parts_twin
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl
+from heads.backends.triton.gemm import add_parts_twin, silu_of
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds x (M, D) to residual (M, D) in place, if there is one, and returns the RMS norm of the sum; x may be parts
     (P, M, D) of a product (`heads.backends.triton.gemm.skinny_parts`)."""
-    if not runs_kernels(residual):
-        return add_norm_twin(residual, x, weight, eps)
     M, D = residual.shape
     out = torch.empty_like(residual)
     _add_norm[(M,)](
@@ -97,11 +95,6 @@ def rope_write(
     d); q_norm, k_norm (d,): RMS norms of each head before the turn (Qwen3).
     """
     M, Hkv, d = qkv.shape[-2], keys.shape[1], keys.shape[2]
-    if not runs_kernels(qkv):
-        return rope_write_twin(
-            qkv, cos, sin, slots, keys, values,
-            num_heads=num_heads, positions=positions, q_norm=q_norm, k_norm=k_norm, eps=eps,
-        )  # fmt: skip
     queries = keys.new_empty(M, num_heads, d)
     some = cos if q_norm is None else q_norm
     _rope_write[(M, num_heads + 2 * Hkv)](
@@ -161,12 +154,7 @@ def _rope_write(  # type: ignore[no-untyped-def]
     by_part = tl.num_programs(0) * row_stride
     first = _load_sum(source + i, inside, by_part, PARTS, kind)
     second = _load_sum(source + HALF + i, inside, by_part, PARTS, kind)
-    slot = tl.load(SLOTS + row)
-    if head >= H + HKV:
-        goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
-        tl.store(goal + i, first.to(VALUES.dtype.element_ty), mask=inside)
-        tl.store(goal + HALF + i, second.to(VALUES.dtype.element_ty), mask=inside)
-    else:
+    if head < H + HKV:
         if NORM:
             scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
             norm = Q_NORM if head < H else K_NORM
@@ -177,38 +165,40 @@ def _rope_write(  # type: ignore[no-untyped-def]
         at = tl.load(POSITIONS + row) if LOOK_UP else row
         cos = tl.load(COS + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
         sin = tl.load(SIN + at * HALF + i, mask=inside, other=0.0).to(tl.float32)
-        left, right = first * cos - second * sin, second * cos + first * sin
-        if head < H:
-            goal = QUERIES + (row * H + head) * 2 * HALF
-            tl.store(goal + i, left.to(QUERIES.dtype.element_ty), mask=inside)
-            tl.store(goal + HALF + i, right.to(QUERIES.dtype.element_ty), mask=inside)
-        else:
-            goal = KEYS + slot * key_stride + (head - H) * 2 * HALF
-            tl.store(goal + i, left.to(KEYS.dtype.element_ty), mask=inside)
-            tl.store(goal + HALF + i, right.to(KEYS.dtype.element_ty), mask=inside)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    slot = tl.load(SLOTS + row)
+    if head < H:
+        goal = QUERIES + (row * H + head) * 2 * HALF
+    elif head < H + HKV:
+        goal = KEYS + slot * key_stride + (head - H) * 2 * HALF
+    else:
+        goal = VALUES + slot * value_stride + (head - H - HKV) * 2 * HALF
+    tl.store(goal + i, first.to(kind), mask=inside)
+    tl.store(goal + HALF + i, second.to(kind), mask=inside)
 
 
-def silu_mul(fused: Tensor) -> Tensor:
-    """fused (M, 2 I): gate, then up -> SiLU(gate) * up (M, I)."""
-    if not runs_kernels(fused):
-        return silu_mul_twin(fused)
-    M, I = fused.shape[0], fused.shape[1] // 2  # noqa: E741 - the field's letter
-    out = fused.new_empty(M, I)
+def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """fused (M, 2 I): gate, then up, or parts of it (P, M, 2 I) to be rounded to dtype -> SiLU(gate) * up (M, I)."""
+    M, I = fused.shape[-2], fused.shape[-1] // 2  # noqa: E741 - the field's letter
+    out = fused.new_empty(M, I, dtype=dtype)
     block = min(1024, next_power_of_2(I))
-    _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(0), BLOCK=block)
+    _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(-2), BLOCK=block, PARTS=parts_in(fused))
     return out
 
 
-def silu_mul_twin(fused: Tensor) -> Tensor:
+def silu_mul_twin(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The same in torch operations."""
-    gate, up = fused.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(fused.dtype)
+    whole = add_parts_twin(fused, dtype or fused.dtype) if fused.dim() == 3 else fused
+    gate, up = whole.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(whole.dtype)
 
 
 @jit
-def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
+def _silu_mul(FUSED, OUT, I, row_stride, BLOCK: constexpr, PARTS: constexpr):  # type: ignore[no-untyped-def]  # noqa: E741
     row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < I
-    gate = tl.load(FUSED + row * row_stride + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(FUSED + row * row_stride + I + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(OUT + row * I + i, (gate / (1.0 + tl.exp(-gate)) * up).to(OUT.dtype.element_ty), mask=inside)
+    at, by_part = FUSED + row * row_stride + i, tl.num_programs(0) * row_stride
+    kind = OUT.dtype.element_ty
+    gate = _load_sum(at, inside, by_part, PARTS, kind)
+    up = _load_sum(at + I, inside, by_part, PARTS, kind)
+    tl.store(OUT + row * I + i, silu_of(gate, up).to(kind), mask=inside)

@@ -9,7 +9,7 @@ Letters: M rows, H heads, K inputs and N outputs of one head.
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, runs_kernels, tl, triton
+from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 OUTS, DEPTH, ROWS = 64, 64, 64
 """A tile's outputs, its inputs at a time, and its rows at most."""
@@ -20,8 +20,6 @@ def per_head_mm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
 
     Any strides, but for the last of x and of `out`, which are 1.
     """
-    if not runs_kernels(x):
-        return per_head_mm_twin(x, weight, out)
     (M, H, K), N = x.shape, weight.shape[2]
     out = x.new_empty(M, H, N) if out is None else out
     assert x.stride(2) == out.stride(2) == 1

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm, skinny_parts
+from heads.backends.triton.layers import silu_mul
 from heads.backends.triton.runtime import runs_kernels, triton
 from heads.backends.triton.timing import device_seconds
 from heads.errors import first_line, warn_once
@@ -36,20 +37,11 @@ MOST_COPIES = 64
 _chosen: dict[tuple[int, Shape, torch.device], str] = {}
 
 
-def in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """The kernel over as many rows as it takes at a time."""
-    if len(x) <= MOST_ROWS:
-        return skinny_mm(x, weight, tile)
-    return torch.cat([skinny_mm(part, weight, tile) for part in x.split(MOST_ROWS)])
-
-
+BY_NAME = {str(tile): tile for tile in TILES}
 MAKERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "library": linear,
-    **{str(tile): partial(in_parts, tile=tile) for tile in TILES},
+    **{name: partial(skinny_mm, tile=tile) for name, tile in BY_NAME.items()},
 }
-
-
-BY_NAME = {str(tile): tile for tile in TILES}
 
 
 class Products:
@@ -69,10 +61,21 @@ class Products:
 
     def parts(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same for a kernel that adds parts itself: (M, N), or `heads.backends.triton.gemm.skinny_parts`."""
+        tile = self.tile(x, weight)
+        return self(x, weight, bias) if tile is None or bias is not None else skinny_parts(x, weight, tile)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (M, K), weight (2 I, K) of gates, then ups -> SiLU(gate) * up (M, I), by the same kernel where it can."""
+        tile = self.tile(x, weight)
+        if tile is None or bias is not None:
+            return silu_mul(self(x, weight, bias))
+        made = skinny_parts(x, weight, tile, gated=True)
+        return made if made.dim() == 2 else silu_mul(made, x.dtype)
+
+    def tile(self, x: Tensor, weight: Tensor) -> Tile | None:
+        """The kernel's tile, None where the library makes the product."""
         tile = BY_NAME.get(self.makers.get(len(x), {}).get(shape_of(weight), "library"))
-        if tile is None or bias is not None or len(x) > MOST_ROWS or not runs_kernels(x):
-            return self(x, weight, bias)
-        return skinny_parts(x, weight, tile)
+        return tile if len(x) <= MOST_ROWS else None
 
 
 def shape_of(weight: Tensor) -> Shape:
@@ -138,7 +141,8 @@ def kept_choice(path: Path | None, choose: Callable[[], str]) -> str:
 def choose_maker(weights: Sequence[Tensor], rows: int) -> str:
     """One of MAKERS for weights (N, K) of one shape, on a GPU."""
     weight = weights[0]
-    sound = [name for name, multiply in MAKERS.items() if rows_are_independent(multiply, weight, rows)]
+    made_for = [name for name in MAKERS if name not in BY_NAME or rows >= BY_NAME[name].least]
+    sound = [name for name in made_for if rows_are_independent(MAKERS[name], weight, rows)]
     if not sound:
         N, K = weight.shape
         logger.warning("products of %d rows with a weight of %d x %d depend on the other rows: near-ties may turn "

@@ -1,7 +1,7 @@
 """Heads that recycle their state, on a GPU: what `heads.backends.torch.recurrent.TorchRecurrent` does, a step of it
-some fourteen kernels.
+some twelve kernels.
 
-    enter; q, k, v; turn and write; attention; its merging; out; add, norm; gate and up; SiLU; down; add, norm
+    enter; q, k, v; turn and write; attention; out; add, norm; gate and up, SiLU; down; add, norm
 
 and the output head's product. A draft streams its weights once a step, at 4.8 TB/s 10 microseconds for 50 MB, so that
 every small kernel shows. No mask is ever made: attention takes what a node sees as bits.
@@ -20,7 +20,7 @@ from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
-from heads.backends.triton.attention import draft_split
+from heads.backends.triton.attention import new_counters
 from heads.backends.triton.decoder import DTYPES, Tree, gated, grouped
 from heads.backends.triton.gemm import MOST_ROWS
 from heads.backends.triton.inputs import enter, take_newest
@@ -63,7 +63,6 @@ class TritonRecurrent(RecurrentSteps):
         self.state_first, self.zero_first = module.state_first, module.zero_first
         half = cos_sin_table[0].shape[3] // 2
         self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
-        self.split = draft_split(len(self.cos))
         self.behind = max(shape.depth, scratch_slots(shape))
         Hkv, d = self.attention.num_key_heads, self.attention.d
         self.store = like.new_zeros(batch_size, len(self.cos), 2, Hkv, d)
@@ -71,6 +70,8 @@ class TritonRecurrent(RecurrentSteps):
         weights = [product.weight for product in products if product is not None] + [spec.lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
+        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or told of a round
+        self.counters = new_counters(most, self.attention.num_heads, len(self.cos), like.device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> the state that the first step recycles (B, W, D)."""
@@ -111,8 +112,8 @@ class TritonRecurrent(RecurrentSteps):
             paths=None,
             slots=entry.at.slots,
             cos_sin=(self.cos, self.sin),
+            counters=self.counters,
             positions=entry.at.positions,
-            split=self.split,
         )
         added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)

@@ -1,7 +1,8 @@
 """Availability of Triton kernels.
 
-Every kernel has a twin in torch operations, which is its specification and runs where the kernel cannot. In Triton's
-interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for tests.
+Every kernel has a twin in torch operations, which is its specification; those of whole rounds run where no kernel can.
+In Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for
+tests.
 """
 
 from collections.abc import Sequence

@@ -1,38 +1,38 @@
-"""Figures of the GPU's form that need no card: launches of a step, and bytes of a prompt, at the shape of
-Llama-3.1-8B, of tensors that have no memory."""
+"""Figures of the GPU's form that need no card: launches of a round at the shape of Llama-3.1-8B, of tensors that have
+no memory."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.runtime.round import TargetStep
-from heads.backends.selection import TRITON
-from heads.backends.slot_mapping import CacheSpec
-from heads.backends.triton.cached_decoder import TritonDecoder
-from heads.backends.triton.gemm import TILES
-from heads.backends.triton.products import Products, shape_of
+from eval.runtime.engine import Engine, EngineOptions
+from heads.backends.triton.gemm import TILES, Tile
+from heads.backends.triton.products import Products
 from heads.target.frozen import FrozenTarget
-from heads.tree import Proposal
+from heads.tree import parse_shape
+from scripts.gpu.draft_steps import large_head
 from scripts.grown.shapes import SHAPES
 from tests.launches import Launches
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves"),
+    pytest.mark.usefixtures("interpreted"),
+]
 
-LAYERS = 3
-A_LAYER = 10
-"""Launches of a layer whose products are all the kernel's, at most."""
+LAYERS = 6
+"""Of the target, three of them with auxiliary hidden states."""
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads.backends.triton.runtime.ON_CPU", True)
+@pytest.fixture
+def large_target(monkeypatch: pytest.MonkeyPatch) -> FrozenTarget:
+    """A random target of few layers, without memory."""
     monkeypatch.setattr("heads.target.frozen.fingerprint", lambda model: "of no numbers")
-
-
-def large_target() -> FrozenTarget:
-    """Of few layers; a random one without memory."""
+    monkeypatch.setattr("eval.runtime.round.check_masks", lambda step: None)
     shape = SHAPES["llama-3.1-8b"]
     config = LlamaConfig(**vars(shape) | {"num_hidden_layers": LAYERS}, max_position_embeddings=1 << 17)
     with torch.device("meta"):
@@ -41,22 +41,31 @@ def large_target() -> FrozenTarget:
     return FrozenTarget(model, "large")
 
 
-def large_step(target: FrozenTarget, nodes: int, capacity: int = 4096) -> TargetStep:
+class ByKernel(Products):
     """Every product by the kernel."""
-    decoder = TRITON.decoder(target, CacheSpec(batch_size=1, capacity=capacity, widths=(nodes,)))
-    assert isinstance(decoder, TritonDecoder)
-    passes = decoder.passes
-    passes.products = Products({nodes: {shape_of(w): str(TILES[0]) for w in passes.weights()}})
-    return TargetStep(target, decoder)
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def tile(self, x: Tensor, weight: Tensor) -> Tile:
+        return TILES[0]
 
 
-@pytest.mark.parametrize("nodes", [1, 6, 32])
+@pytest.mark.parametrize(("tree", "beside"), [("none", 13), ("chain:5", 85), ("tree:6x8x32", 103)])
 @torch.no_grad()
-def test_a_step_is_few_launches(nodes: int) -> None:
-    """A plain step, `chain:5` and `tree:6x8x32`."""
-    step = large_step(large_target(), nodes)
-    ids = torch.zeros(1, nodes, dtype=torch.int64, device="meta")
+def test_a_round_is_few_launches(tree: str, beside: int, large_target: FrozenTarget) -> None:
+    """Eight a layer, and few beside them: those of an EAGLE-3 head, which has twelve a step, among them."""
+    head = None if tree == "none" else large_head("eagle3", SHAPES["llama-3.1-8b"], torch.device("meta"))[0]
+    options = EngineOptions(shape=parse_shape(tree), max_length=4096, backend="triton")
+    engine: Any = Engine(large_target, head, options)
+    engine.decoder.step.decoder.passes.products = ByKernel()
+    if head is not None:
+        state = engine.decoder.head_state
+        state.steps.products = ByKernel()
+        state.backend = replace(state.backend, on_host=False)  # as on a card, where lengths are not looked at
+    with Launches(runs=False):
+        engine.decoder.round(4096)  # what is made once
     with Launches(runs=False) as launches:
-        step.verify(Proposal(ids, ids, ids, ids.float()), None, ids[:, 0], 4096, 6)
-    assert launches.names["_split_attention"] == LAYERS
-    assert launches.names.total() <= A_LAYER * LAYERS + 10, launches.names
+        engine.decoder.round(4096)
+    assert launches.names["_attention"] >= LAYERS
+    assert launches.names.total() <= 8 * LAYERS + beside, launches.names

@@ -1,5 +1,7 @@
 """Kernels in Triton's interpreter against their twins in torch, over random shapes, ragged lengths and full caches."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -30,23 +32,27 @@ def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
     return parents, depths
 
 
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter's numpy
 @pytest.mark.parametrize(
-    ("B", "N", "heads", "widths", "options"),
+    ("B", "N", "heads", "widths", "S", "options"),
     [
-        (2, 5, (4, 2), (16, 16), {}),  # grouped queries
-        (1, 1, (3, 3), (16, 16), {}),  # plain decoding, a key head for each query head
-        (3, 9, (5, 1), (24, 24), {}),  # one key head; widths that are no powers of two
-        (1, 70, (2, 1), (16, 16), {}),  # two words of ancestors
-        (2, 6, (4, 1), (48, 32), {"rope": 16}),  # latent attention: values are the keys' first columns
-        (2, 12, (4, 2), (16, 16), {"window": 6, "soft_cap": 5.0}),
+        (2, 5, (4, 2), (16, 16), 150, {}),  # grouped queries
+        (1, 1, (3, 3), (16, 16), 150, {}),  # plain decoding, a key head for each query head
+        (3, 9, (5, 1), (24, 24), 150, {}),  # one key head; widths that are no powers of two
+        (1, 70, (2, 1), (16, 16), 150, {}),  # two words of ancestors
+        (2, 6, (4, 1), (48, 32), 150, {"rope": 16}),  # latent attention: values are the keys' first columns
+        (2, 12, (4, 2), (16, 16), 150, {"window": 6, "soft_cap": 5.0}),
+        (2, 3, (2, 1), (16, 16), 1500, {}),  # short splits and long ones, two chunks of them in one row
     ],
 )
 def test_tree_attention(
-    B: int, N: int, heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
+    B: int, N: int, heads: tuple[int, int], widths: tuple[int, int], S: int, options: dict[str, Any]
 ) -> None:
-    from heads.backends.triton.attention import pack_bits, tree_attention, tree_attention_twin
+    """Twice by the same counters, the second time with the programs in the opposite order: whichever merges the splits,
+    the bits are the same. A query that is not a number spoils its own row alone."""
+    from heads.backends.triton.attention import new_counters, pack_bits, tree_attention, tree_attention_twin
 
-    (H, Hkv), (d, dv), S = heads, widths, 150
+    (H, Hkv), (d, dv) = heads, widths
     parents, depths = random_tree(B, N)
     words = pack_bits(ancestors(parents, N))
     q, keys = torch.randn(B, N, H, d), torch.randn(B, S, Hkv, d)
@@ -55,11 +61,38 @@ def test_tree_attention(
     length[0] = S - N  # a full cache
     for b in range(B):
         keys[b, length[b] + N :] = torch.nan if "rope" not in options else 1e30  # what is past the tree is never read
-    out = tree_attention(q, keys, values, words, length, depths, split=64, **options)
+    counters = new_counters(B * N, H, S, q.device)
+    out = tree_attention(q, keys, values, words, length, depths, counters=counters, **options)
+    with backwards():
+        again = tree_attention(q, keys, values, words, length, depths, counters=counters, **options)
+    assert torch.equal(again, out) and not counters.any()
+    broken = q.clone()
+    broken[0, N - 1, 0, 0] = torch.nan
+    spoilt = tree_attention(broken, keys, values, words, length, depths, counters=counters, **options)
+    assert spoilt[0, N - 1, 0].isnan().all()
+    spoilt[0, N - 1, 0] = out[0, N - 1, 0]
+    assert torch.equal(spoilt, out)
     options.pop("rope", None)
     k, v = (torch.nan_to_num(x.double(), nan=0.0) for x in (keys, values))
     expected = tree_attention_twin(q.double(), k, v, words, length, depths, scale=d**-0.5, **options)
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """Have the interpreter run a kernel's programs last to first."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    forwards = interpreter_builder.set_grid_idx
+
+    def set_grid_idx(*place: int) -> None:
+        forwards(*(size - 1 - i for size, i in zip(interpreter_builder.grid_dim, place, strict=True)))
+
+    interpreter_builder.set_grid_idx = set_grid_idx
+    try:
+        yield
+    finally:
+        interpreter_builder.set_grid_idx = forwards
 
 
 @pytest.mark.parametrize(("length", "P"), [(61, 40), (10, 100), (70, 130)])
@@ -75,10 +108,10 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
     q, cache = torch.randn(1, N, 4, 16), torch.randn(2, 1, S, 2, 16)
     keys, values = cache
     at = torch.tensor([length])
-    clean = tree_attention(q, keys, values, words, at, None, behind=P, split=64)
+    clean = tree_attention(q, keys, values, words, at, None, behind=P)
     cache[:, :, length : length + P][:, :, ~seen[0].any(0)] = torch.nan
     cache[:, :, length + P :] = torch.nan
-    assert torch.equal(tree_attention(q, keys, values, words, at, None, behind=P, split=64), clean)
+    assert torch.equal(tree_attention(q, keys, values, words, at, None, behind=P), clean)
 
 
 def test_the_twin_is_softmax_over_the_path() -> None:
@@ -171,12 +204,28 @@ def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
     assert int((caches[0][1].abs().sum((1, 2)) > 0).sum()) == M
 
 
-@pytest.mark.parametrize(("M", "I"), [(1, 5), (3, 1500)])
-def test_silu_mul(M: int, I: int) -> None:  # noqa: E741
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(("M", "K", "I", "dtype"), [
+    (1, 40, 70, torch.float32), (17, 130, 1500, torch.bfloat16), (5, 2100, 96, torch.bfloat16),
+])  # fmt: skip
+def test_gates(M: int, K: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
+    """In the end of their product, or where its parts are added, of sums that are exact; a row that is not a number
+    stays alone."""
+    from heads.backends.triton.gemm import TILES
     from heads.backends.triton.layers import silu_mul, silu_mul_twin
+    from heads.backends.triton.products import Products, shape_of
 
-    fused = torch.randn(M, 2 * I)
-    torch.testing.assert_close(silu_mul(fused), silu_mul_twin(fused))
+    x, weight = torch.randint(-2, 3, (M, K)).to(dtype), torch.randint(-4, 5, (2 * I, K)).to(dtype) / 64
+    x[M // 2, 3] = torch.nan if M > 1 else 0.5
+    expected = silu_mul_twin((x.float() @ weight.float().T).to(dtype))
+    for tile in TILES:
+        products = Products({M: {shape_of(weight): str(tile)}})
+        made = products.gated(x, weight)
+        torch.testing.assert_close(made, expected, equal_nan=True, rtol=3e-2, atol=1e-5)  # gates rounded another way
+        assert made.isnan().all(1).tolist() == [M > 1 and m == M // 2 for m in range(M)]
+        assert torch.equal(products.gated(x[[0] * M], weight)[M - 1], made[0])
+    fused = (x.float() @ weight.float().T).to(dtype)
+    torch.testing.assert_close(silu_mul(fused), expected, equal_nan=True, rtol=3e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 2100, 65), (64, 128, 10)])
@@ -308,7 +357,7 @@ def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -
     depths = torch.tensor([[0, 1, 1, 2, 3, 2]])
     q, keys, values = torch.randn(1, 6, 4, 16), torch.randn(1, 90, 2, 16), torch.randn(1, 90, 2, 16)
     words, paths = ancestor_words(parents, depths, 3)
-    options: dict[str, Any] = {"split": 64, "window": window}
+    options: dict[str, Any] = {"window": window}
     tree = tree_attention(q, keys, values, words, length, depths, paths=paths, **options)
     torch.testing.assert_close(tree, tree_attention(q, keys, values, words, length, depths, **options))
     chain_depths = torch.arange(6)[None]
@@ -318,6 +367,20 @@ def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -
         cache[:, 61:67] = cache[:, 61:67][:, order]
     chain = tree_attention(q[:, order], keys, values, words, length, chain_depths, paths=paths, **options)
     assert torch.equal(chain[:, 3], tree[:, 4])
+
+
+@pytest.mark.parametrize("start", [62, 1022])
+def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None:
+    """Bit for bit, where a split ends within the chain, and where a chunk of splits does."""
+    from heads.backends.triton.attention import ancestor_words, tree_attention
+
+    depths, length = torch.arange(3)[None], torch.tensor([start])
+    words, _ = ancestor_words((depths - 1).clamp_min(0), depths, 2)
+    q, keys, values = torch.randn(1, 3, 4, 16), torch.randn(1, 1100, 2, 16), torch.randn(1, 1100, 2, 16)
+    chain = tree_attention(q, keys, values, words, length, depths)
+    for j in range(3):
+        alone = tree_attention(q[:, [j] * 3].contiguous(), keys, values, words, length + j, depths)
+        assert torch.equal(alone[:, 0], chain[:, j])
 
 
 def test_logits_are_what_the_choice_compares() -> None:
