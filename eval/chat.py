@@ -31,7 +31,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from eval.commands.conversation import chat
+    from eval.commands.chat_run import chat
 
     return chat(options)
 

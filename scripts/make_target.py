@@ -1,7 +1,7 @@
 """Make a small real target from scratch: accelerate launch scripts/make_target.py recipes/quickstart/target.yaml
 
 A byte-level BPE and a Llama-architecture model, trained on the Python source of this machine with whole modules held
-out (`eval.benchmark.corpus`), and on conversations where the recipe names some. Larger ones, for a GPU:
+out (`eval.benchmark.python_source`), and on conversations where the recipe names some. Larger ones, for a GPU:
 recipes/targets/*.yaml. Matrices are trained by Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon),
 embeddings and norms by AdamW. The run folder gets `model/` (bfloat16, with tokenizer and a README of what was measured)
 and `checkpoints/`; a run that was stopped goes on from the newest.

@@ -3,7 +3,7 @@
     python scripts/publish.py runs/quickstart OWNER/NAME [--private] [--revision BRANCH] [--license apache-2.0]
     python scripts/publish.py runs/quickstart OWNER/NAME --dry-run        # what would be published; no network
 
-The commit holds the head's folder and the card, without the paths of this machine (`eval.reporting.published`);
+The commit holds the head's folder and the card, without the paths of this machine (`eval.reporting.publication`);
 every command that takes a head takes OWNER/NAME from then on. The card names the engines that serve the head, with
 their commands; a head that none serves, or that one would misread, is refused without --unserved. The token is the one
 of `hf auth login` or HF_TOKEN.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from heads.backends.cpu import compiling, library
-from heads.backends.triton import runtime
+from heads.backends.triton import availability
 
 LOADERS = (compiling.find_compiler, library.load)
 
@@ -32,13 +32,13 @@ def forget_libraries() -> None:
 @contextmanager
 def kernels_on_cpu() -> Iterator[None]:
     """Run Triton's kernels on CPU tensors, in its interpreter, and no C."""
-    before = runtime.ON_CPU
+    before = availability.ON_CPU
     with without_c():
-        runtime.ON_CPU = True
+        availability.ON_CPU = True
         try:
             yield
         finally:
-            runtime.ON_CPU = before
+            availability.ON_CPU = before
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from eval.files import is_full_disk
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
-from train.interval import Sums
+from train.averages import Sums
 from train.launch import SHARDED, on_main
 from train.run_folder import begin_folder, temporary_of, whole_folder
 

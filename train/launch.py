@@ -29,9 +29,9 @@ from accelerate.utils import (
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported without being declared
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.opening import load_pair
+from eval.benchmark.loading import load_pair
 from heads.errors import UserError
-from heads.processor import fastest_dtype
+from heads.fast_dtype import fastest_dtype
 from heads.target.frozen import FrozenTarget
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train

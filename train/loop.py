@@ -18,6 +18,7 @@ from heads.checkpoint import save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from train.adapter import Joint, add_adapters, check_adapter
+from train.averages import Interval, Pace, check_finite
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -30,7 +31,6 @@ from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.head_settings import resolved_head
 from train.interrupts import Interrupted
-from train.interval import Interval, Pace, check_finite
 from train.launch import load_recipe_target, on_main
 from train.measuring import Evaluation, Measured
 from train.opening import Run

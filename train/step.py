@@ -13,10 +13,10 @@ from torch import Tensor
 
 from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
+from train.averages import Interval
 from train.data.features import make_batch
 from train.data.packing import Mixture
 from train.interrupts import Interrupted
-from train.interval import Interval
 from train.launch import SHARDED
 from train.optim import make_optimizer, set_lr
 from train.recipe import Train

@@ -267,7 +267,7 @@ heads can be trained and measured without a hub.
 | | |
 |---|---|
 | data | {source}, {tokens / 1e6:.1f} million tokens |
-| held out | whole modules, by a hash of their path (`eval/benchmark/corpus.py`); near copies are left out of training |
+| held out | modules, by a hash of their path (`eval/benchmark/python_source.py`); near copies are not trained on |
 | tokens seen | {seen / 1e6:.1f} million |
 | held-out bits per byte | {nats / math.log(2) / size:.3f} over {count / 1e6:.2f} million tokens, context {CONTEXT} |
 | held-out next-token accuracy | {hits / count:.3f} |

@@ -1,10 +1,10 @@
 """Prompt suites: what a head is measured on.
 
 `python-heldout` cuts prompts out of modules of Python's standard library that no training run sees
-(`eval.benchmark.corpus`). The public suites come from the hub through `datasets`; every suite may also be a local file
-of records that hold `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A conversation
-is rendered with the tokenizer's chat template where it has one. A prompt is token ids from here on, and results carry a
-hash of them.
+(`eval.benchmark.python_source`). The public suites come from the hub through `datasets`; every suite may also be a
+local file of records that hold `turns`, `messages`, `conversations`, `prompt`, `question`, `instruction` or `text`. A
+conversation is rendered with the tokenizer's chat template where it has one. A prompt is token ids from here on, and
+results carry a hash of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from eval.benchmark.corpus import read_split
+from eval.benchmark.python_source import read_split
 from eval.benchmark.records import (
     CONVERSATIONS,
     Message,

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from eval.benchmark.figures import find_divergences
+from eval.benchmark.loading import Opened, chosen_prompts, facts_of, open_head
 from eval.benchmark.measure import Comparison, Variant, make_requests, trace
 from eval.benchmark.metrics import loop_share, tau
-from eval.benchmark.opening import Opened, chosen_prompts, facts_of, open_head
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.auto import LARGEST_TREE, can_draft, start_search
 from eval.benchmark.environment import contention, environment, head_facts, target_facts
 from eval.benchmark.figures import Judged, headline, judge, pooled_exactness, withhold_speed
+from eval.benchmark.loading import check_target, choose_prompts, fitting_head, open_target_of
 from eval.benchmark.measure import compare, engine_options, progress_bar
-from eval.benchmark.opening import check_target, choose_prompts, fitting_head, open_target_of
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.roofline import lines, run_roofline

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.loading import chosen_prompts, facts_of, open_target
 from eval.benchmark.metrics import ratio_interval, speedup
-from eval.benchmark.opening import chosen_prompts, facts_of, open_target
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.files import check_file

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from eval.benchmark.loading import chosen_prompts, facts_of, open_head
 from eval.benchmark.measure import check_decoded, trace
 from eval.benchmark.metrics import Trace, acceptance_by_depth, rate_ratio, rate_ratio_interval, ratio_interval, tau
-from eval.benchmark.opening import chosen_prompts, facts_of, open_head
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
 from eval.files import check_file

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.corpus import read_split
 from eval.benchmark.environment import environment, head_facts, target_facts
 from eval.benchmark.figures import Judged, judge, pooled_exactness, withhold_speed
+from eval.benchmark.loading import open_head, prompt_room
 from eval.benchmark.measure import compare, progress_bar
-from eval.benchmark.opening import open_head, prompt_room
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
+from eval.benchmark.python_source import read_split
 from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined] # of whatever client it uses
 
 from eval.reporting.card import RIGHTS
-from eval.reporting.published import Publication, collect
+from eval.reporting.publication import Publication, collect
 from heads.checkpoint import CONFIG, WEIGHTS
 from heads.errors import UserError, first_line
 

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from heads.backends.selection import TRITON
 from heads.backends.torch.commit import RoundState
-from heads.backends.triton import runtime as backend
+from heads.backends.triton import availability as backend
 from heads.backends.triton.commit import TritonCommit
 
 SHARED_MEMORY, REGISTERS, THREADS, PROGRAMS = 227 * 1024, 1 << 16, 2048, 32

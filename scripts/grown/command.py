@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eval.benchmark.opening import load_pair
+from eval.benchmark.loading import load_pair
 from eval.files import check_folder
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError

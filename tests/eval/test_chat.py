@@ -15,10 +15,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from eval import chat as module
-from eval.benchmark.opening import Opened
+from eval.benchmark.loading import Opened
 from eval.benchmark.prompts import render
 from eval.command import exit_status
-from eval.commands.conversation import Conversation, Screen, interruptible
+from eval.commands.chat_run import Conversation, Screen, interruptible
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.request import Detokenizer
 from eval.runtime.sampling import Sampling

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from eval.benchmark.opening import fitting_head
-from eval.reporting.published import collect
+from eval.benchmark.loading import fitting_head
+from eval.reporting.publication import collect
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.checkpoint import CONFIG, file_hash, save_head, target_record
 from heads.errors import UserError

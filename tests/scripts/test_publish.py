@@ -24,7 +24,7 @@ from eval.benchmark.settings import BenchSettings
 from eval.command import exit_status
 from eval.commands.bench_run import run_bench
 from eval.reporting import upload
-from eval.reporting.published import collect
+from eval.reporting.publication import collect
 from heads.checkpoint import load_head, read_config, save_head, target_record
 from heads.registry import build_head
 from heads.target.frozen import load_target, load_tokenizer

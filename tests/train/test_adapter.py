@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch.nn.functional import kl_div
 
-from eval.benchmark.opening import fitting_head
+from eval.benchmark.loading import fitting_head
 from heads.backends.torch.architectures import why_not_native
 from heads.base import Batch
 from heads.checkpoint import adapt_target, load_head

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.benchmark.opening import load_pair
+from eval.benchmark.loading import load_pair
 from eval.benchmark.prompts import load_prompts
 from eval.runtime.engine import Request
 from eval.runtime.sampling import Sampling

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.bench import parse_arguments
-from eval.benchmark.opening import open_target_of
+from eval.benchmark.loading import open_target_of
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import check_fits, load_head

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.corpus import read_split
+from eval.benchmark.python_source import read_split
 from eval.benchmark.records import Message, RecordError, read_messages, read_records, read_text, read_tools
 from eval.files import is_file, read_given
 from heads.errors import UserError

@@ -1,7 +1,7 @@
 """The text that a target is trained on from scratch: this machine's Python source, and conversations, if any.
 
-Both are split into training and held-out text by a hash (`eval.benchmark.corpus`). Conversations are written as the
-tokenizer's chat template writes them: each turn behind a token of its role, answers closed by the token that ends a
+Both are split into training and held-out text by a hash (`eval.benchmark.python_source`). Conversations are written as
+the tokenizer's chat template writes them: each turn behind a token of its role, answers closed by the token that ends a
 document.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from eval.benchmark.corpus import installed_source, is_held_out, read_split
+from eval.benchmark.python_source import installed_source, is_held_out, read_split
 from eval.benchmark.records import Message, read_messages, read_records
 from heads.errors import UserError
 from train.strict_yaml import Settings

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
 from heads.backends.torch import accept as twin
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 from heads.tree import Acceptance, Proposal
 
 MOST_NODES = 128

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 FINE, COARSE = 1024, 256
 """The first FINE slots are cut so that they alone give every processor work, those behind into splits of COARSE.

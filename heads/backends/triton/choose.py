@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from heads.backends.torch.noise import gumbel
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 from heads.backends.triton.noise import key_of, noise_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 TILE = 64
 """Ids of one tile; with the depth of a product's step it makes the weight tile that a program streams."""

@@ -8,7 +8,7 @@ Letters: B rows, N nodes, M tokens a round can emit, T tokens a report shows.
 from torch import Tensor
 
 from heads.backends.torch.commit import Commit, CommitResult
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 
 
 class TritonCommit(Commit):

@@ -6,7 +6,7 @@ Letters: L layers, B rows, S slots a row, X width of a slot, K depth.
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 
 
 def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> None:

@@ -10,7 +10,7 @@ Letters: M rows (tokens), A experts active for a token, X experts, K columns of 
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 MOST_ROWS = 64
 OUTS, DEPTH = 64, 128

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.triton.attention import pack_bits
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 
 
 @dataclass(frozen=True)

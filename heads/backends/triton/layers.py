@@ -12,8 +12,8 @@ Letters: M rows (batch times tokens), D width, H query heads, Hkv key heads, d h
 import torch
 from torch import Tensor
 
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 from heads.backends.triton.gemm import add_parts_twin, silu_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:

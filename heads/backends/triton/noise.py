@@ -1,6 +1,6 @@
 """The noise of `heads.backends.torch.noise.gumbel` inside kernels: its bits and formula, so the very same numbers."""
 
-from heads.backends.triton.runtime import jit, tl
+from heads.backends.triton.availability import jit, tl
 
 
 @jit

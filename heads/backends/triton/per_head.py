@@ -9,7 +9,7 @@ Letters: M rows, H heads, K inputs and N outputs of one head.
 import torch
 from torch import Tensor
 
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 OUTS, DEPTH, ROWS = 64, 64, 64
 """A tile's outputs, its inputs at a time, and its rows at most."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from heads.backends.torch.sampling import RowSampling
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 from heads.backends.triton.noise import key_of, noise_of
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
 
 TILE = 8192
 """Scores that a program holds, at most."""

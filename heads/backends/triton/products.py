@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from heads.backends.triton.availability import runs_kernels, triton
 from heads.backends.triton.gemm import MOST_ROWS, TILES, Tile, skinny_mm, skinny_parts
 from heads.backends.triton.layers import silu_mul
-from heads.backends.triton.runtime import runs_kernels, triton
 from heads.backends.triton.timing import device_seconds
 from heads.errors import first_line, warn_once
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.backends.torch import select
 from heads.backends.torch.select import MOST_CHILDREN, MOST_NODES, Beam, Level, Nodes, first_node
-from heads.backends.triton.runtime import constexpr, jit, next_power_of_2, tl, triton
+from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 COMPARED = 4096
 """Comparisons, or places of paths, that a program holds at once."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from eval.benchmark.corpus import read_split
 from eval.benchmark.prompts import Prompt, follow_up, held_out_prompts, load_prompts, prompts_hash, split_prompts
+from eval.benchmark.python_source import read_split
 from heads.errors import UserError
 
 

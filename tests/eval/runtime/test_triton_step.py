@@ -20,6 +20,7 @@ from heads.backends.selection import TORCH, TRITON, fastest, why_not_triton
 from heads.backends.slot_mapping import CacheSpec, ancestors
 from heads.backends.triton import decoder
 from heads.backends.triton.attention import tree_attention
+from heads.backends.triton.availability import why_not
 from heads.backends.triton.cached_decoder import TritonDecoder
 from heads.backends.triton.gemm import TILES
 from heads.backends.triton.products import (
@@ -30,7 +31,6 @@ from heads.backends.triton.products import (
     rows_are_independent,
     shape_of,
 )
-from heads.backends.triton.runtime import why_not
 from heads.errors import warn_once
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
@@ -298,7 +298,7 @@ def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Call
 
 def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("heads.backends.triton.runtime.launch_once", lambda device: None)
+    monkeypatch.setattr("heads.backends.triton.availability.launch_once", lambda device: None)
     why_not.cache_clear()
 
     def reason(dtype: torch.dtype) -> str | None:
@@ -307,7 +307,7 @@ def test_what_keeps_a_gpu_from_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert reason(torch.bfloat16) is None
     assert reason(torch.float64) == "kernels take no float64"
-    monkeypatch.setattr("heads.backends.triton.runtime.triton", None)
+    monkeypatch.setattr("heads.backends.triton.availability.triton", None)
     why_not.cache_clear()
     assert reason(torch.bfloat16) == "Triton is not installed"
     why_not.cache_clear()
@@ -324,7 +324,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_given_of_once(
     def refuse(device: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
-    monkeypatch.setattr("heads.backends.triton.runtime.launch_once", refuse)
+    monkeypatch.setattr("heads.backends.triton.availability.launch_once", refuse)
     warn_once.cache_clear()
     target: Any = OnGpu
     for capability, reason in (

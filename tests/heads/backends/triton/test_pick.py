@@ -9,9 +9,9 @@ from torch import Tensor
 from eval.runtime.sampling import Sampling
 from heads.backends.torch.noise import gumbel
 from heads.backends.torch.sampling import RowSampling
+from heads.backends.triton.availability import constexpr, jit, tl
 from heads.backends.triton.noise import key_of, noise_of
 from heads.backends.triton.pick import Noise, TritonSampling, best_columns
-from heads.backends.triton.runtime import constexpr, jit, tl
 from heads.tree import Proposal
 from scripts.gpu import trees
 from tests.launches import Launches

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.interval import Pace
+from train.averages import Pace
 
 
 def test_the_time_left_leaves_out_the_first_step_and_measurements() -> None:

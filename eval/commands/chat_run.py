@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from eval.benchmark.auto import can_draft
+from eval.benchmark.loading import Opened, open_head, prompt_room
 from eval.benchmark.measure import trace
 from eval.benchmark.metrics import tau
-from eval.benchmark.opening import Opened, open_head, prompt_room
 from eval.benchmark.prompts import render
 from eval.benchmark.records import Message
 from eval.command import draft_shapes, print_line

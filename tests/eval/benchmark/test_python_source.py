@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmark.corpus import is_held_out, list_modules, read_split, standard_library
+from eval.benchmark.python_source import is_held_out, list_modules, read_split, standard_library
 from heads.errors import UserError
 
 
