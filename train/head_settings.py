@@ -20,7 +20,7 @@ INIT_FROM: Any = (
     Field(
         default=None,
         min_length=1,
-        description="A head to start from: a run, a folder or a Hub id, draftsmith's or another project's. Its weights, "
+        description="A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, "
         "shape and layers are taken; the settings of the training stay the recipe's. Null: a new head.",
     ),
 )
