@@ -76,7 +76,9 @@ def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
         settings = to_settings(options)
         (head,) = options.heads
         weights = None
-        if not untrained_kind(head) and not is_published(head):
+        if is_published(head):
+            weights = weights_hash(head)
+        elif not untrained_kind(head):
             read_config(find_head(head))
             weights = weights_hash(find_head(head))
     except UserError as error:

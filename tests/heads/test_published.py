@@ -15,7 +15,7 @@ from heads.errors import UserError
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
-from tests.heads.published_heads import BLOCK, LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
+from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
 from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native
 from train.data.features import make_batch
@@ -312,7 +312,7 @@ def test_a_model_that_is_no_head(target: FrozenTarget, tiny_target_dir: Path) ->
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_training_starts_from_a_head(ours: bool, target: FrozenTarget, tmp_path: Path) -> None:
-    head, path = eagle3(depth=4, intermediate_size=BLOCK["intermediate_size"]), str(tmp_path / "head")
+    head, path = eagle3(depth=4), str(tmp_path / "head")
     if ours:
         save_head(head, path, target=target_record(target))
     else:
