@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from heads.base import Origin
-from heads.checkpoint import check_fits, file_hash, find_head, load_head
+from heads.checkpoint import NoLargerThan, check_fits, file_hash, find_head, load_head
 from heads.errors import UserError, first_line
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
@@ -30,13 +30,19 @@ def read_published(path: str, target: FrozenTarget) -> Any:
     readers = {kind: method for kind, method in HEADS.items() if method.format.read is not None}
     for method in readers.values():
         assert method.format.read is not None
-        reading = method.format.read(source, target)
+        try:
+            reading = method.format.read(source, target)
+        except UserError:
+            raise
+        except Exception as error:  # values of types that no head's config.json has
+            raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
         if reading is not None:
             break
     else:
         raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(readers)}")
     try:
-        head = method.head.from_checkpoint(reading.config, reading.weights)
+        with NoLargerThan(reading.weights):
+            head = method.head.from_checkpoint(reading.config, reading.weights)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     except Exception as error:  # sizes that no tensor can have
@@ -74,6 +80,4 @@ def start_from(path: str, kind: str, settings: Mapping[str, Any], target: Frozen
     defaults = {field.name: field.default for field in fields(method.Settings) if field.default is not None}
     chosen = {**defaults, **{name: value for name, value in settings.items() if value is not None}}
     config |= {name: value for name, value in chosen.items() if name in method.training}
-    head = method.head.from_checkpoint(config, found.to_checkpoint())
-    head.origin = found.origin
-    return head
+    return method.head.from_checkpoint(config, found.to_checkpoint())

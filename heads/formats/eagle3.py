@@ -238,7 +238,7 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
     if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
         return None
-    wanted = dict(layer if isinstance(layer, dict) else raw)
+    wanted = dict(raw if layer is None else layer)
     wanted.setdefault("model_type", "llama")
     try:
         llama: Any = AutoConfig.for_model(**wanted)

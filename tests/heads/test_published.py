@@ -273,6 +273,9 @@ BAD: dict[str, tuple[Change, str]] = {
     "length": (set_in(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters"),
     "last state": (set_in(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
     "size": (set_in(num_attention_heads=0), "config.json"),
+    "huge": (set_in(intermediate_size=2**40), "config.json"),
+    "architectures": (set_in(architectures=5), "config.json"),
+    "no object": (set_in(transformer_layer_config=[1]), "config.json"),
 }
 
 
