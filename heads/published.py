@@ -50,7 +50,8 @@ def read_published(path: str, target: FrozenTarget) -> Any:
     for name, value in reading.weights.items():
         if not value.isfinite().all():
             raise UserError(f"{path}: tensor {name} holds values that are not finite; fetch it again")
-    hashes = {file.name: file_hash(file) for file in sorted(set(source.files.values()))}
+    used = {file for name, file in source.files.items() if name in reading.weights} or set(source.files.values())
+    hashes = {file.name: file_hash(file) for file in sorted(used)}
     head.origin = Origin(reading.form, hashes, reading.differs)
     return head
 
