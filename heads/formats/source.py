@@ -119,6 +119,6 @@ def tensor_files(path: str, names: Iterable[str] = WEIGHTS[:1]) -> dict[str, Pat
     if not files:
         raise UserError(
             f"{path}: no {' or '.join(names)} there; fetch it again. A pickle is read where it is asked for by name: "
-            f"{path}/{PICKLES[0]}"
+            f"{' or '.join(f'{path}/{file}' for file in PICKLES)}"
         )
     return out
