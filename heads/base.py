@@ -125,7 +125,7 @@ class Origin:
     files: Mapping[str, str]
     """The files of its tensors -> SHA-256."""
     differs: tuple[str, ...]
-    """What an engine would read differently from what its trainer meant, a line each."""
+    """Places where an engine would read another head than its trainer meant, a line each."""
 
 
 class Drafter(Protocol):

@@ -57,9 +57,9 @@ class Reading:
     config: dict[str, Any]
     """The head's config, without what has a default."""
     weights: dict[str, Tensor]
-    """What `to_checkpoint` of the head gives."""
+    """Tensors as `to_checkpoint` of the head gives them."""
     differs: tuple[str, ...] = ()
-    """What an engine would read differently from what its trainer meant."""
+    """Places where an engine would read another head than its trainer meant."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -356,7 +356,7 @@ def captured(
 
 
 def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """What engines read of config.json and of the tensors otherwise than `read_eagle3`."""
+    """Return a line for each thing that engines read otherwise than `read_eagle3`."""
     ids, layers = list(config["aux_layer_ids"]), config["num_target_layers"]
     outputs, default = [k - 1 for k in ids], [2, layers // 2, layers - 3]
     named, said = (raw.get(IDS), nested.get(IDS)), []

@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError)
-"""What reading of a damaged or absent file raises."""
+"""Errors that a damaged or absent file raises."""
 
 
 @dataclass(frozen=True)
