@@ -116,9 +116,23 @@ class OwnTree(Protocol):
         """Choose the tree by the labels of held-out text."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """A head's files, where another project wrote them."""
+
+    form: str
+    """The form in which it was saved."""
+    files: Mapping[str, str]
+    """The files of its tensors -> SHA-256."""
+    differs: tuple[str, ...]
+    """Places where an engine would read another head than its trainer meant, a line each."""
+
+
 class Drafter(Protocol):
     """Whatever drafts, trained or not, as the runtime asks for it; a class that drafts inherits from this one."""
 
+    origin: Origin | None = None
+    """None for what draftsmith made."""
     aux_layer_ids: tuple[int, ...] = ()
     """The residual streams it reads, by the number of the layer they enter; empty if none."""
 

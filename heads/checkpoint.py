@@ -228,7 +228,7 @@ def _load(folder: Path) -> Any:
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
     try:
-        with _NoLargerThan(weights):
+        with NoLargerThan(weights):
             head = method.head.from_checkpoint(record["config"], weights)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
@@ -246,7 +246,7 @@ def _load(folder: Path) -> Any:
     return head
 
 
-class _NoLargerThan(TorchFunctionMode):
+class NoLargerThan(TorchFunctionMode):
     """Refuse to make a head of more or larger tensors than a file holds, before they take memory."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:

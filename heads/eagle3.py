@@ -12,11 +12,13 @@ vocabulary.
 Letters: B batch, T tokens, D hidden, Vd draft vocabulary, L auxiliary layers, K depth, d head dimension.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
@@ -61,6 +63,12 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 
     aux_layer_ids: tuple[int, ...] = field()
     draft_vocab_size: int = field()
+    norm_before_residual: bool = False
+    """Published heads: the layer's residual is the normed state."""
+    own_embeddings: bool = False
+    """Published heads: the file has an embedding table that is not the target's; it is read, and not trained."""
+    rope_scaling: dict[str, Any] | None = None
+    """Published heads: scaled rotary positions, as transformers has them in `rope_parameters`, without the base."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
@@ -72,9 +80,10 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
 class Eagle3Layer(nn.Module):
     """The decoder layer: attention reads [normed embedding ; normed state], the residual is the raw state."""
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(D, eps)
         self.hidden_norm = RMSNorm(D, eps)
         self.self_attn = Attention(config, 2 * D)
@@ -82,9 +91,22 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, embedding: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], dim=-1)  # (B, T, 2D)
-        residual = state + self.self_attn(x, rotation, attend)
+        normed = self.hidden_norm(state)
+        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # (B, T, 2D)
+        residual = (normed if self.norm_before_residual else state) + self.self_attn(x, rotation, attend)
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+
+def scaled_rotary(config: Eagle3Config) -> nn.Module:
+    """The rotary positions of a Llama with this config's scaling."""
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={**(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+    )
+    return LlamaRotaryEmbedding(llama)
 
 
 class Eagle3(Recurrent):
@@ -105,6 +127,11 @@ class Eagle3(Recurrent):
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, D).requires_grad_(False)
+        if config.rope_scaling is not None:
+            self.rotary = (scaled_rotary(config),)
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
@@ -156,6 +183,9 @@ class Eagle3(Recurrent):
         self.norm.weight.copy_(norm)
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
+    def shared_layers(self, shared: SharedLayers) -> SharedLayers:
+        return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)
+
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D)."""
         aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
@@ -180,7 +210,9 @@ class Eagle3(Recurrent):
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
-    def parts(self) -> HeadParts:
+    def parts(self) -> HeadParts | None:
+        if self.config.norm_before_residual:
+            return None
         block, again = self.midlayer, self.config.norm_output
         module = ModuleParts(
             attention=block.self_attn,

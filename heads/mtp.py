@@ -24,11 +24,12 @@ from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
-from heads.formats.mtp import LAYOUTS, Layout, from_field, read_native, to_field
+from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
+from heads.formats.source import Source, tensor_files
 from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
-from heads.target.block import BlockMaker, block_record
+from heads.target.block import BlockMaker
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget, block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
@@ -131,7 +132,6 @@ class Mtp(Recurrent):
         powers = [config.depth_decay**k for k in range(config.depth)]
         self.depth_weights = tuple(power / sum(powers) for power in powers)
         D, hidden_first = config.hidden_size, self.layout.hidden_first
-        self.rotary: tuple[nn.Module, ...] = ()  # in a tuple: no module of ours, whose frequencies `to` would round
         if config.decoder is None:
             modules = [
                 MtpModule(D, lambda: RMSNorm(D, config.rms_norm_eps), Block(config), hidden_first=hidden_first)
@@ -153,11 +153,9 @@ class Mtp(Recurrent):
             **block_settings(target, None if settings.native else settings.num_attention_heads),
         }
         if settings.native:
-            embed: Any = target.shared.embed_tokens
-            shared = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": target.lm_head_weight}
-            native = read_native(target.name, target.config, shared)
-            defaults |= {"layout": native.layout, "num_modules": native.count, "depth": max(3, native.count)}
-            defaults["decoder"] = block_record(target.config, native.count)
+            source = Source(target.name, {}, tensor_files(target.name))
+            native = read_native(source, target.config, shared_layers(target))
+            defaults |= native_config(target, native)
             for name in sorted(OF_THE_CHECKPOINT & said.keys()):
                 if said[name] != defaults[name]:
                     raise UserError(
@@ -264,12 +262,3 @@ class Mtp(Recurrent):
                 )
             )
         return HeadParts(modules=modules)
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        if not self.rotary:
-            return super().cos_sin(positions, dtype)
-        like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
-        if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
-            positions = positions.expand(3, -1, -1)
-        cos, sin = maker(like, positions)  # (B, T, d)
-        return cos[:, None], sin[:, None]

@@ -37,6 +37,9 @@ from heads.ttt_attention import causal_attention
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""
 
+UNREAD = ("lm_head.weight", "embed_tokens.weight")
+"""Tensors that no module reads: the first is counted for itself, of the second a row a token is read."""
+
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
 
@@ -73,6 +76,13 @@ class Recurrent(nn.Module, DraftHead):
     kept: Tensor
     """(Vd,) int64, the target id of each draft id."""
     num_modules: int = 1
+    rotary: tuple[nn.Module, ...] = ()
+    """The module of transformers that makes rotary positions which no base alone describes. In a tuple: no module of
+    ours, whose frequencies `to` would round."""
+
+    def shared_layers(self, shared: SharedLayers) -> SharedLayers:
+        """The target's shared layers, or the head's own in their place."""
+        return shared
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """The target's features, (..., L * D) and (..., D) -> the state that the first step recycles (..., D)."""
@@ -105,7 +115,13 @@ class Recurrent(nn.Module, DraftHead):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
         """Cosines and sines of rotary positions (B, T)."""
-        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        if not self.rotary:
+            return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+        like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
+        if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
+            positions = positions.expand(3, -1, -1)
+        cos, sin = maker(like, positions)  # (B, T, d)
+        return cos[:, None], sin[:, None]
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
@@ -113,11 +129,12 @@ class Recurrent(nn.Module, DraftHead):
     def unroll(self, batch: Batch, depth: int) -> list[Tensor]:
         """The normed states (B, T, D) of the first `depth` steps."""
         state = self.start(batch.aux_hidden_states, batch.hidden)
-        normed = []
+        own, normed = self.shared_layers(batch.shared), []
+        embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
         for i in range(depth):
             if i < self.num_modules:
                 attend = _attend_by_steps(batch.documents)
-            embedding = batch.embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+            embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
             embedding = self.masked(embedding, batch.positions + i)
             cos_sin = self.cos_sin(batch.positions + i, state.dtype)
             state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
@@ -144,7 +161,7 @@ class Recurrent(nn.Module, DraftHead):
         """The output head is read at every level, the modules after the first of them; what fuses, to extend alone."""
         K, J, parts = state.shape.depth, self.num_modules, self.parts()
         width = state.steps.weight_bytes or next(self.parameters()).element_size()
-        own = width * sum(p.numel() for name, p in self.named_parameters() if name != "lm_head.weight")
+        own = width * sum(p.numel() for name, p in self.named_parameters() if name not in UNREAD)
         fuse = width * parts.fuse.weight.numel() if parts is not None and parts.fuse is not None else 0
         output = width * len(self.kept) * self.config.hidden_size
         used = sum(J - min(level, J - 1) for level in range(1, K))
@@ -165,7 +182,9 @@ class Recurrent(nn.Module, DraftHead):
         return RecurrentState(
             shape=shape,
             backend=backend,
-            steps=backend.open_recurrent(self, shared, batch_size=batch_size, slots=slots, shape=shape),
+            steps=backend.open_recurrent(
+                self, self.shared_layers(shared), batch_size=batch_size, slots=slots, shape=shape
+            ),
             slot=torch.arange(slots, device=weight.device),
             root=ids[0],
             length=ids[1],

@@ -28,12 +28,14 @@ class Method:
     """Settings of the head in a recipe, a frozen dataclass with defaults; None follows the target."""
     format: Format
     """The folder that the head is saved as."""
+    training: frozenset[str] = frozenset({"depth", "depth_decay", "loss"})
+    """Settings that decide on the training alone: a head started from another may have others."""
 
 
 HEADS = {
     "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
-    "draft": Method(Draft, DraftSettings, draft_model.FORMAT),
-    "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT),
+    "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
+    "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
 }
 """The methods by their kind, which recipes and saved heads name."""

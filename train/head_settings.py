@@ -8,21 +8,32 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
+from torch import Tensor
 
-from heads.registry import HEADS
+from heads.published import start_from
+from heads.registry import HEADS, build_head
+from heads.target.frozen import FrozenTarget
 from train.strict_yaml import Settings
 
+INIT_FROM: Any = (
+    str | None,
+    Field(
+        default=None,
+        min_length=1,
+        description="A head to start from: a run, a folder or a Hub id, ours or another project's. Its weights, "
+        "shape and layers are taken; the settings of the training stay the recipe's. Null: a new head.",
+    ),
+)
 
-def _section(settings: type[Any], **kind: Any) -> type[BaseModel]:
+
+def _section(settings: type[Any], **own: Any) -> type[BaseModel]:
     """A section with the fields, defaults and docstrings of a dataclass. Values are checked with the target at hand."""
     hints, meanings = get_type_hints(settings), _field_docstrings(settings)
     named = {
         field.name: (_from_yaml(hints[field.name]), Field(default=field.default, description=meanings.get(field.name)))
         for field in fields(settings)
     }
-    made: type[BaseModel] = create_model(
-        settings.__name__, __base__=Settings, __doc__=settings.__doc__, **kind, **named
-    )  # type: ignore[call-overload]
+    made: type[BaseModel] = create_model(settings.__name__, __base__=Settings, __doc__=settings.__doc__, **own, **named)  # type: ignore[call-overload]
     return made
 
 
@@ -54,8 +65,10 @@ def _field_docstrings(settings: type[Any]) -> dict[str, str]:
     return found
 
 
+OURS = {"kind", "init_from"}
+"""Settings of every section, which are no method's own."""
 SECTIONS = {
-    kind: _section(head.Settings, kind=(Literal[kind], Field(description="The method.")))
+    kind: _section(head.Settings, kind=(Literal[kind], Field(description="The method.")), init_from=INIT_FROM)
     for kind, head in HEADS.items()
 }
 for _kind, _made in SECTIONS.items():
@@ -63,10 +76,18 @@ for _kind, _made in SECTIONS.items():
 AnyHead: Any = Annotated[Union[tuple(SECTIONS.values())], Field(discriminator="kind")]  # noqa: UP007 - from a tuple
 
 
+def make_head(section: Any, target: FrozenTarget, token_counts: Tensor) -> Any:
+    """A new head by a recipe's section, or one with the weights of the head that it names."""
+    if section.init_from is None:
+        return build_head(section.kind, section.model_dump(exclude=OURS), target, token_counts)
+    given = section.model_dump(exclude=OURS, exclude_unset=True)
+    return start_from(section.init_from, section.kind, given, target)
+
+
 def resolved_head(head: Any, config: Any) -> BaseModel:
     """The section with every setting that it may give, as a head of this `config` has them."""
-    values = {name: getattr(config, name) for name in type(head).model_fields if name != "kind"}
-    resolved: BaseModel = type(head).model_validate({"kind": head.kind, **_plain(values)})
+    values = {name: getattr(config, name) for name in type(head).model_fields if name not in OURS}
+    resolved: BaseModel = type(head).model_validate(head.model_dump(include=OURS) | _plain(values))
     return resolved
 
 

@@ -3,7 +3,6 @@
 import copy
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +14,6 @@ from eval.benchmark.environment import contention, setup_line
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
-from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from train.adapter import Joint, add_adapters, check_adapter
 from train.averages import Interval, Pace, check_finite
@@ -29,7 +27,7 @@ from train.checkpointing import (
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
-from train.head_settings import resolved_head
+from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import load_recipe_target, on_main
 from train.measuring import Evaluation, Measured
@@ -62,8 +60,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # one process of a launch would see the others
         print_line(contention(accelerator.device))
-    make_head = partial(build_head, recipe.head.kind, recipe.head.model_dump(exclude={"kind"}), target)
-    unfilled = make_head(torch.zeros(target.vocab_size, dtype=torch.int64))
+    section = recipe.head
+    unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
     outcome = Outcome(recipe, target, tokenizer)
     record = tracker.record = plain_settings(recipe)
@@ -85,7 +83,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
     counts = mixture.label_counts(target.vocab_size)
     torch.manual_seed(seed)
-    head: nn.Module = make_head(counts).to(target.device, torch.float32)
+    head: nn.Module = make_head(section, target, counts).to(target.device, torch.float32)
     measured = copy.deepcopy(head).to(target.dtype).eval()
     add_adapters(cast(DraftHead, head))
     adapter = recipe.target.adapter

@@ -61,6 +61,7 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
         "parameters": num_parameters(head) if isinstance(head, nn.Module) else 0,
         "aux_layer_ids": list(head.aux_layer_ids),
         "config": asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+        "origin": None if head.origin is None else asdict(head.origin),
     }
 
 

@@ -15,8 +15,9 @@ from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.backends.selection import is_narrow
 from heads.base import Drafter
-from heads.checkpoint import adapt_target, check_fits, find_head, load_head, read_config
+from heads.checkpoint import adapt_target, find_head, read_config
 from heads.errors import UserError
+from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.target.encoder_decoder import give_template
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
@@ -43,6 +44,10 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
         if not options.target:
             raise UserError(f"{head}: drafts for any target; give --target")
         return open_target(options.target, options)
+    if is_published(head):
+        if not options.target:
+            raise UserError(f"{head}: a head of another project's, which does not name its target; give --target")
+        return open_target(options.target, options)
     folder = find_head(head)
     record = read_config(folder)["target"]
     path = options.target or record["name"]
@@ -57,9 +62,10 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
     """The head that a text names, trained or not. UserError if it was trained for another target."""
     if untrained_kind(head):
         return cast(Drafter, build_untrained(head, target))
-    folder = find_head(head)
-    check_fits(folder, target)
-    return cast(Drafter, load_head(folder, dtype=target.dtype, device=target.device))
+    drafter = cast(Drafter, open_any(head, target).to(device=target.device, dtype=target.dtype).eval())
+    for line in drafter.origin.differs if drafter.origin else ():
+        print_line(f"{head}: {line}")
+    return drafter
 
 
 def open_target(

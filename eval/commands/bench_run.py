@@ -28,6 +28,7 @@ from eval.runtime.engine import Engine
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
+from heads.published import is_published
 from heads.registry import untrained_kind
 from heads.target.frozen import FrozenTarget
 from heads.tree import TreeShape
@@ -44,7 +45,8 @@ def bench_command(options: argparse.Namespace) -> int:
     if options.out and len(paths) == 1:
         check_card(options.out, "--out")
     trained = [path for path in paths if not untrained_kind(path)]
-    target, tokenizer = open_target_of((trained or paths)[0], options)
+    ours = [path for path in trained if not is_published(path)]  # these name their target
+    target, tokenizer = open_target_of((ours or trained or paths)[0], options)
     heads = {path: fitting_head(path, target) for path in paths}
     print_line(contention(target.device))
     with own_folder(parent, settings, options) as out:
@@ -175,7 +177,7 @@ def parts_of_headline(
 
 def default_out(head: str) -> Path:
     """The folder in which measurements of a head get folders of their own: bench/ in its run, else runs/bench-NAME."""
-    if not untrained_kind(head):
+    if not untrained_kind(head) and not is_published(head):
         folder = Path(os.path.abspath(find_head(head)))  # as it was named: where a link leads there is no run
         if folder.name == "head" and (folder.parent / "recipe.yaml").is_file():
             return folder.parent / BENCH

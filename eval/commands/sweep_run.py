@@ -25,6 +25,7 @@ from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
+from heads.published import is_published
 from heads.registry import untrained_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,9 @@ def place_of(sweep: Sweep, setting: Setting, parse: Parse) -> str:
         settings = to_settings(options)
         (head,) = options.heads
         weights = None
-        if not untrained_kind(head):
+        if is_published(head):
+            weights = weights_hash(head)
+        elif not untrained_kind(head):
             read_config(find_head(head))
             weights = weights_hash(find_head(head))
     except UserError as error:

@@ -277,14 +277,23 @@ def few_warning(measurements: Sequence[Results]) -> str | None:
     return "; ".join(parts) or None
 
 
+def head_warnings(head: Results, measurements: Sequence[Results]) -> list[str]:
+    """Return the warnings about one head: what an engine would read of a published one otherwise than it was read here,
+    or drafts of ours deeper than the training."""
+    if origin := head.get("origin"):
+        return [f"read as {origin['form']}: {line}" for line in origin["differs"]]
+    line = depth_warning(head, measurements)
+    return [] if line is None else [line]
+
+
 def warnings(results: Results) -> list[str]:
     """Return the warnings about each head, and about all figures."""
     measurements = results["measurements"]
     if "heads" in results:
         own = [(head, [m for m in measurements if m["head"] == head["name"]]) for head in results["heads"]]
-        found = [f"head {head['name']}: {line}" for head, ms in own if (line := depth_warning(head, ms))]
+        found = [f"head {head['name']}: {line}" for head, ms in own for line in head_warnings(head, ms)]
     else:
-        found = [line] if (line := depth_warning(results["head"], measurements)) else []
+        found = head_warnings(results["head"], measurements)
     best: dict[float, float] = {}
     for m in measurements:
         if m["speedup"]:

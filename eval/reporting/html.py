@@ -197,7 +197,8 @@ def head_facts(head: Results) -> Facts:
     """Return the facts of a head."""
     layers = ", ".join(map(str, head["aux_layer_ids"])) or "none"
     size = f"{format.count(head['parameters'])} parameters"
-    return [("kind", head["kind"]), ("path", head["path"]), ("size", size), ("aux_layer_ids", layers)]
+    form = [("read as", origin["form"])] if (origin := head.get("origin")) else []
+    return [("kind", head["kind"]), ("path", head["path"]), *form, ("size", size), ("aux_layer_ids", layers)]
 
 
 def measurement_facts(results: Results) -> list[tuple[str, Facts]]:

@@ -13,12 +13,16 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from heads.errors import UserError
+from heads.formats.source import Source
+
+if TYPE_CHECKING:
+    from heads.target.frozen import FrozenTarget
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 ENGINES = (VLLM, SGLANG)
@@ -44,6 +48,20 @@ class Folder:
     """The head's record of its target."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A head that another project saved, in the terms of ours."""
+
+    form: str
+    """The form that it was saved in."""
+    config: dict[str, Any]
+    """The head's config, without what has a default."""
+    weights: dict[str, Tensor]
+    """Tensors as `to_checkpoint` of the head gives them."""
+    differs: tuple[str, ...] = ()
+    """Places where an engine would read another head than its trainer meant."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """The folder that heads of one kind are saved as."""
@@ -58,8 +76,23 @@ class Format:
     """A folder and one of the readers -> why the reader takes no such head, and what it would refuse or misread."""
     write_beside: Callable[[Path, dict[str, Any]], None] | None = None
     """Write the files that the folder needs beside these two, by the record of the target."""
+    read: "Callable[[Source, FrozenTarget], Reading | None] | None" = None
+    """Read the head of a target in other projects' forms; None for a folder that holds no head of this kind. UserError
+    for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked later."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []
     """(the head, the target, the head's config) -> lines on what brings the folder into other forms."""
+
+
+def check_same(source: Source, target: "FrozenTarget", **found: Any) -> None:
+    """Refuse a head of another target: each size by its name, where the head's files tell it."""
+    ours = {"width": target.hidden_size, "vocabulary": target.vocab_size, "number of layers": target.num_layers}
+    for name, value in found.items():
+        name = name.replace("_", " ")
+        if value is not None and value != ours[name]:
+            raise UserError(
+                f"{source.path}: made for a target with {name} {value}, but {target.name} has {ours[name]}; measure it "
+                "on its own target"
+            )
 
 
 def check_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -9,15 +9,37 @@ Letters: D hidden, V vocabulary, Vd draft vocabulary, L auxiliary layers.
 """
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, gated_mlp, sglang, sizes, tensors, vllm
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from heads.errors import UserError, first_line, shown
+from heads.formats.base import (
+    SGLANG,
+    VLLM,
+    Folder,
+    Format,
+    Reading,
+    Shapes,
+    check_same,
+    fields,
+    gated_mlp,
+    sglang,
+    sizes,
+    tensors,
+    vllm,
+)
+from heads.formats.source import Source
+from heads.target.frozen import FrozenTarget
 
 EAGLE = "the EAGLE repository (cb7e084)"
-
+EMBEDDING = "embed_tokens.weight"
 
 EAGLE3_FIELDS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -27,7 +49,6 @@ EAGLE3_FIELDS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
     "mlp_bias": False,
-    "norm_before_residual": False,  # SGLang knows no other
 }
 
 
@@ -44,7 +65,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": config.rope_scaling,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -52,8 +73,10 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "bos_token_id": target.get("bos_token_id"),
         "eos_token_id": target.get("eos_token_id"),
         "pad_token_id": target.get("pad_token_id"),
+        "own_embeddings": config.own_embeddings,  # read by none: they go by the file
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_before_residual,
         "num_aux_hidden_states": len(config.aux_layer_ids),
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs},
@@ -107,7 +130,7 @@ EAGLE3 = {
         targets=hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM),
         ids=("eagle_aux_hidden_state_layer_ids",),
         last=True,
-        options=EAGLE_3_1,
+        options=EAGLE_3_1 | {"norm_before_residual"},
     ),
     SGLANG: Eagle3Loader(
         targets=hooked(SGLANG, HOOKS_OF_BOTH, HOOKS_OF_SGLANG),
@@ -141,6 +164,8 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
     }
     if c.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (D,) for i in range(L)}
+    if c.get("own_embeddings"):
+        shapes |= {EMBEDDING: (V, D)}
     if Vd != V:  # vLLM refuses the tables of a whole vocabulary
         shapes |= {"d2t": (Vd,), "t2d": (V,)}
     return shapes
@@ -155,8 +180,14 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if not faults:
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += tensors(eagle3_tensors(config), folder.shapes)
-        ignored = [name for name in ("fc_norm", "norm_output") if config.get(name) and name not in loader.options]
+        ignored = [
+            name
+            for name in (*sorted(EAGLE_3_1), "norm_before_residual")
+            if config.get(name) and name not in loader.options
+        ]
         faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
+        if reader == SGLANG and EMBEDDING in folder.shapes:
+            faults.append(f"{EMBEDDING}: the target's own would take its place")
         faults += layer_ids(config, target["num_layers"], reader)
     return lacks, faults
 
@@ -195,7 +226,167 @@ def speculators(head: str, target: str, config: Mapping[str, Any]) -> list[str]:
     return [f"speculators' converter drops the layer ids unless they are given: `{run}`"]
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+DROPPED = ("verifier_norm.weight", "verifier_lm_head.weight", "midlayer.self_attn.rotary_emb.inv_freq")
+"""Tensors of the target, and of no meaning, that files hold."""
+
+
+def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
+    """A head of one decoder layer, raw or in speculators' form; every config field may be absent as Llama's may."""
+    raw, path = source.config, source.path
+    layer, kind = raw.get("transformer_layer_config"), raw.get("speculators_model_type")
+    named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
+    if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
+        return None
+    wanted = dict(raw if layer is None else layer)
+    wanted.setdefault("model_type", "llama")
+    try:
+        llama: Any = AutoConfig.for_model(**wanted)
+        V, Vd = llama.vocab_size, raw.get("draft_vocab_size") or llama.vocab_size
+        rope = dict(llama.rope_parameters or {})
+        theta, scaled = float(rope.pop("rope_theta", 10_000.0)), rope.get("rope_type", "default")
+        block = {
+            "hidden_size": llama.hidden_size,
+            "vocab_size": V,
+            "num_target_layers": target.num_layers,
+            "max_position_embeddings": llama.max_position_embeddings,
+            "intermediate_size": llama.intermediate_size,
+            "num_attention_heads": llama.num_attention_heads,
+            "num_key_value_heads": getattr(llama, "num_key_value_heads", None) or llama.num_attention_heads,
+            "head_dim": getattr(llama, "head_dim", None) or llama.hidden_size // llama.num_attention_heads,
+            "rms_norm_eps": llama.rms_norm_eps,
+            "rope_theta": theta,
+            "rope_scaling": None if scaled == "default" else rope,
+        }
+    except Exception as error:  # each family's config refuses in its own way
+        raise UserError(f"{path}: config.json describes no decoder layer ({first_line(error)})") from error
+    check_same(source, target, width=raw.get("target_hidden_size") or llama.hidden_size, vocabulary=V)
+    nested = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), dict) else {}
+    unknown = {
+        "hidden_act": getattr(llama, "hidden_act", "silu") != "silu",
+        "rope_parameters": scaled not in SCALINGS or rope.get("partial_rotary_factor", 1) != 1,
+        "norm_before_fc": raw.get("norm_before_fc"),
+        "eagle_config.use_aux_hidden_state": nested.get("use_aux_hidden_state") is False,
+        "target_hidden_size": llama.hidden_size != target.hidden_size,
+    }
+    if bad := [name for name, is_so in unknown.items() if is_so]:
+        raise UserError(f"{path}: config.json: {bad[0]}: heads with such a setting are not read here")
+    if "fc.weight" not in source.files:
+        raise UserError(f"{path}: tensor fc.weight: expected the fusion of the target's layers, found none")
+    weights = source.read()
+    weights = {re.sub(r"^layers\.0\.", "midlayer.", name): value for name, value in weights.items()}
+    if further := sorted(name for name in weights if name.startswith("layers.")):
+        raise UserError(f"{path}: {further[0]}: a head of several layers, and heads of one alone are read here")
+    for name in DROPPED:
+        weights.pop(name, None)
+    own = weights.get(EMBEDDING)
+    if own is not None and is_targets_own(own, target):
+        del weights[EMBEDDING]
+    sort_vocab(path, weights, V, Vd)
+    config = {
+        **block,
+        "draft_vocab_size": Vd,
+        "own_embeddings": EMBEDDING in weights,
+        **{name: bool(raw.get(name)) for name in ("fc_norm", "norm_output", "norm_before_residual")},
+        "aux_layer_ids": captured(path, raw, nested, target, weights["fc.weight"].shape[-1]),
+    }
+    form = "raw EAGLE-3" if layer is None else "speculators' EAGLE-3"
+    differs = misread(raw, nested, config)
+    if Vd == V and "d2t" in source.files:
+        differs.append(f"{VLLM} refuses a file with the d2t of a whole vocabulary")
+    return Reading(form, config, weights, tuple(differs))
+
+
+SCALINGS = ("default", "linear", "yarn", "llama3")
+"""Kinds of rotary positions of a Llama that do not depend on the length of the text."""
+
+
+def is_targets_own(table: Tensor, target: FrozenTarget) -> bool:
+    """Return True for the target's embeddings, in whatever precision either of the two was saved."""
+    embed: Any = target.shared.embed_tokens
+    ours = embed.weight.detach().cpu()
+    if table.shape != ours.shape:
+        return False
+    return torch.equal(table.to(ours.dtype), ours) or torch.equal(ours.to(table.dtype), table)
+
+
+def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
+    """Bring the tables of a draft vocabulary into the form of `heads.vocab`, and the output head with them: draft ids
+    in the order of their target ids, both tables there or none."""
+    d2t = weights.get("d2t")
+    if d2t is None or d2t.shape != (Vd,) or d2t.is_floating_point():
+        return  # said by who reads the tables
+    kept, order = (d2t.long() + torch.arange(Vd)).sort()
+    if kept[0] < 0 or kept[-1] >= V or not (kept.diff() > 0).all():
+        raise UserError(f"{path}: d2t: expected target ids below {V}, each once, as offsets from the draft ids")
+    marks = torch.zeros(V, dtype=torch.bool)
+    marks[kept] = True
+    if "t2d" in weights and not torch.equal(weights["t2d"].bool(), marks):
+        raise UserError(f"{path}: t2d marks other target ids than d2t names")
+    weights |= {"d2t": kept - torch.arange(Vd), "t2d": marks}
+    if len(weights.get("lm_head.weight", ())) == Vd:
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    if Vd == V:
+        del weights["d2t"], weights["t2d"]
+
+
+def captured(
+    path: str, raw: Mapping[str, Any], nested: Mapping[str, Any], target: FrozenTarget, width: int
+) -> tuple[int, ...]:
+    """The residual streams that the trainer meant: those that config.json names by the layers they enter, or nested by
+    the layers they leave, or else the default ones."""
+    layers, default = target.num_layers, (2, target.num_layers // 2, target.num_layers - 3)
+    ids: Any = raw.get(IDS)
+    if ids is None and nested.get(IDS) is not None:
+        ids = [k + 1 if type(k) is int else k for k in nested[IDS]] if isinstance(nested[IDS], list) else nested[IDS]
+    ids = default if ids is None else ids
+    if not isinstance(ids, list | tuple) or not all(type(k) is int for k in ids) or len(set(ids)) != len(ids):
+        raise UserError(f"{path}: config.json: {IDS}: expected numbers of layers, each once, found {shown(ids)}")
+    if not all(0 <= k <= layers for k in ids):
+        raise UserError(
+            f"{path}: reads the streams that enter layers {list(ids)}, but {target.name} has {layers} layers; measure "
+            "it on its own target"
+        )
+    if width != len(ids) * target.hidden_size:
+        raise UserError(
+            f"{path}: tensor fc.weight: expected {len(ids) * target.hidden_size} columns for the layers {list(ids)}, "
+            f"found {width}"
+        )
+    return tuple(sorted(ids))
+
+
+def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each thing that engines read otherwise than `read_eagle3`."""
+    ids, layers = list(config["aux_layer_ids"]), config["num_target_layers"]
+    outputs, default = [k - 1 for k in ids], [2, layers // 2, layers - 3]
+    named, said = (raw.get(IDS), nested.get(IDS)), []
+    if named[0] is None and named[1] is not None and ids != default:
+        said.append(f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}")
+    if None not in named and sorted(named[1]) != outputs:
+        said.append(f"{SGLANG} reads the layer ids in eagle_config, {named[1]}: other layers than {IDS} names")
+    if named[0] is not None and named[1] is None and "transformer_layer_config" not in raw and ids != default:
+        said.append(
+            f"{SGLANG} reads no layer ids but those in eagle_config and captures {default} in the place of {ids}"
+        )
+    if any(sorted(found) != found for found in named if isinstance(found, list)):
+        said.append(f"the layer ids are not ascending: engines capture {ids}, in this order")
+    if layers in ids:
+        said.append(f"{SGLANG} never captures the output of the last layer")
+    if config["norm_before_residual"]:
+        said.append(f"{SGLANG} does not read norm_before_residual: another head would run")
+    if config["own_embeddings"]:
+        said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
+    if "transformer_layer_config" in raw:
+        return [*said, f"{SGLANG} does not read speculators' form"]
+    if raw.get("num_hidden_layers", 1) != 1:
+        said.append(f"{VLLM} makes {raw['num_hidden_layers']} layers by num_hidden_layers, of which the file has one")
+    if "LlamaForCausalLMEagle3" not in (raw.get("architectures") or []):
+        said.append(f"{SGLANG} loads no head whose architectures are not LlamaForCausalLMEagle3")
+    return said
+
+
 FORMAT = Format(
+    read=read_eagle3,
     engine_config=eagle3_engine_config,
     readers={
         VLLM: vllm("eagle3"),

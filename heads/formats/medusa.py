@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.base import Folder, Format, Shapes, fields, sizes, tensors, vllm
+from heads.errors import UserError
+from heads.formats.base import Folder, Format, Reading, Shapes, check_same, fields, sizes, tensors, vllm
+from heads.formats.source import Source
+from heads.target.frozen import FrozenTarget
 
 OLD_VLLM = "vLLM 0.32.0"
 """The last one with Medusa, which SGLang never had."""
@@ -76,7 +79,43 @@ def check_medusa(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     return lacks, faults or tensors(medusa_tensors(config), folder.shapes)
 
 
+def read_medusa(source: Source, target: FrozenTarget) -> Reading | None:
+    """Heads under the repository's names, or under vLLM's: blocks.{k}.layers.{j}, lm_heads.{k}."""
+    raw = source.config
+    if not ("medusa_num_heads" in raw or raw.get("model_type") == "medusa"):
+        return None
+    weights = {re.sub(r"^medusa_heads?\.", "", name): value for name, value in source.read().items()}
+    ours = {
+        re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name): value for name, value in weights.items()
+    }
+    blocks = [match for name in ours if (match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.weight", name))]
+    if not blocks:
+        raise UserError(f"{source.path}: holds no tensor of a head, such as 0.0.linear.weight")
+    heads, layers = (1 + max(int(match[group]) for match in blocks) for group in (1, 2))
+    ours = {re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{layers}.", name): value for name, value in ours.items()}
+    width = ours[blocks[0][0]].shape[-1]
+    out, token_map = ours.get(f"0.{layers}.weight"), ours.get("token_map")
+    rows = None if out is None or token_map is not None else len(out)
+    check_same(source, target, width=width, vocabulary=rows)
+    said = [] if raw.get("medusa_fc_bias") else [f"{OLD_VLLM} drops the biases without medusa_fc_bias: true"]
+    for match in blocks:
+        if match[0].replace("weight", "bias") not in ours and raw.get("medusa_fc_bias") is False:
+            ours[match[0].replace("weight", "bias")] = ours[match[0]].new_zeros(width)
+            said = []
+    if raw.get("medusa_num_heads", heads) != heads:
+        said.append(f"{MEDUSA} drafts with {raw['medusa_num_heads']} of the {heads} heads, by medusa_num_heads")
+    config = {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size if token_map is None else len(token_map),
+        "depth": heads,
+        "num_layers": layers,
+    }
+    return Reading("Medusa heads", config, ours, tuple(said))
+
+
 FORMAT = Format(
+    read=read_medusa,
     weights_file="medusa_lm_head.safetensors",
     engine_config=medusa_engine_config,
     readers={OLD_VLLM: vllm("medusa"), MEDUSA: lambda _, head, __: f"MedusaModel.from_pretrained({head!r})"},

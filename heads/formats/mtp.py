@@ -10,26 +10,34 @@ A saved head is a folder that engines load beside the target: its config.json is
 the modules alone, under the names of the target's family. Embedding table and output head are the target's.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Shapes, fields, sglang, tensors, vllm
+from heads.formats.base import (
+    SGLANG,
+    VLLM,
+    Folder,
+    Format,
+    Reading,
+    Shapes,
+    check_same,
+    fields,
+    sglang,
+    tensors,
+    vllm,
+)
+from heads.formats.source import Source
 from heads.target.block import BlockMaker, block_record
 from heads.target.families import register_mimo
-from heads.target.hub import repo_and_revision
+from heads.target.frozen import FrozenTarget, block_settings
 
-INDEX = "model.safetensors.index.json"
 PARTS = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 """The target's own embeddings and output head, of which DeepSeek's modules store copies."""
@@ -127,13 +135,13 @@ class NativeModules:
     """Under the family's names, without what `SHARED` repeats of the target."""
 
 
-def read_native(path: str, config: Any, ends: Mapping[str, Tensor]) -> NativeModules:
-    """The MTP modules in the folder or hub id `path` of a target with the Hugging Face `config`.
+def read_native(source: Source, config: Any, ends: Mapping[str, Tensor]) -> NativeModules:
+    """The MTP modules in a checkpoint of a target with the Hugging Face `config`.
 
     ends: the target's embedding table and output head, which a module that stores either again must share. UserError
     where there is no module, where there are fewer than the config says, and where one is quantised.
     """
-    files = tensor_files(path)
+    path, files = source.path, source.files
     layers: int = config.num_hidden_layers
     found = {name: count_modules(layout, files, layers) for name, layout in LAYOUTS.items()}
     name = max(found, key=lambda name: found[name])
@@ -153,32 +161,13 @@ def read_native(path: str, config: Any, ends: Mapping[str, Tensor]) -> NativeMod
             "fetch the whole checkpoint"
         )
     prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
-    weights = _read({key: file for key, file in files.items() if key.startswith(prefixes)})
+    weights = source.read(key for key in files if key.startswith(prefixes))
     for key in [key for key in weights if key.endswith(SHARED)]:
         _check_shared(path, key, weights.pop(key), ends)
     for key, value in weights.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(f"{path}: {key} is {value.dtype}; expected a checkpoint whose modules are not quantised")
     return NativeModules(name, count, weights)
-
-
-def tensor_files(path: str) -> dict[str, Path]:
-    """Each tensor of the checkpoint at `path`, a folder or a hub id, and the safetensors file that holds it."""
-    repo, revision = repo_and_revision(path)
-    try:
-        index = cached_file(repo, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
-        names = ["model.safetensors"]
-        if index is not None:
-            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-        out: dict[str, Path] = {}
-        for file in [Path(str(cached_file(repo, name, revision=revision))) for name in names]:
-            with safe_open(file, framework="pt") as opened:
-                out |= dict.fromkeys(opened.keys(), file)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: its safetensors files cannot be read ({first_line(error)}); fetch them again"
-        ) from error
-    return out
 
 
 def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
@@ -189,14 +178,6 @@ def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
         if layout.of_module(count, layers) == layout.of_module(0, layers):
             break
     return count
-
-
-def _read(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as opened:
-            out |= {key: opened.get_tensor(key) for key, at in files.items() if at == file}
-    return out
 
 
 def _check_shared(path: str, key: str, value: Tensor, ends: Mapping[str, Tensor]) -> None:
@@ -276,7 +257,40 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     return lacks, faults + tensors(expected, folder.shapes)
 
 
+def native_config(target: FrozenTarget, native: NativeModules) -> dict[str, Any]:
+    """The settings that native modules bring with them: of an `MtpConfig` over the target's whole vocabulary."""
+    return {
+        **block_settings(target),
+        "native": True,
+        "draft_vocab_size": target.vocab_size,
+        "layout": native.layout,
+        "num_modules": native.count,
+        "depth": max(3, native.count),
+        "decoder": block_record(target.config, native.count),
+    }
+
+
+def shared_layers(target: FrozenTarget) -> dict[str, Tensor]:
+    """The target's layers of which modules may store copies."""
+    embed: Any = target.shared.embed_tokens
+    return dict(zip(SHARED, (embed.weight, target.lm_head_weight), strict=True))
+
+
+def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
+    """The modules in a folder with the target's own config.json, or in a whole checkpoint of the target."""
+    config = source.config.get("text_config") or source.config
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not any(count_modules(layout, source.files, layers) for layout in LAYOUTS.values()):
+        return None
+    check_same(
+        source, target, width=config.get("hidden_size"), vocabulary=config.get("vocab_size"), number_of_layers=layers
+    )
+    native = read_native(source, target.config, shared_layers(target))
+    return Reading("modules of multi-token prediction", native_config(target, native), native.weights)
+
+
 FORMAT = Format(
+    read=read_mtp,
     engine_config=mtp_engine_config,
     readers={VLLM: vllm("mtp"), SGLANG: sglang("NEXTN")},
     check=check_mtp,

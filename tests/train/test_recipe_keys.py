@@ -52,7 +52,7 @@ def test_the_committed_tables_are_the_schema() -> None:
 def test_every_setting_of_a_head_has_a_row_under_its_kind(kind: str) -> None:
     (section,) = (section for section in recipe_sections(Recipe) if section.title == f"`head`, kind `{kind}`")
     names = [field.name for field in fields(HEADS[kind].Settings)]
-    assert [key.name for key in section.keys] == ["head.kind", *(f"head.{name}" for name in names)]
+    assert [key.name for key in section.keys] == ["head.kind", "head.init_from", *(f"head.{name}" for name in names)]
 
 
 def test_every_key_has_a_type_a_default_and_a_meaning_in_a_sentence() -> None:

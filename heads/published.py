@@ -1,0 +1,84 @@
+"""Heads that others published, in their own projects' forms, and heads to start training from.
+
+A head of ours says in its config.json what it is and for which target. Any other head is read for a target that the
+user names: the first format that knows the folder brings it into our terms (`heads.formats.base.Format.read`), and from
+there on it is a head like any other.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from heads.base import Origin
+from heads.checkpoint import NoLargerThan, check_fits, file_hash, find_head, load_head
+from heads.errors import UserError, first_line
+from heads.formats.source import foreign_config, open_source
+from heads.registry import HEADS, kind_of
+from heads.target.frozen import FrozenTarget
+
+
+def is_published(path: str) -> bool:
+    """Return True for a head in another project's form: a folder or a Hub id, or the name of a pickle in it."""
+    return foreign_config(path) is not None
+
+
+def read_published(path: str, target: FrozenTarget) -> Any:
+    """Return a head in another project's form, of the kind that it is. UserError where it is damaged, made for another
+    target, or in no form that is read."""
+    source = open_source(path, foreign_config(path) or {})
+    readers = {kind: method for kind, method in HEADS.items() if method.format.read is not None}
+    for method in readers.values():
+        assert method.format.read is not None
+        try:
+            reading = method.format.read(source, target)
+        except UserError:
+            raise
+        except Exception as error:  # values of types that no head's config.json has
+            raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
+        if reading is not None:
+            break
+    else:
+        raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(readers)}")
+    try:
+        with NoLargerThan(reading.weights):
+            head = method.head.from_checkpoint(reading.config, reading.weights)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:  # sizes that no tensor can have
+        raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
+    for name, value in reading.weights.items():
+        if not value.isfinite().all():
+            raise UserError(f"{path}: tensor {name} holds values that are not finite; fetch it again")
+    used = {file for name, file in source.files.items() if name in reading.weights} or set(source.files.values())
+    hashes = {file.name: file_hash(file) for file in sorted(used)}
+    head.origin = Origin(reading.form, hashes, reading.differs)
+    return head
+
+
+def open_any(path: str, target: FrozenTarget) -> Any:
+    """Return the head at a path or Hub id, ours or published. UserError if it was made for another target."""
+    if is_published(path):
+        return read_published(path, target)
+    folder = find_head(path)
+    check_fits(folder, target)
+    return load_head(folder)
+
+
+def start_from(path: str, kind: str, settings: Mapping[str, Any], target: FrozenTarget) -> Any:
+    """Return a head of a recipe's `kind` with shape, layers and weights of the one at `path`.
+
+    settings: those that the recipe gives. What training alone decides (`Method.training`) is the recipe's; any other
+    that the head at `path` has otherwise raises UserError by its key.
+    """
+    found = open_any(path, target)
+    if kind_of(found) != kind:
+        raise UserError(f"head.kind: {path} holds a head of kind {kind_of(found)}, the recipe says {kind}")
+    method, config = HEADS[kind], json.loads(json.dumps(asdict(found.config)))
+    for name, value in settings.items():
+        if value is not None and name not in method.training and config.get(name) != value:
+            raise UserError(f"head.{name}: the head in {path} has {config.get(name)}, got {value}; leave it out")
+    defaults = {field.name: field.default for field in fields(method.Settings) if field.default is not None}
+    chosen = {**defaults, **{name: value for name, value in settings.items() if value is not None}}
+    config |= {name: value for name, value in chosen.items() if name in method.training}
+    return method.head.from_checkpoint(config, found.to_checkpoint())

@@ -1,0 +1,329 @@
+"""Heads in other projects' forms draft what the same weights draft in ours, and whatever does not fit is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.base import Batch
+from heads.checkpoint import load_head, save_head, target_record
+from heads.errors import UserError
+from heads.published import is_published, open_any, read_published, start_from
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget, load_target
+from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
+from tests.heads.small_heads import greedy, seen
+from tests.native_mtp import change_config, write_native
+from train.data.features import make_batch
+from train.data.packing import Rows
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+def batch_of(target: FrozenTarget, head: Any, T: int = 20) -> Batch:
+    tokens = torch.randint(2, target.vocab_size, (2, T), generator=torch.Generator().manual_seed(4))
+    rows = Rows(tokens, torch.ones(2, T, dtype=torch.bool), torch.arange(T).expand(2, T), torch.zeros_like(tokens))
+    return make_batch(target, rows, head.aux_layer_ids, torch.float32)
+
+
+def drafts_equal(found: Any, expected: Any, target: FrozenTarget) -> None:
+    """Tensors, settings, and drafts with their scores."""
+    assert found.config == expected.config
+    ours, theirs = expected.to_checkpoint(), found.to_checkpoint()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    proposals = []
+    for head in (found, expected):
+        batch = batch_of(target, head)
+        state = seen(head, batch, "chain:3", [9, 14])
+        proposals.append(head.propose(state, greedy))
+    assert torch.equal(proposals[0].tokens, proposals[1].tokens)
+    assert torch.equal(proposals[0].scores, proposals[1].scores)
+
+
+def raw(**changes: Any) -> dict[str, Any]:
+    return RAW | changes
+
+
+def test_a_raw_head_is_read_by_the_engines_defaults(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3()
+    path = write(tmp_path / "raw", raw(), head.to_checkpoint())
+    assert is_published(path)
+    found = read_published(path, target)
+    drafts_equal(found, head, target)
+    assert found.origin.form == "raw EAGLE-3" and found.origin.differs == ()
+    assert list(found.origin.files) == ["model.safetensors"]
+
+
+ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
+    ("top level", {"aux_layer_ids": (1, 3, 6)}, {IDS: [1, 3, 6], "eagle_config": {IDS: [0, 2, 5]}}, False),
+    ("nested", {"aux_layer_ids": (1, 3, 6)}, {"eagle_config": {IDS: [0, 2, 5], "use_aux_hidden_state": True}}, True),
+    ("nested default", {}, {"eagle_config": {IDS: [1, 3, 4]}}, False),
+    ("embeddings and the last", {"aux_layer_ids": (0, 8)}, {"eagle_config": {IDS: [-1, 7]}}, True),
+    ("contradicting", {"aux_layer_ids": (1, 3, 6)}, {IDS: [1, 3, 6], "eagle_config": {IDS: [1, 3, 6]}}, True),
+    ("many layers", {}, {"num_hidden_layers": 36}, True),
+    ("dtype", {}, {"torch_dtype": None, "dtype": "float32"}, False),
+    ("base", {"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_scaling": None}, False),
+    ("parameters", {"rope_theta": 7e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, False),
+    ("scaling", {"rope_theta": 7e4, "rope_scaling": LLAMA3}, {"rope_theta": 7e4, "rope_scaling": LLAMA3}, False),
+    ("EAGLE-3.1", {"fc_norm": True, "norm_output": True}, {"fc_norm": True, "norm_output": True}, False),
+    ("residual", {"norm_before_residual": True}, {"norm_before_residual": True}, True),
+    ("architecture", {}, {"architectures": ["LlamaForCausalLM"]}, True),
+]
+
+
+@pytest.mark.parametrize(("settings", "config", "differs"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
+def test_oddities_of_a_raw_head(
+    settings: dict[str, Any], config: dict[str, Any], differs: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    head = eagle3(**settings)
+    found = read_published(write(tmp_path / "raw", raw(**config), head.to_checkpoint()), target)
+    drafts_equal(found, head, target)
+    assert bool(found.origin.differs) is differs
+
+
+def test_layers_by_number_and_the_targets_own_tensors(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3()
+    embed: Any = target.shared.embed_tokens
+    weights = layers_0(head.to_checkpoint()) | {"embed_tokens.weight": embed.weight.bfloat16()}
+    del weights["t2d"]
+    found = read_published(write(tmp_path / "nvidia", raw(), weights), target)
+    drafts_equal(found, head, target)
+
+
+def test_a_draft_vocabulary_in_any_order_is_read(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3()
+    weights, order = head.to_checkpoint(), torch.randperm(48, generator=torch.Generator().manual_seed(2))
+    weights |= {"d2t": head.kept[order] - torch.arange(48), "lm_head.weight": head.lm_head.weight[order]}
+    drafts_equal(read_published(write(tmp_path / "raw", raw(), weights), target), head, target)
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_a_whole_vocabulary_needs_no_tables(tables: bool, target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3(draft_vocab_size=V)
+    weights = head.to_checkpoint()
+    if tables:
+        weights |= {"d2t": torch.zeros(V, dtype=torch.int64), "t2d": torch.ones(V, dtype=torch.bool)}
+    found = read_published(write(tmp_path / "raw", raw(draft_vocab_size=V), weights), target)
+    drafts_equal(found, head, target)
+    assert bool(found.origin.differs) is tables
+
+
+def test_embeddings_of_its_own_are_read_and_saved(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3(own_embeddings=True)
+    found = read_published(write(tmp_path / "raw", raw(), head.to_checkpoint()), target)
+    drafts_equal(found, head, target)
+    assert found.embed_tokens is not None and not found.embed_tokens.weight.requires_grad
+    assert "embeddings" in found.origin.differs[0]
+    trained_as_drafted(found, target)
+
+
+def trained_as_drafted(head: Any, target: FrozenTarget) -> None:
+    """The training step gives the drafts of the runtime."""
+    batch = batch_of(target, head)
+    state = seen(head, batch, "chain:1", [9, 14])
+    (first,) = head.unroll(batch, 1)
+    logits = head.logits(first, head.lm_head_weight(batch.shared))
+    expected = head.kept[logits.argmax(-1)][torch.arange(2), torch.tensor([8, 13])]
+    assert torch.equal(head.propose(state, greedy).tokens[:, 1], expected)
+
+
+def test_a_pickle_is_read_only_by_its_name(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3()
+    path = write(tmp_path / "bin", raw(architectures=["LlamaForCausalLM"]), head.to_checkpoint(), "pytorch_model.bin")
+    assert f"{path}/pytorch_model.bin" in refused(read_published, path, target)
+    drafts_equal(read_published(f"{path}/pytorch_model.bin", target), head, target)
+    (tmp_path / "bin/pytorch_model.bin").unlink()
+    torch.save({"fc.weight": Path("code")}, tmp_path / "bin/pytorch_model.bin")
+    assert "pytorch_model.bin" in refused(read_published, f"{path}/pytorch_model.bin", target)
+
+
+def test_speculators_form(target: FrozenTarget, tmp_path: Path) -> None:
+    head = eagle3(aux_layer_ids=(1, 3, 6), norm_before_residual=True, rope_scaling=LLAMA3)
+    embed: Any = target.shared.embed_tokens
+    weights = layers_0(head.to_checkpoint()) | {"embed_tokens.weight": embed.weight}
+    found = read_published(write(tmp_path / "head", SPECULATORS, weights), target)
+    drafts_equal(found, head, target)
+    trained_as_drafted(found, target)
+    assert any("speculators" in line for line in found.origin.differs)
+
+
+def test_the_normed_state_is_the_residual() -> None:
+    head, plain = eagle3(norm_before_residual=True).midlayer, eagle3().midlayer
+    embedding, state = torch.randn(2, 1, 5, D)
+    turn = torch.ones(1, 1, 5, 8), torch.zeros(1, 1, 5, 8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.zeros_like(q)
+
+    normed = head.hidden_norm(state)
+    assert torch.equal(head(embedding, state, turn, attend), normed + head.mlp(head.post_attention_layernorm(normed)))
+    assert torch.equal(plain(embedding, state, turn, attend), state + plain.mlp(plain.post_attention_layernorm(state)))
+
+
+def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"lm_heads.{name[0]}.weight" if name[2] == "1" else f"blocks.{name[0]}.layers.{name[2]}.{name[11:]}": value
+        for name, value in weights.items()
+    }
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
+def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
+    head, file = medusa(), "medusa_lm_head.safetensors"
+    weights, config = head.to_checkpoint(), {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    if form == "pickle":
+        file = "medusa_lm_head.pt"
+    if form == "prefixed":
+        weights = {f"medusa_head.{name}": value for name, value in weights.items()}
+    if form == "vLLM":
+        weights, file, config = theirs_of_vllm(weights), "model.safetensors", {"num_heads": 3}
+        config |= {"model_type": "medusa"}
+    path = write(tmp_path / "head", config, weights, file)
+    found = read_published(f"{path}/{file}" if form == "pickle" else path, target)
+    drafts_equal(found, head, target)
+
+
+def test_medusa_with_another_count_in_its_config(target: FrozenTarget, tmp_path: Path) -> None:
+    path = write(tmp_path / "head", {"medusa_num_heads": 2, "medusa_fc_bias": True}, medusa().to_checkpoint())
+    found = read_published(path, target)
+    assert found.config.depth == 3 and "medusa_num_heads" in found.origin.differs[0]
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek", "qwen"])
+def test_a_folder_of_a_targets_modules(family: str, tmp_path: Path) -> None:
+    write_native(tmp_path / "target", family)
+    target = load_target(str(tmp_path / "target"), dtype=torch.float32)
+    head = build_head("mtp", {"native": True}, target, torch.ones(V))
+    save_head(head, tmp_path / "head", target=target_record(target))
+    config = json.loads((tmp_path / "head/config.json").read_text())
+    del config["draftsmith"]
+    path = write(tmp_path / "theirs", config, head.to_checkpoint())
+    drafts_equal(read_published(path, target), head, target)
+    drafts_equal(read_published(str(tmp_path / "target"), target), head, target)  # the whole checkpoint
+    change_config(tmp_path / "theirs", num_hidden_layers=2)
+    refused(read_published, path, target)
+
+
+@pytest.mark.parametrize("form", ["raw", "speculators", "medusa"])
+def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"norm_before_residual": True, "own_embeddings": True, "rope_scaling": LLAMA3}
+    if form == "medusa":
+        path = write(tmp_path / "head", {"medusa_num_heads": 3}, medusa().to_checkpoint())
+    elif form == "raw":
+        config = raw(rope_scaling=LLAMA3, norm_before_residual=True)
+        path = write(tmp_path / "head", config, eagle3(**settings).to_checkpoint())
+    else:
+        head = eagle3(**settings, aux_layer_ids=(1, 3, 6))
+        path = write(tmp_path / "head", SPECULATORS, layers_0(head.to_checkpoint()))
+    found = read_published(path, target)
+    save_head(found, tmp_path / "ours", target=target_record(target))
+    assert not is_published(str(tmp_path / "ours"))
+    drafts_equal(load_head(tmp_path / "ours"), found, target)
+    record = json.loads((tmp_path / "ours/config.json").read_text())
+    del record["draftsmith"]
+    (tmp_path / "ours/config.json").write_text(json.dumps(record))
+    drafts_equal(read_published(str(tmp_path / "ours"), target), found, target)
+
+
+def refused(action: Callable[..., object], *arguments: object) -> str:
+    """The one line of the UserError that an action raises."""
+    with pytest.raises(UserError) as caught:
+        action(*arguments)
+    text = str(caught.value)
+    assert text and "\n" not in text
+    return text
+
+
+def transposed(name: str) -> Change:
+    return lambda config, weights: weights.update({name: weights[name].T})
+
+
+def set_in(**changes: Any) -> Change:
+    return lambda config, weights: config.update(changes)
+
+
+BAD: dict[str, tuple[Change, str]] = {
+    "missing": (lambda config, weights: weights.pop("norm.weight"), "norm.weight"),
+    "no fusion": (lambda config, weights: weights.pop("fc.weight"), "fc.weight"),
+    "no vocabulary": (lambda config, weights: weights.pop("d2t"), "d2t"),
+    "extra": (lambda config, weights: weights.update(strange=torch.ones(2)), "strange"),
+    "renamed": (lambda config, weights: weights.update(gone=weights.pop("norm.weight")), "gone"),
+    "transposed": (transposed("midlayer.mlp.down_proj.weight"), "midlayer.mlp.down_proj.weight"),
+    "fusion transposed": (transposed("fc.weight"), "fc.weight"),
+    "not finite": (lambda config, weights: weights["norm.weight"].fill_(torch.nan), "norm.weight"),
+    "two layers": (lambda config, weights: weights.update({"layers.1.x": torch.ones(2)}), "layers.1.x"),
+    "ids outside the vocabulary": (lambda config, weights: weights["d2t"].add_(V), "d2t"),
+    "tables that disagree": (lambda config, weights: weights["t2d"].fill_(True), "t2d"),
+    "width": (set_in(hidden_size=64, head_dim=16), "width"),
+    "vocabulary": (set_in(vocab_size=256), "vocabulary"),
+    "layers": (set_in(eagle_config={IDS: [1, 7, 30]}), "layers"),
+    "count of layers": (set_in(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
+    "numbers": (set_in(eagle_aux_hidden_state_layer_ids="2, 4, 5"), IDS),
+    "activation": (set_in(hidden_act="gelu"), "hidden_act"),
+    "length": (set_in(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters"),
+    "last state": (set_in(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
+    "size": (set_in(num_attention_heads=0), "config.json"),
+    "huge": (set_in(intermediate_size=2**40), "config.json"),
+    "architectures": (set_in(architectures=5), "config.json"),
+    "no object": (set_in(transformer_layer_config=[1]), "config.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_raw_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
+    config, weights = raw(), {key: value.clone() for key, value in eagle3().to_checkpoint().items()}
+    change, words = BAD[name]
+    change(config, weights)
+    path = write(tmp_path / "raw", config, weights)
+    text = refused(read_published, path, target)
+    assert path in text and words in text
+
+
+def test_a_shallower_target_than_the_head_was_trained_for(target: FrozenTarget, tmp_path: Path) -> None:
+    config = SPECULATORS | {IDS: [2, 18, 33], "norm_before_residual": False}
+    assert "layers" in refused(
+        read_published, write(tmp_path / "head", config, layers_0(eagle3().to_checkpoint())), target
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("0.0.linear.weight", None), ("1.1.weight", torch.ones(V, D + 1)), ("0.1.weight", torch.ones(V + 1, D)),
+     ("strange", torch.ones(2))],
+)  # fmt: skip
+def test_medusa_heads_that_do_not_fit(name: str, value: Tensor | None, target: FrozenTarget, tmp_path: Path) -> None:
+    weights = medusa().to_checkpoint()
+    weights.pop(name, None)
+    if value is not None:
+        weights[name] = value
+    refused(read_published, write(tmp_path / "head", {"medusa_num_heads": 3}, weights), target)
+
+
+def test_a_model_that_is_no_head(target: FrozenTarget, tiny_target_dir: Path) -> None:
+    assert "eagle3" in refused(read_published, str(tiny_target_dir), target)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_training_starts_from_a_head(ours: bool, target: FrozenTarget, tmp_path: Path) -> None:
+    head, path = eagle3(depth=4), str(tmp_path / "head")
+    if ours:
+        save_head(head, path, target=target_record(target))
+    else:
+        write(tmp_path / "head", raw(), head.to_checkpoint())
+    made = start_from(path, "eagle3", {"depth": 3, "draft_vocab_size": 48}, target)
+    assert made.config.depth == 3 and made.config.depth_decay == 0.8
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in head.state_dict().items())
+    for key, value in {"draft_vocab_size": 64, "fc_norm": True, "aux_layer_ids": [1, 2, 3], "rope_theta": 5.0}.items():
+        assert f"head.{key}: " in refused(start_from, path, "eagle3", {key: value}, target)
+    assert "head.kind: " in refused(start_from, path, "mtp", {}, target)
+    assert open_any(path, target).config.aux_layer_ids == (2, 4, 5)

@@ -1,0 +1,55 @@
+"""Training from a head that is there already."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads.checkpoint import load_head
+from tests.heads.published_heads import RAW, eagle3, write
+from tests.runs import Settings, WriteRecipe, the_error
+from train.entry import attempt
+from train.recipe import load_recipe
+
+
+@pytest.fixture
+def small(settings: Settings, tmp_path: Path) -> Settings:
+    """A run of two steps from a published EAGLE-3 head."""
+    path = write(tmp_path / "published", RAW, eagle3().to_checkpoint())
+    settings["head"] = {"kind": "eagle3", "depth": 2, "init_from": path}
+    settings["train"] |= {"max_steps": 2, "log_every": 1, "lr": 1e-6}
+    settings["eval"]["report"] = {"repeats": 1}
+    return settings
+
+
+def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, write_recipe: WriteRecipe) -> None:
+    assert attempt("eagle", [str(write_recipe(small))]) == 0
+    folder = Path(small["output_dir"])
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert recipe.head.init_from == small["head"]["init_from"]
+    assert (recipe.head.draft_vocab_size, recipe.head.intermediate_size, recipe.head.depth) == (48, 40, 2)
+    start, head = eagle3(), load_head(folder)
+    saved = load_file(folder / "checkpoints/step-2/head.safetensors")
+    for name, value in start.state_dict().items():
+        torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
+    assert not torch.equal(saved["fc.weight"], start.fc.weight) and torch.equal(head.kept, start.kept)
+    assert attempt("eagle", [str(folder / "recipe.yaml"), "output_dir=" + str(folder.parent / "again")]) == 0
+    words = [str(write_recipe(small)), "output_dir=" + str(folder.parent / "from-run"), f"head.init_from={folder}"]
+    assert attempt("eagle", words) == 0
+
+
+@pytest.mark.parametrize("setting", ["head.draft_vocab_size=64", "head.fc_norm=true", "head.init_from=nothing/here/at"])
+def test_what_contradicts_the_head_is_refused_by_its_key(
+    setting: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attempt("eagle", [str(write_recipe(small)), setting]) == 2
+    assert setting.partition("=")[0].removeprefix("head.init_from") in the_error(capsys)
+
+
+def test_a_head_of_another_kind_is_refused(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small["head"]["kind"] = "mtp"
+    assert attempt("mtp", [str(write_recipe(small))]) == 2
+    assert "head.kind" in the_error(capsys)
