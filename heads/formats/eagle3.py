@@ -261,7 +261,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     except Exception as error:  # each family's config refuses in its own way
         raise UserError(f"{path}: config.json describes no decoder layer ({first_line(error)})") from error
     check_same(source, target, width=raw.get("target_hidden_size") or llama.hidden_size, vocabulary=V)
-    nested = raw.get("eagle_config") if isinstance(raw.get("eagle_config"), dict) else {}
+    said = raw.get("eagle_config")
+    nested: dict[str, Any] = said if isinstance(said, dict) else {}
     unknown = {
         "hidden_act": getattr(llama, "hidden_act", "silu") != "silu",
         "rope_parameters": scaled not in SCALINGS or rope.get("partial_rotary_factor", 1) != 1,
@@ -362,7 +363,7 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
     named, said = (raw.get(IDS), nested.get(IDS)), []
     if named[0] is None and named[1] is not None and ids != default:
         said.append(f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}")
-    if None not in named and sorted(named[1]) != outputs:
+    if None not in named and sorted(nested[IDS]) != outputs:
         said.append(f"{SGLANG} reads the layer ids in eagle_config, {named[1]}: other layers than {IDS} names")
     if named[0] is not None and named[1] is None and "transformer_layer_config" not in raw and ids != default:
         said.append(

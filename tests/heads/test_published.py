@@ -180,7 +180,8 @@ def theirs_of_vllm(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("form", ["safetensors", "pickle", "prefixed", "vLLM"])
 def test_medusas_layouts(form: str, target: FrozenTarget, tmp_path: Path) -> None:
     head, file = medusa(), "medusa_lm_head.safetensors"
-    weights, config = head.to_checkpoint(), {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    weights = head.to_checkpoint()
+    config: dict[str, Any] = {"medusa_num_heads": 3, "medusa_num_layers": 1}
     if form == "pickle":
         file = "medusa_lm_head.pt"
     if form == "prefixed":
