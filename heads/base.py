@@ -57,6 +57,9 @@ class HeadLoss:
     sums: Tensor  # (K,) float32, the unscaled loss summed over supervised rows, detached
     metrics: dict[str, Tensor]
     """name -> (K,) float32 sums over the same rows, detached; `correct` at least (`heads.labels.chain_metrics`)."""
+    weight: Tensor | None = None
+    """() float32, detached: where rows are weighted by what the head predicts, the sum of their weights. `loss` is then
+    a plain weighted sum, and the step divides its gradient by the weights of all micro-batches and processes."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +187,16 @@ class DraftHead(Drafter, Protocol):
         """The tensors to save, under the names of the method's own field."""
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
-        """(K,) float32: supervised rows at each depth; a function of the mask alone, known before any forward pass."""
+        """(K,) float32: supervised rows at each depth, known before any forward pass: a function of the mask, and of
+        `torch.initial_seed()` where rows are drawn, which is a function of the step."""
+
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        """(K,) what each depth's sum is multiplied by, from the counts (K,) of all micro-batches and processes: the
+        weighted sum of the depths' means unless a class says otherwise."""
+        return counts.new_tensor(self.depth_weights).float() / counts.clamp(min=1)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
-        """The loss of one micro-batch; `scale` (K,) float32 multiplies each depth's sum: depth_weights / global counts.
+        """The loss of one micro-batch; `scale` (K,) float32 multiplies each depth's sum.
 
         It is given beforehand because the loss computes its gradient while the logits of a chunk exist.
         """
@@ -198,6 +207,11 @@ class DraftHead(Drafter, Protocol):
 
         What the runtime accepts of a chain rooted there follows from it, without running it.
         """
+
+    @property
+    def reserved_ids(self) -> tuple[int, ...]:
+        """Token ids that the training data may not have, because the head has a use of its own for them."""
+        return ()
 
     @property
     def language_model(self) -> PreTrainedModel | None:

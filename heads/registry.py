@@ -6,11 +6,13 @@ from typing import Any
 from torch import Tensor
 
 from heads.base import from_plain
+from heads.dflash import DFlash, DFlashSettings
 from heads.draft_model import Draft, DraftSettings
+from heads.dspark import DSpark, DSparkSettings
 from heads.eagle3 import Eagle3, Eagle3Settings
 from heads.early_exit import EarlyExit
 from heads.errors import UserError
-from heads.formats import draft_model, eagle3, medusa, mtp
+from heads.formats import dflash, draft_model, eagle3, medusa, mtp
 from heads.formats.base import Format
 from heads.lookup import Lookup
 from heads.medusa import Medusa, MedusaSettings
@@ -37,6 +39,8 @@ HEADS = {
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
+    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH),
+    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK),
 }
 """The methods by their kind, which recipes and saved heads name."""
 

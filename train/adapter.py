@@ -133,6 +133,9 @@ class Joint(Trained):
         share = self.adapter.settings.heads_weight
         return (*(share * weight for weight in self.drafts.depth_weights), 1.0)
 
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        return DraftHead.loss_scale(cast(DraftHead, self), counts)
+
     def begin_step(self, number: int) -> None:
         """Enter the stage that step `number`, from 0, is in."""
         self.begun = number >= self.adapter.settings.first_step

@@ -9,7 +9,14 @@ from train.usage import recipe_keys
 
 LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
 USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...]"
-KINDS = {"eagle": "eagle3", "mtp": "mtp", "medusa": "medusa", "distill": "draft"}
+KINDS = {
+    "eagle": "eagle3",
+    "mtp": "mtp",
+    "medusa": "medusa",
+    "distill": "draft",
+    "dflash": "dflash",
+    "dspark": "dspark",
+}
 """Entry -> the kind of head that it trains."""
 
 

@@ -40,7 +40,7 @@ def make_optimizer(
 
 def _is_end(name: str) -> bool:
     """True for a matrix with a row for each token or position, whose updates should not be orthogonal."""
-    return any(part in name for part in ("lm_head", "embed", "wte", "wpe"))
+    return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov"))
 
 
 class Muon(torch.optim.Optimizer):

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 
+from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
 from train.averages import Interval
@@ -69,14 +71,18 @@ class Stepper:
         set_lr(self.optimizer, number, settings)
         # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over
         # both already.
-        scale = (self.weights / counts.clamp(min=1)).float() * (accelerator.num_processes * settings.grad_accum)
-        distributed = accelerator.num_processes > 1
+        scale = self.trained.loss_scale(counts).float() * (accelerator.num_processes * settings.grad_accum)
+        distributed, weight = accelerator.num_processes > 1, torch.zeros((), device=accelerator.device)
         for rows, count in zip(micros, own, strict=True):
             with accelerator.autocast(), self.trained.original_target():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with accelerator.accumulate(self.model):
-                loss, sums, metrics = self.model(batch, scale, distributed and not bool(count.all()))
+                loss, sums, metrics, own_weight = self.model(batch, scale, distributed and not bool(count.all()))
                 accelerator.backward(loss)
+                if own_weight is not None:
+                    weight = weight + own_weight
+                    if accelerator.sync_gradients:
+                        self._divide_gradients(weight)
                 if accelerator.sync_gradients:
                     self.norm = accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
                 self.optimizer.step()
@@ -84,6 +90,18 @@ class Stepper:
             interval.add_micro(sums, metrics)
         interval.add_step(counts, tokens)
         return tokens
+
+    def _divide_gradients(self, weight: Tensor) -> None:
+        """Divide the step's gradients by the weight () of its rows, of all processes."""
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise UserError(
+                "head.weights: d_pace divides a step's gradients, which DeepSpeed does not hand out; use exponential"
+            )
+        if self.accelerator.num_processes > 1:
+            weight = self.accelerator.reduce(weight, reduction="sum")
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(weight.clamp(min=1e-6))
 
     def grad_norm(self) -> float | None:
         """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""

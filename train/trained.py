@@ -62,14 +62,21 @@ class Trained(nn.Module):
         """Return (K,) the supervised rows of each entry of the loss."""
         return self.drafts.counts(loss_mask, documents)
 
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        """Return (K,) the factor of each entry's sum, from the counts (K,) of the whole step."""
+        return self.drafts.loss_scale(counts)
+
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         """Return the loss on features of the target as it was."""
         return self.drafts.loss(batch, scale)
 
-    def forward(self, batch: Batch, scale: Tensor, touch_all: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(scaled loss, (K,) sums, metric sums). `touch_all`: no parameter is left without a gradient."""
+    def forward(
+        self, batch: Batch, scale: Tensor, touch_all: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor | None]:
+        """(scaled loss, (K,) sums, metric sums, the weight of `HeadLoss`). `touch_all`: no parameter is left without a
+        gradient."""
         result = self.loss(batch, scale)
         loss = result.loss
         if touch_all or not loss.requires_grad:  # else DDP would wait for gradients that never come
             loss = loss + sum(parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad)
-        return loss, result.sums, result.metrics
+        return loss, result.sums, result.metrics, result.weight

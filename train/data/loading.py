@@ -103,6 +103,11 @@ def load_data(
     """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
     draft's own text, where the recipe asks for it. `head`: of the shape that will be trained."""
     check_data(data, target)
+    if len(head.depth_weights) >= data.context_length:
+        raise UserError(
+            f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
+            f"{len(head.depth_weights)}; raise it, or let the head draft less"
+        )
     regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
@@ -141,11 +146,22 @@ def load_data(
         documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
         add(documents, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
+    check_reserved(head, mixture, tokenizer)
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
     prompts = read_prompts(data, seed, tokenizer, data.on_policy, "data.on_policy")
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
+
+
+def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse data with a token that the head has a use of its own for."""
+    for token in head.reserved_ids:
+        if any((pool.tokens == token).any() for pool in mixture.pools):
+            raise UserError(
+                f"head.mask_token_id: the data has the token {token}, {tokenizer.convert_ids_to_tokens(token)!r}; name "
+                "one that it does not have"
+            )
 
 
 def check_supervision(head: DraftHead, mixture: Mixture) -> None:

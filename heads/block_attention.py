@@ -1,0 +1,144 @@
+"""Attention of draft blocks: each row sees the context before its block's root, and the rows of its own block.
+
+On a GPU by FlexAttention, elsewhere in pieces of neighbouring blocks, whose scores the backward pass makes anew.
+Neither makes a mask of all rows and keys.
+
+Letters: B batch, H query heads, G query heads per key head, T context tokens, N blocks, R rows of a block, d head
+dimension, C blocks of a piece, E context tokens that a piece sees.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+PIECE = 256
+"""Number of rows in a piece."""
+TILE = 128
+"""Number of rows, and of keys, in a tile of FlexAttention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """The keys that the rows of some blocks see: slots starts .. anchors - 1 of the context, and their own block."""
+
+    starts: Tensor  # (B, N) int64
+    anchors: Tensor  # (B, N) int64, ascending
+    rows: int
+    """R"""
+    context: int
+    """T"""
+    causal: bool
+    """True if a row sees none of the rows behind it."""
+
+    @cached_property
+    def pieces(self) -> list[tuple[slice, int, int]]:
+        """Blocks of each piece, and the first and the last context slot, plus one, that any of them sees."""
+        N = self.anchors.shape[1]
+        step = max(1, PIECE // self.rows)
+        found = []
+        for first in range(0, N, step):
+            part = slice(first, min(first + step, N))
+            stop = int(self.anchors[:, part].max())
+            found.append((part, min(int(self.starts[:, part].min()), stop), stop))
+        return found
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """FlexAttention's mask over keys [context ; blocks], from the tiles that hold anything visible."""
+        starts, anchors, R, T, causal = self.starts, self.anchors, self.rows, self.context, self.causal
+        N = anchors.shape[1]
+        device = anchors.device
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+            block, own = q // R, key - T
+            before = (key >= starts[b, block]) & (key < anchors[b, block])
+            inside = (own >= 0) & (own // R == block)
+            return before | (inside & (own % R <= q % R) if causal else inside)
+
+        first = torch.arange(0, N * R, TILE, device=device)  # the first row of each tile of queries
+        low, high = first // R, (first + TILE - 1).clamp_max(N * R - 1) // R  # and its first and last block
+        span = torch.arange(N, device=device)
+        held = (span >= low[:, None]) & (span <= high[:, None])  # (tiles, N)
+        least = starts[:, None].masked_fill(~held, T).amin(2)  # (B, tiles): the context that any block of it sees
+        most = anchors[:, None].masked_fill(~held, 0).amax(2)
+        key = torch.arange(0, T + N * R, TILE, device=device)  # the first key of each tile of keys
+        before = (key < most[..., None]) & (key + TILE > least[..., None])  # (B, tiles, key tiles)
+        own = (key < T + (high + 1)[:, None] * R) & (key + TILE > T + low[:, None] * R)  # (tiles, key tiles)
+        shown = (before | own)[:, None]
+        order = shown.int().argsort(dim=-1, descending=True, stable=True)
+        return BlockMask.from_kv_blocks(
+            shown.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(N * R, T + N * R)
+        )
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, sight: Sight) -> Tensor:
+    """q (B, H, N * R, d), k and v (B, H / G, N * R, d) of the blocks, context (B, H / G, T, d) -> (B, H, N * R, d)."""
+    q, k, context_k = (x.to(v.dtype) for x in (q, k, context_k))
+    with torch.autocast(q.device.type, enabled=False):
+        if q.is_cuda:
+            return by_tiles(q, k, v, context_k, context_v, sight, _compiled())
+        return by_pieces(q, k, v, context_k, context_v, sight)
+
+
+def by_pieces(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, sight: Sight) -> Tensor:
+    """Compute `block_attention` for some neighbouring blocks at a time."""
+    outs = []
+    for blocks, start, stop in sight.pieces:
+        rows = slice(blocks.start * sight.rows, blocks.stop * sight.rows)
+        slot = torch.arange(start, stop, device=q.device)
+        hidden = (slot < sight.starts[:, blocks, None]) | (slot >= sight.anchors[:, blocks, None])  # (B, C, E)
+        own = (x[:, :, rows] for x in (q, k, v))
+        context = (x[:, :, start:stop] for x in (context_k, context_v))
+        made = (*own, *context, hidden, sight.causal)
+        outs.append(checkpoint(_piece, *made, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outs, 2)
+
+
+def _piece(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, hidden: Tensor, causal: bool
+) -> Tensor:
+    """One piece: q (B, H, C * R, d), k and v (B, H / G, C * R, d), context (B, H / G, E, d), hidden (B, C, E)."""
+    (B, H, rows, d), Hkv, (C, E) = q.shape, k.shape[1], hidden.shape[1:]
+    G = H // Hkv
+    R = rows // C
+    q = q.reshape(B, Hkv, -1, d) * (1 / math.sqrt(d))  # (B, H / G, G * C * R, d)
+    k, v = (x.reshape(B, Hkv, 1, C, R, d) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    before = (q @ context_k.mT).to(wide).view(B, Hkv, G, C, R, E)
+    before = before.masked_fill(hidden[:, None, None, :, None], -torch.inf)
+    own = (q.view(B, Hkv, G, C, R, d) @ k.mT).to(wide)  # (B, H / G, G, C, R, R)
+    if causal:
+        behind = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
+        own = own.masked_fill(behind, -torch.inf)
+    weights = torch.cat([before, own], -1).softmax(-1).to(v.dtype)
+    before, own = weights.split([E, R], -1)
+    out: Tensor = (before.reshape(B, Hkv, G * rows, E) @ context_v).view(B, Hkv, G, C, R, d) + own @ v
+    return out.reshape(B, H, rows, d)
+
+
+def by_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    sight: Sight,
+    attention: Callable[..., Any] = flex_attention,
+) -> Tensor:
+    """Compute `block_attention` by FlexAttention, compiled or as it is."""
+    keys, values = torch.cat([context_k, k], 2), torch.cat([context_v, v], 2)
+    grouped = q.shape[1] != k.shape[1]
+    out: Tensor = attention(q, keys, values, block_mask=sight.block_mask, enable_gqa=grouped)
+    return out
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)

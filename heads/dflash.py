@@ -1,0 +1,60 @@
+"""DFlash (arXiv 2602.06036): a block of masks behind the root is filled in one pass, each token blind to the others.
+
+Row k of a block predicts x_{a+k}, its own place, for k = 1 .. block_size - 1; the root's row is not read. So the draft
+tokens are independent given the context, and q is the marginal of each. A tree's level holds the likeliest tokens of
+its row, the same below every node. With `causal: true` it is JetSpec's.
+
+Loss: `heads.draft_block`, of the tokens of the text or of the target's distribution.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from heads.draft_block import D_PACE, EXPONENTIAL, DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.errors import UserError
+from heads.labels import LABELS
+from heads.losses import LOSSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashSettings(DraftBlockSettings):
+    """Settings of the head in a recipe."""
+
+    loss: str = "kl"
+    """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
+    `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
+    weights: str = EXPONENTIAL
+    """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
+    causal: bool = False
+    """A row sees none of the rows behind it (JetSpec)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftBlockConfig, DFlashSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    def __post_init__(self) -> None:
+        known = [LABELS, *LOSSES]
+        if self.loss not in known:
+            raise UserError(f"head.loss: expected one of {', '.join(known)}, got {self.loss!r}")
+        if self.weights not in (EXPONENTIAL, D_PACE):
+            raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
+
+
+class DFlash(DraftBlockHead):
+    """The head. Its tensors bear the names that vLLM and SGLang read."""
+
+    Config: ClassVar[type[DFlashConfig]] = DFlashConfig
+    config: DFlashConfig
+    first_row: ClassVar[int] = 1
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        self.terms = ((1.0, config.loss),)
+        self.pace = config.weights == D_PACE
+        if self.pace:
+            self.depth_weights = (1.0,) * self.depth
+
+    @property
+    def causal(self) -> bool:
+        return self.config.causal

@@ -1,0 +1,471 @@
+"""Heads that draft a whole block in one pass (DFlash, arXiv 2602.06036): training on blocks at anchors, and drafting.
+
+    c_p  = hidden_norm(fc [auxiliary states of position p])              context, made once of each known position
+    x    = [e(x_a), e(MASK), ..., e(MASK)]                                block: the root at position a, and masks
+    each layer:  u = input_layernorm(x);  keys and values = W [c ; u];  x += attention(u);  x += mlp(norm(x))
+    q_k  = softmax(lm_head norm(x_j))                                     the k-th draft token, j = k + first_row
+
+All rows of a block see each other (`causal`: those up to their own), and the context strictly before the root, because
+the root's own features do not exist yet. Block row j stands at rotary position a + j. Embedding and output head are the
+target's, and frozen.
+
+Training puts blocks at anchors drawn in each row. A row's loss counts exp(-k / gamma), or by D-PACE (arXiv 2605.18810);
+the sum over all rows, micro-batches and processes is divided by the sum of those weights.
+
+Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth, N blocks of a row, R rows of a block, S
+cache slots, E of them shown, H heads, d head dimension.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from heads.backends.base import Backend
+from heads.backends.slot_mapping import Observed, round_up
+from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
+from heads.block_anchors import Blocks, all_blocks, draw_blocks
+from heads.block_attention import Sight, block_attention
+from heads.block_loss import BlockTask, block_loss
+from heads.errors import UserError
+from heads.formats.base import check_tensors
+from heads.growth import grow
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, masked_attention, rotate, rotation
+from heads.target.aux_layers import aux_scales, check_aux_layer_ids
+from heads.target.families import final_norm_scale
+from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.target.mask_token import mask_token
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
+
+CosSin = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
+EXPONENTIAL, D_PACE = "exponential", "d_pace"
+MOST_LAYERS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBlockSettings(BlockSettings):
+    """The settings that heads of this form share in a recipe."""
+
+    block_size: int = 8
+    """Rows of a block, the root's with them. It is best drafted with as many as it was trained with."""
+    num_layers: int = 5
+    """Decoder layers."""
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Auxiliary hidden states to read, each named by the layer it enters, ascending. Null: one for each layer of the
+    head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head of one."""
+    mask_token_id: int | None = None
+    """Token whose embedding stands for those not drafted yet; the data may not have it. Null: an id that the target's
+    tokenizer does not use."""
+    num_anchors: int = 512
+    """Most blocks of a row of training data; where they begin is drawn anew in each step."""
+    gamma: float = 4.0
+    """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBlockConfig(BlockConfig, DraftBlockSettings):
+    """Everything that the function of such a head depends on."""
+
+    aux_layer_ids: tuple[int, ...] = field()
+    mask_token_id: int = field()
+
+    def check(self, fewest_rows: int) -> None:
+        """UserError for a config that cannot be."""
+        self.check_block()
+        if not fewest_rows <= self.block_size <= MOST_NODES:
+            raise UserError(f"head.block_size: expected {fewest_rows} to {MOST_NODES}, got {self.block_size}")
+        if self.block_size > self.max_position_embeddings:
+            raise UserError(
+                f"head.block_size: a block of {self.block_size} is longer than the target's context of "
+                f"{self.max_position_embeddings}"
+            )
+        if not 1 <= self.num_layers <= MOST_LAYERS:
+            raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
+        if not self.num_anchors >= 1:
+            raise UserError(f"head.num_anchors: expected 1 or more, got {self.num_anchors}")
+        if not 0 < self.gamma < math.inf:
+            raise UserError(f"head.gamma: expected a number above 0, got {self.gamma}")
+        if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
+            raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
+
+
+def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """The auxiliary layers of the published heads, which name them by the layers that they leave."""
+    n = num_target_layers
+    if n < 4:
+        raise UserError(
+            f"head.aux_layer_ids: a target of {n} layers is too shallow for the default ones; name them, such as "
+            f"[{n // 2}]"
+        )
+    if num_layers == 1:
+        return (n // 2 + 1,)
+    left = (round(1 + i * (n - 4) / (num_layers - 1)) for i in range(num_layers))
+    return tuple(sorted({layer + 1 for layer in left}))
+
+
+class DraftBlockAttention(Attention):
+    """Attention whose queries and keys are normed head by head."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """(B, T, D) -> keys and values (B, H / G, T, d)."""
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), cos_sin), v
+
+    def forward(self, x: Tensor, rotation: CosSin, attend: Attend) -> Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        out = attend(rotate(q, rotation), *self.keys(x, rotation))  # (B, H, T, d)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class DraftBlockLayer(nn.Module):
+    """A decoder layer of Qwen3's form."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftBlockAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+@dataclass
+class DraftBlockState:
+    """Static tensors of one batch of sequences.
+
+    Slot p holds the context's key of position p. A block's keys go to the slots from the root's on, and are taken over
+    by what is observed there.
+    """
+
+    shape: TreeShape
+    backend: Backend
+    head: Any
+    """The head with the backend's products in the place of its own."""
+    shared: SharedLayers
+    lm_head: Any
+    keys: list[Tensor]  # by layer, (B, H / G, S, d)
+    values: list[Tensor]
+    cos_sin_table: CosSin  # (S, d) each
+    slot: Tensor  # (S,) int64, 0 .. S - 1
+    row: Tensor  # (B, 1) int64, 0 .. B - 1
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position: slots before it are observed
+
+    def cos_sin(self, positions: Tensor) -> CosSin:
+        """Cosines and sines of positions (B, T)."""
+        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
+
+    def extent(self, rows: int) -> int:
+        """Slots that a block of `rows` need look at; a device that the host would have to wait for looks at all."""
+        if not self.backend.on_host:
+            return len(self.slot)
+        return min(round_up(int(self.length.max()) + rows), len(self.slot))
+
+
+class DraftBlockHead(nn.Module, DraftHead):
+    """A head that drafts a block in one pass; a method says which rows are read, and with what loss."""
+
+    Config: ClassVar[type[Any]] = DraftBlockConfig
+    config: Any
+    first_row: ClassVar[int]
+    """The row that predicts the first draft token."""
+    terms: Sequence[tuple[float, str]]
+    """As `heads.block_loss.BlockTask.terms`."""
+    pace: bool = False
+    """True if rows are weighted by D-PACE."""
+    confidence_weight: float = 0.0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        config.check(1 + self.first_row)
+        D, L = config.hidden_size, len(config.aux_layer_ids)
+        self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.depth = config.block_size - self.first_row
+        self.depth_weights = tuple(math.exp(-k / config.gamma) for k in range(self.depth))
+        self.fc = nn.Linear(L * D, D, bias=False)
+        self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftBlockLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+
+    @classmethod
+    def for_target(cls, settings: DraftBlockSettings, target: FrozenTarget, token_counts: Tensor) -> Self:
+        check_one_width(target, cls.__name__.lower())
+        aux_layer_ids = (
+            spread_layer_ids(target.num_layers, settings.num_layers)
+            if settings.aux_layer_ids is None
+            else check_aux_layer_ids(settings.aux_layer_ids, target.num_layers)
+        )
+        defaults = block_settings(target, settings.num_attention_heads)
+        own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
+        head = cls(cls.Config(**{**defaults, **given(settings), **own}))
+        norm = final_norm_scale(target.base, target.layers, target.hidden_size)
+        head.initialise(norm * target.logit_scale, aux_scales(target, aux_layer_ids, token_counts))
+        return head
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
+        head = cls(from_plain(cls.Config, config))
+        check_tensors(head.to_checkpoint(), weights)
+        head.load_state_dict(weights)
+        return head
+
+    def to_checkpoint(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    @property
+    def reserved_ids(self) -> tuple[int, ...]:
+        return (self.config.mask_token_id,)
+
+    @torch.no_grad()
+    def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:
+        """Start from the target's highest auxiliary layer at unit size; read out by its own final norm (D,).
+
+        aux_scales (L,): the root mean square of each auxiliary hidden state.
+        """
+        D = self.config.hidden_size
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
+        self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
+        self.norm.weight.copy_(norm)
+
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        """(..., L * D) auxiliary hidden states -> (..., D), the context."""
+        return self.hidden_norm(self.fc(aux_hidden_states.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
+
+    def run(self, x: Tensor, cos_sin: CosSin, attends: Sequence[Attend]) -> Tensor:
+        """The layers, in training and in drafting: blocks (B, N * R, D) -> (B, N * R, D), after the final norm."""
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, cos_sin, attend)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def mask_tokens(self, like: Tensor, rows: int) -> Tensor:
+        """(..., rows) of the mask token behind tokens (...)."""
+        return like.new_full((*like.shape, rows), self.config.mask_token_id)
+
+    # Training
+
+    def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        blocks = draw_blocks(loss_mask, documents, self.config.num_anchors)
+        return blocks.labels(loss_mask, documents, self.depth)[1].sum((0, 1)).float()
+
+    def loss_scale(self, counts: Tensor) -> Tensor:
+        weights = counts.new_tensor(self.depth_weights)
+        return torch.ones_like(weights) if self.pace else weights / (weights * counts).sum().clamp(min=1)
+
+    def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> Tensor:
+        """(B, N, R, D): the states of blocks of `rows`, after the final norm."""
+        config, anchors = self.config, blocks.anchors
+        (B, N), T = anchors.shape, batch.tokens.shape[1]
+        context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
+        # Residuals in the dtype of autocast, where there is one, as in drafting.
+        roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, config.hidden_size))
+        masks = batch.shared.embed_tokens(self.mask_tokens(anchors, rows - 1)).to(roots.dtype)
+        x = torch.cat([roots[:, :, None], masks], 2).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
+        row = torch.arange(rows, device=anchors.device)
+        places = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
+        known, own = (
+            rotation(positions, config.head_dim, config.rope_theta, x.dtype) for positions in (batch.positions, places)
+        )
+        sight = Sight(blocks.starts(batch.positions), anchors, rows, T, self.causal)
+        attends = [self.attend_in_training(layer, context, known, sight) for layer in self.layers]
+        return self.run(x, own, attends).view(B, N, rows, -1)
+
+    @staticmethod
+    def attend_in_training(layer: Any, context: Tensor, cos_sin: CosSin, sight: Sight) -> Attend:
+        """Attention over the context (B, T, D), whose keys this layer makes."""
+        keys, values = layer.self_attn.keys(context, cos_sin)
+        return lambda q, k, v: block_attention(q, k, v, keys, values, sight)
+
+    @property
+    def causal(self) -> bool:
+        """True if a row of a block sees none of the rows behind it."""
+        return False
+
+    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
+        """More arguments of `block_loss`, from states (M, K, D) and the true tokens before each label (M, K)."""
+        return {}
+
+    def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
+        """Logits (..., V) of a block's row for the token behind `previous` (...)."""
+        return logits
+
+    def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
+        blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
+        slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, self.depth))  # (M, K)
+        states = self.unroll(batch, blocks, self.config.block_size)[:, :, self.first_row :].flatten(0, 1)  # (M, K, D)
+        B, T = batch.tokens.shape
+        row = torch.arange(B, device=slots.device).repeat_interleave(blocks.anchors.shape[1])[:, None]
+        before = row * T + slots - 1
+        assert batch.shared.lm_head_weight is not None
+        task = BlockTask(
+            labels=batch.tokens[row, slots],
+            valid=valid,
+            teacher=before,
+            hidden=batch.hidden.flatten(0, 1),
+            target_logits=batch.shared.lm_head,
+            weights=scale,
+            terms=self.terms,
+            pace=self.pace,
+            confidence_weight=self.confidence_weight,
+        )
+        beside = self.beside(states, batch.tokens.flatten()[before])
+        found = block_loss(states, batch.shared.lm_head_weight, task, **beside)
+        metrics = {
+            "correct": found.correct.sum(0),
+            "accepted": found.correct.cumprod(1).sum(0),
+            "chains": valid.sum(0),
+            "overlap": found.overlap.sum(0),
+        }
+        metrics = {name: value.float() for name, value in metrics.items()}
+        return HeadLoss(found.loss, found.sums, metrics, found.weight if self.pace else None)
+
+    @torch.no_grad()
+    def foresees(self, batch: Batch, depth: int) -> Tensor:
+        if depth > self.depth:
+            raise UserError(f"depth {depth}: the head drafts {self.depth} tokens at most")
+        assert batch.shared.lm_head_weight is not None
+        states = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)[:, :, self.first_row :]
+        matrix, hits = batch.shared.lm_head_weight.to(states.dtype), []
+        for k in range(depth):
+            previous = batch.tokens.roll(-1 - k, dims=1)  # (B, T), by the slot before the root
+            guess = self.conditioned(states[:, :, k] @ matrix.T, previous[:, :-1]).argmax(-1)
+            hit = guess == batch.tokens.roll(-2 - k, dims=1)[:, :-1]
+            hits.append(nn.functional.pad(hit, (0, 1)))
+        return torch.stack(hits)
+
+    # Drafting
+
+    @torch.no_grad()
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> DraftBlockState:
+        config, weight = self.config, self.norm.weight
+        if shape.depth > self.depth:
+            raise UserError(
+                f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of {config.block_size}; "
+                "ask for no more"
+            )
+        check_width(shape, config.vocab_size)
+        assert shared.lm_head_weight is not None
+        slots = round_up(capacity + config.block_size + 1)
+        slot = torch.arange(slots, device=weight.device)
+        cos, sin = rotation(slot[None], config.head_dim, config.rope_theta, weight.dtype)
+        ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
+        forms = [(batch_size, config.num_key_value_heads, slots, config.head_dim)] * len(self.layers)
+        return DraftBlockState(
+            shape=shape,
+            backend=backend,
+            head=with_products(self, backend),
+            shared=shared,
+            lm_head=with_products(readout(shared.lm_head_weight.to(weight.dtype)), backend),
+            keys=[weight.new_zeros(form) for form in forms],
+            values=[weight.new_zeros(form) for form in forms],
+            cos_sin_table=(cos[0, 0], sin[0, 0]),
+            slot=slot,
+            row=torch.arange(batch_size, device=weight.device)[:, None],
+            root=ids[0],
+            length=ids[1],
+        )
+
+    def reset_rows(self, state: DraftBlockState, rows: Tensor) -> None:
+        state.length.masked_fill_(rows, 0)
+
+    @torch.no_grad()
+    def extend(self, state: DraftBlockState, observation: Observation) -> None:
+        head, count, tokens = state.head, observation.count, observation.tokens
+        places = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
+        slots, cos_sin = places.slots(len(state.slot) - 1), state.cos_sin(places.positions)
+        context = head.fuse(observation.aux_hidden_states)  # (B, M, D)
+        for layer, keys, values in zip(head.layers, state.keys, state.values, strict=True):
+            k, v = layer.self_attn.keys(context, cos_sin)
+            keys[state.row, :, slots] = k.transpose(1, 2)
+            values[state.row, :, slots] = v.transpose(1, 2)
+        live = count > 0
+        state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
+        state.length.copy_(torch.where(live, observation.start + count, state.length))
+
+    def draft_states(self, state: DraftBlockState) -> Tensor:
+        """(B, K, D): the rows of one block behind each root that predict the draft tokens, after the final norm."""
+        rows = state.shape.depth + self.first_row
+        positions = state.length[:, None] + state.slot[:rows]  # (B, R)
+        extent = state.extent(rows)
+        last = positions if self.causal else positions[:, -1:].expand_as(positions)
+        visible = state.slot[:extent] <= last[..., None]  # (B, R, E)
+
+        def attend_by(keys: Tensor, values: Tensor) -> Attend:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                keys[state.row, :, positions] = k.transpose(1, 2)
+                values[state.row, :, positions] = v.transpose(1, 2)
+                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
+
+            return attend
+
+        tokens = torch.cat([state.root[:, None], self.mask_tokens(state.root, rows - 1)], 1)
+        x = state.shared.embed_tokens(tokens).to(self.norm.weight.dtype)
+        attends = [attend_by(*cache) for cache in zip(state.keys, state.values, strict=True)]
+        out: Tensor = state.head.run(x, state.cos_sin(positions), attends)
+        return out[:, self.first_row :]
+
+    @torch.no_grad()
+    def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
+        logits = state.lm_head(self.draft_states(state))  # (B, K, V)
+
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            given: Tensor = state.head.conditioned(logits[:, level, None], tokens)
+            return given.expand(-1, tokens.shape[1], -1)
+
+        first = state.head.conditioned(logits[:, :1], state.root[:, None])
+        return grow(state.shape, state.root, state.length, first, pick, expand, None, state.backend.select)
+
+    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+        """The layers and the output head are read once to draft, what makes the context's keys once to extend."""
+        width = state.lm_head.product.weight_bytes
+        layers: Any = self.layers
+        keys = sum(
+            p.numel() for layer in layers for p in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight)
+        )
+        whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
+        V = self.config.vocab_size
+        return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)
+
+
+class ProductModule(nn.Module):
+    """A backend's product in the place of a linear layer."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+def with_products(module: Any, backend: Backend) -> Any:
+    """A module that shares the other's parameters, with a backend's products, of the weights as they are now, in the
+    place of its linear layers."""
+    if isinstance(module, nn.Linear):
+        return ProductModule(backend.product(module))
+    twin = copy.copy(module)
+    twin._modules = {name: with_products(part, backend) for name, part in module.named_children()}
+    return twin
+
+
+def readout(weight: Tensor) -> nn.Linear:
+    """An output head with this matrix (V, D)."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return made

@@ -1,0 +1,112 @@
+"""DSpark (arXiv 2607.05147): a block filled in one pass, whose tokens are then tied to each other by a Markov head.
+
+    z_j = lm_head h_j + W2 W1[x_{a+j}]                   predicts x_{a+1+j}, j = 0 .. block_size - 1
+    confidence_j = sigmoid(w . [h_j ; W1[x_{a+j}]] + b)  foretells how much of the target's distribution z_j covers
+
+So the root's row is read, too, and row j is one token ahead of DFlash's.
+
+x_{a+j} is the true token in training and the drafted one in drafting, so q is the softmax of z, conditioned on the
+tokens drafted before. Loss of a row = ce_weight * cross-entropy of the label + l1_weight * sum |p - q|
++ confidence_weight * cross-entropy of the confidence with sum min(p, q).
+
+Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.draft_block import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.errors import UserError
+from heads.labels import LABELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkSettings(DraftBlockSettings):
+    """Settings of the head in a recipe."""
+
+    block_size: int = 7
+    """Rows of a block, the root's with them, and tokens that are drafted. It is best drafted with as many as it was
+    trained with."""
+    markov_rank: int = 256
+    """Rank of the matrix from the token before to the logits of the next."""
+    ce_weight: float = 0.1
+    """Factor of the cross-entropy of labels in the loss."""
+    l1_weight: float = 0.9
+    """Factor of the L1 distance between the distributions of target and draft in the loss."""
+    confidence_weight: float = 1.0
+    """Factor of the confidence's cross-entropy in the loss; 0 makes no confidence head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DraftBlockConfig, DSparkSettings):
+    """Everything that the head's function and its training loss depend on."""
+
+    def __post_init__(self) -> None:
+        if self.markov_rank < 1:
+            raise UserError(f"head.markov_rank: expected 1 or more, got {self.markov_rank}; without it take dflash")
+        for name in ("ce_weight", "l1_weight", "confidence_weight"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"head.{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.ce_weight + self.l1_weight == 0:
+            raise UserError("head.ce_weight, head.l1_weight: one of them must be above 0")
+
+
+class MarkovHead(nn.Module):
+    """Logits of the next token by the one before, of low rank."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the share of the target's distribution that a row covers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, states: Tensor, previous: Tensor) -> Tensor:
+        """States (..., D) and W1 of the tokens before (..., r) -> (...)."""
+        return self.proj(torch.cat([states, previous.to(states.dtype)], -1))[..., 0]  # type: ignore[no-any-return]
+
+
+class DSpark(DraftBlockHead):
+    """The head. Its tensors bear the names that vLLM and SGLang read."""
+
+    Config: ClassVar[type[DSparkConfig]] = DSparkConfig
+    config: DSparkConfig
+    first_row: ClassVar[int] = 0
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+        self.confidence_weight = config.confidence_weight
+        width = config.hidden_size + config.markov_rank
+        self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
+        terms = ((config.ce_weight, LABELS), (2 * config.l1_weight, "total_variation"))  # sum |p - q| is twice that
+        self.terms = [(factor, name) for factor, name in terms if factor]
+
+    @torch.no_grad()
+    def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:
+        """As a head without the Markov head, which adds nothing yet."""
+        super().initialise(norm, aux_scales)
+        nn.init.normal_(self.markov_head.markov_w1.weight, std=self.config.markov_rank**-0.5)
+        nn.init.zeros_(self.markov_head.markov_w2.weight)
+        if self.confidence_head is not None:
+            nn.init.zeros_(self.confidence_head.proj.bias)
+
+    def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
+        latent = self.markov_head.markov_w1(previous)  # (M, K, r)
+        given = {"bias_states": latent, "bias_weight": self.markov_head.markov_w2.weight}
+        if self.confidence_head is not None:
+            given["confidence"] = self.confidence_head(states, latent)
+        return given
+
+    def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
+        markov = self.markov_head
+        return logits + markov.markov_w2(markov.markov_w1(previous).to(logits.dtype))  # type: ignore[no-any-return]

@@ -1,0 +1,204 @@
+"""The folders of DFlash and DSpark: config.json as vLLM and SGLang read it, and the tensors under the names they load.
+
+Both are Qwen3 configurations with more fields, DFlash's inside `dflash_config`, DSpark's beside the others. Layers are
+named by the stream that leaves them, one less than ours. Embedding and output head are the target's, and not in the
+file; no reader knows a draft vocabulary here.
+
+Letters: D hidden, V vocabulary, L auxiliary layers, r rank of the Markov head.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heads.formats.base import SGLANG, VLLM, Command, Folder, Format, Shapes, fields, gated_mlp, sizes, tensors, vllm
+from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked
+
+HOOKS_OF_SGLANG = """
+DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss Laguna Lfm2 Lfm2Moe Llama MiMoV2 MiMoV2Flash Mistral NemotronH Phi3
+Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+"""
+TARGETS = {VLLM: hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM), SGLANG: hooked("", HOOKS_OF_SGLANG)}
+"""Classes of targets that hand their residual streams to such a head."""
+
+
+def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields that are Qwen3's."""
+    return {
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "torch_dtype": dtype,
+        "bos_token_id": target.get("bos_token_id"),
+        "eos_token_id": target.get("eos_token_id"),
+        "pad_token_id": target.get("pad_token_id"),
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def left_layer_ids(config: Any) -> list[int]:
+    """The auxiliary layers by the number of the layer that a stream leaves."""
+    return [k - 1 for k in config.aux_layer_ids]
+
+
+def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A `DFlashConfig` and the record of its target, under the names that engines use."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **qwen3_config(config, target, dtype),
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": left_layer_ids(config),
+            "causal": config.causal,
+        },
+    }
+
+
+def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A `DSparkConfig` and the record of its target, under the names that engines use."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **qwen3_config(config, target, dtype),
+        "target_layer_ids": left_layer_ids(config),
+        "mask_token_id": config.mask_token_id,
+        "num_anchors": config.num_anchors,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence_weight > 0,
+        "confidence_head_with_markov": config.confidence_weight > 0,
+        "sample_from_anchor": True,
+    }
+
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("num_hidden_layers", "block_size", "num_target_layers"),
+)
+QWEN3_FIELDS: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_scaling": None,
+}
+
+
+def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
+    """The tensors that both have."""
+    D, d = c["hidden_size"], c["head_dim"]
+    queries, keys = (c[name] * d for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
+    for i in range(c["num_hidden_layers"]):
+        layer = f"layers.{i}"
+        shapes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (queries, D),
+            f"{layer}.self_attn.k_proj.weight": (keys, D),
+            f"{layer}.self_attn.v_proj.weight": (keys, D),
+            f"{layer}.self_attn.o_proj.weight": (D, queries),
+            **gated_mlp(f"{layer}.mlp", D, c["intermediate_size"]),
+        }
+    return shapes
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """One of the two folders."""
+
+    architecture: str
+    nested: bool
+    """True if the fields of its own stand in `dflash_config`."""
+    sizes: tuple[str, ...] = ()
+    """Further sizes."""
+    markov: bool = False
+
+    def tensors(self, c: Mapping[str, Any], ids: list[int]) -> Shapes:
+        """The tensors of a head with this config.json."""
+        shapes = block_tensors(c, ids)
+        if self.markov:
+            shapes |= {f"markov_head.markov_w{i}.weight": (c["vocab_size"], c["markov_rank"]) for i in (1, 2)}
+            if c.get("enable_confidence_head"):
+                width = c["hidden_size"] + c["markov_rank"]
+                shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+        return shapes
+
+    def check(self, folder: Folder, reader: str) -> tuple[str | None, list[str]]:
+        """A folder against one reader."""
+        config, target = folder.config, folder.target
+        name = str(target.get("architecture"))
+        lacks = None if name in TARGETS[reader] else f"hands no residual streams of a {name} to a head of this kind"
+        faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
+        faults += sizes(config, SIZES + self.sizes)
+        own = config.get("dflash_config") if self.nested else config
+        where = "dflash_config." if self.nested else ""
+        if not isinstance(own, Mapping):
+            return lacks, [*faults, f"config.json: dflash_config: expected an object, found {own!r}"]
+        if faults:
+            return lacks, faults
+        faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
+        faults += fields(config, {"num_target_layers": target["num_layers"]})
+        faults += fields(config, {"layer_types": ["full_attention"] * config["num_hidden_layers"]})
+        if self.markov:
+            faults += fields(config, {"markov_head_type": "vanilla"})
+            if config.get("sample_from_anchor", True) is not True:
+                faults.append("config.json: sample_from_anchor: expected true: the root's row would not be read")
+            if bool(config.get("enable_confidence_head")) != bool(config.get("confidence_head_with_markov")):
+                faults.append(
+                    "config.json: confidence_head_with_markov: the confidence head reads the Markov head's state"
+                )
+        mask, ids = own.get("mask_token_id"), own.get("target_layer_ids")
+        if type(mask) is not int or not 0 <= mask < config["vocab_size"]:
+            faults.append(f"config.json: {where}mask_token_id: expected an id of the embedding, found {mask!r}")
+        if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+            faults.append(f"config.json: {where}target_layer_ids: expected ascending numbers of layers, found {ids!r}")
+            return lacks, faults
+        last = target["num_layers"] - 1
+        if ids[0] < 0 or ids[-1] >= last:
+            faults.append(
+                f"config.json: {where}target_layer_ids: {ids}: only the outputs of layers 0 to {last - 1} are captured "
+                "by every engine"
+            )
+        return lacks, faults + tensors(self.tensors(config, ids), folder.shapes)
+
+
+def sglang_block(algorithm: str) -> Command:
+    """Return the command of SGLang, which asks for the tokens of a whole block."""
+
+    def run(target: str, head: str, steps: int) -> str:
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
+            f"--speculative-draft-model-path {shlex.quote(head)} --speculative-num-draft-tokens {steps + 1}"
+        )
+
+    return run
+
+
+DFLASH = Format(
+    engine_config=dflash_engine_config,
+    readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
+    check=BlockForm("DFlashDraftModel", nested=True).check,
+)
+DSPARK = Format(
+    engine_config=dspark_engine_config,
+    readers={VLLM: vllm("dspark"), SGLANG: sglang_block("DSPARK")},
+    check=BlockForm("Qwen3DSparkModel", nested=False, sizes=("markov_rank", "num_anchors"), markov=True).check,
+)

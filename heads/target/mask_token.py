@@ -1,0 +1,48 @@
+"""The token that stands for those not drafted yet: an id of the target's embedding that no text has."""
+
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget, load_tokenizer
+
+RESERVED = re.compile(r"<\|?(reserved|unused|extra_id|mask)[\w ]*\|?>|\[(MASK|unused\d+)\]", re.IGNORECASE)
+"""Tokens that a tokenizer keeps for uses of its own."""
+NO_TEXT = {True: ("À", "Á", "õ", "ÿ"), False: ("<0xC0>", "<0xC1>", "<0xF5>", "<0xFF>")}
+"""Bytes that no UTF-8 text has, as tokenizers of bytes write them, and those that fall back to bytes."""
+
+
+def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None:
+    """The mask token of a tokenizer beside a table of so many `embeddings`: the first id behind its own, as published
+    heads have it, else a token that it keeps in reserve, else a byte that no text has, else the unknown token. None
+    where there is none."""
+    vocabulary = tokenizer.get_vocab()
+    if len(tokenizer) < embeddings and max(vocabulary.values()) < embeddings - 1:
+        return max(vocabulary.values()) + 1
+    found = [i for token, i in vocabulary.items() if RESERVED.fullmatch(token) and i < embeddings]
+    used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    if free := sorted(set(found) - used):
+        return free[0]
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    of_bytes = backend is not None and "ByteLevel" in str(backend.pre_tokenizer)
+    last: int | None = None if tokenizer.unk_token_id in used else tokenizer.unk_token_id
+    return next((vocabulary[token] for token in NO_TEXT[of_bytes] if token in vocabulary), last)
+
+
+def mask_token(target: FrozenTarget, given: int | None) -> int:
+    """The id of the mask token, chosen where none is given. UserError for one that has no embedding."""
+    if given is None:
+        given = unused_id(load_tokenizer(target.name), target.vocab_size)
+        if given is None:
+            raise UserError(
+                f"head.mask_token_id: {target.name} has a use for each of its {target.vocab_size} tokens; name one "
+                "that your data does not have"
+            )
+    if not 0 <= given < target.vocab_size:
+        raise UserError(
+            f"head.mask_token_id: expected an id below {target.vocab_size}, the rows of the target's embedding, "
+            f"got {given}"
+        )
+    return given

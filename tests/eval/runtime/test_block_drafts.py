@@ -1,0 +1,85 @@
+"""Blocks of DFlash and DSpark under the rules that need q: the distribution of what comes out, by enumeration."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.backends.selection import TORCH
+from heads.base import Observation, SharedLayers
+from heads.dflash import DFlash, DFlashConfig
+from heads.draft_block import DraftBlockHead
+from heads.dspark import DSpark, DSparkConfig
+from heads.tree import Proposal, TreeShape, parse_shape
+from tests.eval.runtime.test_rejection import EXACT, distance, outcome
+
+D, V = 8, 3
+
+
+def make_head(kind: str) -> DraftBlockHead:
+    """A random head of a target of three tokens."""
+    settings: dict[str, Any] = dict(
+        hidden_size=D,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-5,
+        rope_theta=100.0,
+        vocab_size=V,
+        num_target_layers=4,
+        max_position_embeddings=64,
+        aux_layer_ids=(2,),
+        mask_token_id=2,
+        block_size=4,
+        num_layers=1,
+    )
+    torch.manual_seed(3)
+    head = DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings, markov_rank=4))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0.0, 0.7)
+    return head.double()
+
+
+class Drafted:
+    """The target's distributions of a toy, and the drafts of a head in the place of the toy's."""
+
+    def __init__(self, toy: Any, head: DraftBlockHead) -> None:
+        self.toy, self.head, self.vocab = toy, head, toy.vocab
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.toy, name)
+
+    def grow(self, shape: TreeShape, pick: Any, rows: int) -> tuple[Proposal, Tensor]:
+        torch.manual_seed(4)
+        table, out = torch.randn(2, V, D, dtype=torch.float64)
+        shared = SharedLayers(lambda ids: table[ids], lambda hidden: hidden @ out.T, out)
+        state = self.head.new_state(shared, batch_size=rows, capacity=16, shape=shape, backend=TORCH)
+        known, ids = (
+            torch.randn(5, D, dtype=torch.float64).expand(rows, -1, -1),
+            torch.zeros(rows, 6, dtype=torch.int64),
+        )
+        count = torch.full((rows,), 5)
+        self.head.extend(state, Observation(ids, known, known, torch.zeros_like(count), count, None))
+        proposal = self.head.propose(state, lambda logits, *rest: pick(logits.log_softmax(-1), *rest))
+        prefixes = torch.zeros_like(proposal.tokens)
+        for j in range(1, proposal.tokens.shape[1]):
+            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
+            prefixes[:, j] = above * V + proposal.tokens[:, j]
+        return proposal, prefixes
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")], ids=str
+)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_what_comes_out_has_the_targets_distribution(
+    kind: str, rule: str, shape: str, toy: Any, every_draw: Any
+) -> None:
+    tree = parse_shape(shape)
+    drafted = Drafted(toy(V, tree.depth + 1, 7), make_head(kind))
+    distribution, tokens = outcome(drafted, every_draw, tree, rule)
+    assert distance(drafted, distribution, tree) < EXACT
+    assert 1 < tokens <= tree.depth + 1

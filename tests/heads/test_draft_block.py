@@ -1,0 +1,488 @@
+"""Heads that draft a whole block: what they are trained to do is what they do when they draft."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import pad
+
+from heads.backends.selection import TORCH
+from heads.base import Batch
+from heads.block_anchors import Blocks, all_blocks, draw_blocks
+from heads.block_attention import TILE, Sight, by_pieces, by_tiles
+from heads.block_loss import BlockTask, block_loss
+from heads.dflash import DFlash, DFlashConfig
+from heads.draft_block import DraftBlockHead, DraftBlockState, spread_layer_ids
+from heads.dspark import DSpark, DSparkConfig
+from heads.errors import UserError
+from heads.tree import parse_shape
+from tests.heads.small_heads import greedy, observe, random_batch, seen
+
+V, D = 40, 16
+SHAPE: dict[str, Any] = dict(
+    hidden_size=D,
+    intermediate_size=24,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope_theta=100.0,
+    vocab_size=V,
+    num_target_layers=8,
+    max_position_embeddings=64,
+    aux_layer_ids=(2, 4),
+    mask_token_id=39,
+    block_size=4,
+    num_layers=2,
+    num_anchors=6,
+)
+ROWS = [[11, 3, 7], [2, 1, 18]]
+
+
+def make_head(kind: str, **changes: Any) -> DraftBlockHead:
+    torch.manual_seed(1)
+    settings = SHAPE | changes
+    head = (
+        DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings | {"markov_rank": 5}))
+    )
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    return head.double()
+
+
+def make_batch(documents: list[list[int]] = ROWS, *, labels_from: int = 3) -> Batch:
+    return random_batch(documents, width=D, vocab=V, num_aux_layers=2, labels_from=labels_from)
+
+
+def lm_head(batch: Batch) -> Tensor:
+    """(V, D) the target's output head."""
+    assert batch.shared.lm_head_weight is not None
+    return batch.shared.lm_head_weight
+
+
+def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x (H, T, d) at positions (T,)."""
+    d = x.shape[-1]
+    angle = positions[:, None] * theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: int) -> Tensor:
+    """(R, D): one block by itself, written the long way over the keys that it sees and no others."""
+    config = head.config
+    document = batch.documents[b] == batch.documents[b, anchor]
+    before = [p for p in range(anchor) if document[p]]
+    context = head.hidden_norm(head.fc(batch.aux_hidden_states[b, before]))
+    ids = torch.tensor([int(batch.tokens[b, anchor]), *[config.mask_token_id] * (rows - 1)])
+    x = batch.shared.embed_tokens(ids)
+    at = batch.positions[b, anchor] + torch.arange(rows)
+    places = torch.cat([batch.positions[b, before], at])
+    G, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+    layers: Any = head.layers
+    for layer in layers:
+        attention = layer.self_attn
+        u = layer.input_layernorm(x)
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(len(y), -1, d).transpose(0, 1)
+
+        both = torch.cat([context, u])
+        q = rope(attention.q_norm(heads(attention.q_proj(u))), at, config.rope_theta)
+        k = rope(attention.k_norm(heads(attention.k_proj(both))), places, config.rope_theta).repeat_interleave(G, 0)
+        v = heads(attention.v_proj(both)).repeat_interleave(G, 0)
+        scores = q @ k.mT / math.sqrt(d)
+        if head.causal:
+            hidden = torch.ones(rows, rows).triu(1).bool()
+            scores = scores.masked_fill(torch.cat([torch.zeros(rows, len(before)).bool(), hidden], 1), -torch.inf)
+        x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    out: Tensor = head.norm(x)
+    return out
+
+
+def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
+    config, K = head.config, head.depth
+    blocks = draw_blocks(batch.loss_mask, batch.documents, config.num_anchors)
+    weighted = torch.zeros(K, dtype=torch.float64)
+    weights, plain = torch.zeros(2, K, dtype=torch.float64)
+    matrix = lm_head(batch)
+    for b in range(len(batch.tokens)):
+        for n, anchor in enumerate(blocks.anchors[b].tolist()):
+            if not blocks.live[b, n]:
+                continue
+            states = plain_block(head, batch, b, anchor, config.block_size)
+            losses, probs = [], []
+            for k in range(K):
+                label = anchor + 1 + k
+                if label >= batch.tokens.shape[1] or not batch.loss_mask[b, label]:
+                    break
+                if batch.documents[b, label] != batch.documents[b, anchor]:
+                    break
+                token = int(batch.tokens[b, label])
+                p = batch.shared.lm_head(batch.hidden[b, label - 1]).softmax(-1)
+                if isinstance(head, DFlash):
+                    logq = (matrix @ states[k + 1]).log_softmax(-1)
+                    kl = (p * (p.log() - logq)).sum()
+                    losses.append(-logq[token] if config.loss == "labels" else kl)
+                else:
+                    assert isinstance(head, DSpark) and head.confidence_head is not None
+                    w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
+                    logq = (matrix @ states[k] + head.markov_head.markov_w2.weight @ w1).log_softmax(-1)
+                    distance = (p - logq.exp()).abs().sum()
+                    proj: Any = head.confidence_head.proj
+                    sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
+                    truth = (1 - distance / 2).detach()
+                    bce = -(truth * sure.log() + (1 - truth) * (1 - sure).log())
+                    losses.append(0.1 * -logq[token] + 0.9 * distance + bce)
+                probs.append(logq[token].exp().detach())
+            reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
+            for k, loss in enumerate(losses):
+                weight = sum(reached[k:]) if head.pace else math.exp(-k / config.gamma)
+                weighted = weighted + weight * loss * torch.eye(K)[k]
+                weights[k] += weight
+                plain[k] += loss.detach()
+    return weighted, weights, plain
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"loss": "labels", "causal": True}),
+    ("dflash", {"weights": "d_pace"}),
+    ("dspark", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), CASES)
+def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str, Any]) -> None:
+    head, batch = make_head(kind, **changes), make_batch()
+    torch.manual_seed(5)
+    weighted, weights, plain = plain_terms(head, batch)
+    (weighted.sum() / weights.sum()).backward()
+    wanted = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    assert wanted.keys() == dict(head.named_parameters()).keys()
+    head.zero_grad()
+    found = head.loss(batch, head.loss_scale(head.counts(batch.loss_mask, batch.documents).double()))
+    found.loss.backward()
+    divisor = 1.0 if found.weight is None else float(found.weight)
+    assert (found.weight is None) == (not head.pace)
+    torch.testing.assert_close(
+        found.loss.detach() / divisor, (weighted.sum() / weights.sum()).detach(), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(found.sums, plain, rtol=1e-6, atol=1e-9)
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad / divisor, wanted[name], msg=name, rtol=1e-6, atol=1e-9)
+
+
+def test_chunks_change_nothing() -> None:
+    """Whole blocks, however few, also where a row's weight follows from the rows behind it."""
+    head, batch = make_head("dflash", weights="d_pace"), make_batch()
+    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents).double())
+    found = []
+    for chunk in (None, 1, 5):
+        head.zero_grad()
+        torch.manual_seed(5)
+        one = small_chunks(head, batch, scale, chunk)
+        one.loss.backward()
+        grads = [p.grad.clone() for p in head.parameters() if p.grad is not None]
+        found.append([one.loss.detach(), one.weight, one.sums, *grads])
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def small_chunks(head: DraftBlockHead, batch: Batch, scale: Tensor, chunk: int | None) -> Any:
+    """The loss by `chunk` blocks at a time."""
+    blocks = draw_blocks(batch.loss_mask, batch.documents, head.config.num_anchors)
+    slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, head.depth))
+    states = head.unroll(batch, blocks, head.config.block_size)[:, :, head.first_row :].flatten(0, 1)
+    row = torch.arange(len(batch.tokens)).repeat_interleave(blocks.anchors.shape[1])[:, None]
+    task = BlockTask(
+        labels=batch.tokens[row, slots],
+        valid=valid,
+        teacher=row * batch.tokens.shape[1] + slots - 1,
+        hidden=batch.hidden.flatten(0, 1),
+        target_logits=batch.shared.lm_head,
+        weights=scale,
+        terms=head.terms,
+        pace=head.pace,
+    )
+    return block_loss(states, lm_head(batch), task, chunk=chunk)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_no_tensor_holds_the_logits_of_all_rows(
+    kind: str, largest_tensor: Callable[[Callable[[], object]], int]
+) -> None:
+    wide, count = 4096, 40
+    settings = {"vocab_size": wide, "num_anchors": count, "block_size": 8, "num_layers": 1}
+    head = make_head(kind, **settings).float()
+    batch = random_batch([[48]] * 4, width=D, vocab=wide, num_aux_layers=2)
+    single = {
+        name: value.float()
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    out = lm_head(batch).float()
+    shared = dataclasses.replace(
+        batch.shared,
+        embed_tokens=lambda ids: batch.shared.embed_tokens(ids).float(),
+        lm_head=lambda hidden: hidden @ out.T,
+        lm_head_weight=out,
+    )
+    small = dataclasses.replace(batch, **single, shared=shared)
+    scale = head.loss_scale(head.counts(batch.loss_mask, batch.documents))
+    most = largest_tensor(lambda: head.loss(small, scale).loss.backward())
+    assert most < 4 * count * head.depth * wide / 3
+
+
+def test_a_step_s_anchors_are_drawn_by_its_seed() -> None:
+    batch = make_batch([[40], [40]])
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        torch.rand(int(torch.randint(9, ()).item()) + 1)  # what else draws before has no part in it
+        drawn.append(draw_blocks(batch.loss_mask, batch.documents, 6).anchors.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(row == sorted(set(row)) for row in drawn[0])
+
+
+def test_anchors_are_followed_by_a_label_and_labels_stay_in_their_document() -> None:
+    batch = make_batch()
+    may = [
+        [
+            a
+            for a in range(1, 20)
+            if batch.documents[b, a - 1] == batch.documents[b, a + 1] and bool(batch.loss_mask[b, a + 1])
+        ]
+        for b in range(2)
+    ]
+    blocks = draw_blocks(batch.loss_mask, batch.documents, 21)
+    for b in range(2):
+        assert blocks.anchors[b][blocks.live[b]].tolist() == may[b]
+    slots, valid = blocks.labels(batch.loss_mask, batch.documents, 3)
+    for b, n in blocks.live.nonzero().tolist():
+        a = int(blocks.anchors[b, n])
+        assert slots[b, n].tolist() == [min(a + k, 20) for k in (1, 2, 3)]
+        expected = [a + k < 21 and bool(batch.documents[b, a + k] == batch.documents[b, a]) for k in (1, 2, 3)]
+        assert valid[b, n].tolist() == expected
+    assert not valid[~blocks.live].any()
+
+
+def test_a_label_behind_one_that_is_none_does_not_count() -> None:
+    batch = make_batch([[20]])
+    batch.loss_mask[0, 10] = False
+    _, valid = all_blocks(batch.documents).labels(batch.loss_mask, batch.documents, 4)
+    assert valid[0, 7].tolist() == [True, False, False, False]  # the root at 8
+
+
+def test_blocks_without_labels_or_context_give_no_nan() -> None:
+    """A row with fewer anchors than blocks, and a batch with none at all."""
+    head = make_head("dspark", num_anchors=30)
+    for batch in (make_batch(), make_batch(labels_from=20)):
+        counts = head.counts(batch.loss_mask, batch.documents)
+        found = head.loss(batch, head.loss_scale(counts))
+        found.loss.backward()
+        assert found.loss.isfinite() and all(p.grad.isfinite().all() for p in head.parameters() if p.grad is not None)
+        assert counts.tolist() == found.metrics["chains"].tolist()
+    assert counts.sum() == 0 == found.loss
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_forms_of_attention_are_a_dense_mask_s(causal: bool) -> None:
+    B, H, Hkv, T, N, R, d = 2, 4, 2, 150, 50, 7, 8
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(B, heads, N * R, d, dtype=torch.float64, requires_grad=True) for heads in (H, Hkv, Hkv))
+    ck, cv = (torch.randn(B, Hkv, T, d, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    anchors = torch.stack([torch.randperm(T)[:N].sort().values for _ in range(B)])
+    anchors[1, :5] = 0  # blocks that there are no anchors for
+    starts = anchors // 40 * 40
+    sight = Sight(starts, anchors, R, T, causal)
+    key, row = torch.arange(T + N * R), torch.arange(N * R)
+    block = row // R
+    before = (key >= starts[:, block, None]) & (key < anchors[:, block, None])
+    own = (key >= T) & ((key - T) // R == block[:, None]) & (((key - T) % R <= (row % R)[:, None]) | (not causal))
+    seen = before | own  # (B, N * R, T + N * R)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, torch.cat([ck, k], 2), torch.cat([cv, v], 2), attn_mask=seen[:, None], enable_gqa=True
+    )
+    inputs, grad = (q, k, v, ck, cv), torch.randn_like(dense)
+    wanted = torch.autograd.grad(dense, inputs, grad)
+    found = by_pieces(*inputs, sight)
+    torch.testing.assert_close(found, dense)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, grad), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    mask = sight.block_mask
+    assert torch.equal(
+        create_block_mask(mask.mask_mod, B, None, N * R, T + N * R, device="cpu").to_dense(), tiles(seen)
+    )
+    assert torch.equal(mask.to_dense().bool() & tiles(seen).bool(), tiles(seen).bool())  # no tile is left out
+    for tensor in inputs:  # FlexAttention has no backward pass on a CPU
+        tensor.requires_grad_(False)
+    torch.testing.assert_close(by_tiles(q, k, v, ck, cv, sight), dense)
+
+
+def tiles(seen: Tensor) -> Tensor:
+    """(B, 1, query tiles, key tiles): 1 where a tile holds anything visible."""
+    _, rows, keys = seen.shape
+    padded = pad(seen, (0, -keys % TILE, 0, -rows % TILE))
+    shown: Tensor = padded.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(2).any(-1).int()[:, None]
+    return shown
+
+
+def test_no_scores_of_all_rows_and_keys_are_made(largest_tensor: Callable[[Callable[[], object]], int]) -> None:
+    T, N, R = 400, 200, 4
+    q, k, v = (torch.randn(1, 1, N * R, 4, requires_grad=True) for _ in range(3))
+    context = torch.randn(1, 1, T, 4)
+    anchors = torch.arange(200, 400)[None]
+    sight = Sight(torch.zeros_like(anchors), anchors, R, T, False)
+    most = largest_tensor(lambda: by_pieces(q, k, v, context, context, sight).sum().backward())
+    assert most < N * R * T / 2
+
+
+# Drafting
+
+
+def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> DraftBlockState:
+    B, T = batch.tokens.shape
+    return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape), backend=TORCH)
+
+
+@pytest.mark.parametrize(("kind", "causal"), [("dflash", False), ("dflash", True), ("dspark", False)])
+@pytest.mark.parametrize("depth", [3, 2])
+def test_a_drafting_pass_is_a_training_pass(kind: str, causal: bool, depth: int) -> None:
+    """At one anchor in each row, also of a chain shorter than the block."""
+    head, batch = make_head(kind, **({"causal": True} if causal else {})), make_batch([[20], [20]])
+    lengths = [9, 13]
+    state = seen(head, batch, f"chain:{depth}", lengths)
+    drafted = head.draft_states(state)
+    anchors = torch.tensor(lengths)[:, None]
+    blocks = Blocks(anchors, torch.ones_like(anchors).bool())
+    trained = head.unroll(batch, blocks, depth + head.first_row)[:, 0, head.first_row :]
+    torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
+    for b, n in enumerate(lengths):
+        plain = plain_block(head, batch, b, n, depth + head.first_row)[head.first_row :]
+        torch.testing.assert_close(drafted[b], plain)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_chain_is_the_likeliest_token_of_each_row(kind: str) -> None:
+    head, batch = make_head(kind), make_batch([[20]])
+    proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
+    states = plain_block(head, batch, 0, 9, 3 + head.first_row)[head.first_row :]
+    tokens = [int(batch.tokens[0, 9])]
+    for state in states:
+        logits = lm_head(batch) @ state
+        if isinstance(head, DSpark):
+            logits = logits + head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[tokens[-1]]
+        tokens.append(int(logits.argmax()))
+    assert proposal.tokens[0].tolist() == tokens and proposal.parents.tolist() == [[0, 0, 1, 2]]
+
+
+def test_each_method_reads_the_rows_that_it_is_trained_on() -> None:
+    """The root's row is DSpark's first, and none of DFlash's: the labels of a row are one apart."""
+    batch = make_batch([[20]])
+    blocks = Blocks(torch.tensor([[9]]), torch.tensor([[True]]))
+    for kind, ahead in (("dflash", 0), ("dspark", 1)):
+        head = make_head(kind, block_size=4)
+        slots, _ = blocks.labels(batch.loss_mask, batch.documents, head.depth)
+        rows = torch.arange(head.first_row, 4)
+        assert slots[0, 0].tolist() == (9 + ahead + rows).tolist()
+        states = seen(head, batch, f"chain:{head.depth}", [9])
+        whole = head.unroll(batch, blocks, 4)[0, 0]
+        torch.testing.assert_close(head.draft_states(states)[0], whole[rows])
+        with pytest.raises(UserError, match=f"the head drafts {head.depth} in a block of 4; ask for no more"):
+            new_state(head, batch, f"chain:{head.depth + 1}")
+
+
+def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None:
+    """In every node of a tree: its score is the sum of the conditioned log q along its path."""
+    head, batch = make_head("dspark"), make_batch([[20]])
+    assert isinstance(head, DSpark)
+    for shape in ("tree:3x3x13", "static:3.2.1"):
+        proposal = head.propose(seen(head, batch, shape, [9]), greedy)
+        states = plain_block(head, batch, 0, 9, 3)
+        for node in range(1, proposal.tokens.shape[1]):
+            total, at = 0.0, node
+            while at:
+                above = int(proposal.parents[0, at])
+                markov = head.markov_head.markov_w1.weight[proposal.tokens[0, above]]
+                depth = int(proposal.depths[0, at])
+                logits = lm_head(batch) @ states[depth - 1] + head.markov_head.markov_w2.weight @ markov
+                total += float(logits.log_softmax(-1)[proposal.tokens[0, at]].detach())
+                at = above
+            assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
+
+
+def test_observing_in_pieces_equals_observing_at_once() -> None:
+    """Rounds observe a ragged handful of positions at a time, with padding behind; no block stays in the cache."""
+    head, batch = make_head("dspark"), make_batch([[20], [20]])
+    whole = head.propose(seen(head, batch, "chain:4", [12, 12]), greedy)
+    state, start = new_state(head, batch, "chain:4"), torch.zeros(2, dtype=torch.int64)
+    for counts in ([5, 2], [1, 4], [4, 1], [2, 4], [0, 1]):
+        observe(head, state, batch, start.clone(), torch.tensor(counts), 5)
+        head.propose(state, greedy)
+        start += torch.tensor(counts)
+    pieces = head.propose(state, greedy)
+    assert torch.equal(whole.tokens, pieces.tokens)
+    torch.testing.assert_close(whole.scores, pieces.scores)
+
+
+def test_the_confidence_is_of_the_share_that_overlaps() -> None:
+    """Trained on its own, the confidence head finds the mean of sum min(p, q)."""
+    head, batch = make_head("dspark", ce_weight=0.0, l1_weight=1e-9), make_batch([[40]] * 4)
+    assert isinstance(head, DSpark) and head.confidence_head is not None
+    proj = head.confidence_head.proj
+    torch.nn.init.zeros_(proj.weight)
+    optimizer = torch.optim.Adam([proj.bias], lr=0.1)
+    for _ in range(200):
+        optimizer.zero_grad()
+        found = head.loss(batch, head.loss_scale(head.counts(batch.loss_mask, batch.documents)))
+        found.loss.backward()
+        optimizer.step()
+    weights = torch.tensor(head.depth_weights)
+    mean = (found.metrics["overlap"] * weights).sum() / (found.metrics["chains"] * weights).sum()
+    assert float(proj.bias.detach().sigmoid()) == pytest.approx(float(mean), abs=0.01)
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "ids"),
+    [(36, 5, (2, 10, 18, 26, 34)), (20, 3, (2, 10, 18)), (8, 1, (5,)), (5, 5, (2, 3))],
+)
+def test_default_layers_are_those_of_the_published_heads(layers: int, count: int, ids: tuple[int, ...]) -> None:
+    assert spread_layer_ids(layers, count) == ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "word"),
+    [
+        ("dflash", {"block_size": 1}, "block_size"),
+        ("dflash", {"block_size": 65}, "block_size: a block of 65 is longer than the target's context of 64"),
+        ("dflash", {"loss": "mse"}, "loss"),
+        ("dflash", {"weights": "none"}, "weights"),
+        ("dflash", {"gamma": 0.0}, "gamma"),
+        ("dflash", {"num_layers": 0}, "num_layers"),
+        ("dflash", {"num_anchors": 0}, "num_anchors"),
+        ("dspark", {"markov_rank": 0}, "markov_rank"),
+        ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),
+        ("dspark", {"confidence_weight": -1.0}, "confidence_weight"),
+    ],
+)
+def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=f"head.{word}"):
+        if kind == "dflash":
+            DFlash(DFlashConfig(**SHAPE | change))
+        else:
+            DSpark(DSparkConfig(**SHAPE | change))

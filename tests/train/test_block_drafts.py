@@ -1,0 +1,130 @@
+"""DFlash and DSpark trained on a tiny target: what is saved drafts, and every output is the target's own."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
+from heads.checkpoint import load_head
+from heads.target.frozen import load_target
+from heads.tree import ROOT_ONLY, parse_shape
+from tests.runs import Settings, WriteRecipe, same, the_error, train_in, weights
+from train.entry import attempt
+
+KINDS = ("dflash", "dspark")
+
+
+@pytest.fixture
+def small(settings: Settings) -> Settings:
+    """A run that takes a second; `head.kind` is missing."""
+    settings["head"] = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "mask_token_id": 5}
+    settings["train"] |= {"max_steps": 4, "log_every": 1, "checkpoint_every": 2}
+    settings["eval"] |= {"tree": "chain:3", "report": {"repeats": 1, "trees": ["chain:3", "chain:2"]}}
+    return settings
+
+
+def of_kind(settings: Settings, kind: str) -> Settings:
+    more = {"markov_rank": 8} if kind == "dspark" else {}
+    return settings | {"head": {"kind": kind, **settings["head"], **more}}
+
+
+def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
+    assert attempt(settings["head"]["kind"], [str(write_recipe(settings))]) == 0
+    return Path(settings["output_dir"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_leaves_a_head_that_engines_read(kind: str, small: Settings, write_recipe: WriteRecipe) -> None:
+    folder = train(of_kind(small, kind), write_recipe)
+    config = json.loads((folder / "head/config.json").read_text())
+    own = config["dflash_config"] if kind == "dflash" else config
+    assert (own["mask_token_id"], own["target_layer_ids"]) == (5, [1, 5])
+    assert load_file(folder / "head/model.safetensors").keys() == load_head(folder).state_dict().keys()
+    results = json.loads((folder / "results.json").read_text())
+    assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
+    assert [found["tree"] for found in results["measurements"]] == ["chain:3", "chain:2"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output_is_the_targets_own(
+    kind: str, temperature: float, batch_size: int, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+) -> None:
+    small["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 8, "new_tokens": 40}
+    small["train"] |= {"lr": 0.01, "max_steps": 40, "log_every": 40, "checkpoint_every": 40}
+    small["eval"]["report"]["trees"] = ["chain:3"]
+    folder = train(of_kind(small, kind), write_recipe)
+    target, head = load_target(str(tiny_target_dir)), load_head(folder)
+    requests = [
+        Request([5 + n, 40, 41 + n % 3, *range(50, 50 + n)], 24, Sampling(temperature, seed=n))
+        for n in range(max(batch_size, 2))
+    ]
+    options: dict[str, Any] = {"batch_size": batch_size, "max_length": 64}
+    plain = Engine(target, None, EngineOptions(shape=ROOT_ONLY, **options)).generate(requests)
+    drafted = 0
+    cases = [("chain:3", "match"), ("chain:2", "match"), ("tree:3x3x10", "match"), ("static:3.2.1", "match")]
+    if temperature == 0:
+        cases += [("chain:3", "ratio"), ("chain:3", "block")]
+    for shape, rule in cases:
+        for adaptive in {False, rule == "match"}:
+            engine = Engine(
+                target, head, EngineOptions(shape=parse_shape(shape), rule=rule, adaptive=adaptive, **options)
+            )
+            outputs = engine.generate(requests)
+            assert [output.tokens for output in outputs] == [output.tokens for output in plain], (shape, rule)
+            drafted += sum(sum(output.accepted) for output in outputs)
+    assert drafted > 0  # or nothing was put to the test
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("dflash", {"weights": "d_pace"}), ("dspark", {})])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    kind: str, changes: Settings, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = of_kind(small, kind)
+    small["head"] |= changes
+    small["train"]["grad_accum"] = 2
+    whole = train_in(small, write_recipe)
+    first = weights(whole, 4)
+    shutil.rmtree(whole / "checkpoints/step-4")  # so that the second run goes on from step 2
+    train_in(small, write_recipe)
+    assert "resumed from" in capsys.readouterr().err
+    assert same(weights(whole, 4), first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mask_token_id": 71}, "head.mask_token_id: the data has the token 71, 'b'"),
+        (
+            {"mask_token_id": 128},
+            "head.mask_token_id: expected an id below 128, the rows of the target's embedding, got 128",
+        ),
+        ({"mask_token_id": -1}, "head.mask_token_id: expected an id below 128"),
+        ({"block_size": 600}, "head.block_size: a block of 600 is longer than the target's context of 512"),
+        ({"block_size": 60}, "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
+        ({"aux_layer_ids": [9]}, "head.aux_layer_ids: 9 is not a residual stream"),
+        ({"loss": "mse"}, "head.loss: expected one of labels, kl"),
+        ({"markov_rank": 4}, "head.markov_rank: has no effect here: it belongs to kind dspark"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    changes: Settings, said: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = of_kind(small, "dflash")
+    settings["head"] |= changes
+    assert attempt("dflash", [str(write_recipe(settings))]) == 2
+    assert said in the_error(capsys)
+
+
+def test_a_tree_deeper_than_the_block_is_refused(
+    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = of_kind(small, "dflash")
+    settings["eval"]["tree"] = "chain:4"
+    assert attempt("dflash", [str(write_recipe(settings))]) == 2
+    assert "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for no more" in the_error(capsys)
