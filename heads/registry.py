@@ -34,13 +34,16 @@ class Method:
     """Settings that decide on the training alone: a head started from another may have others."""
 
 
+ANCHORED = frozenset({"num_anchors", "gamma"})
+"""Settings of the training of heads that draft a block."""
+
 HEADS = {
     "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
-    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH),
-    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK),
+    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss", "weights"}),
+    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "l1_weight"}),
 }
 """The methods by their kind, which recipes and saved heads name."""
 
