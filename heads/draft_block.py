@@ -16,7 +16,6 @@ Letters: B batch, T tokens, D hidden, V vocabulary, L auxiliary layers, K depth,
 cache slots, E of them shown, H heads, d head dimension.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,21 +27,20 @@ from torch import Tensor, nn
 from heads.backends.base import Backend
 from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
-from heads.block_anchors import Blocks, all_blocks, draw_blocks
-from heads.block_attention import Sight, block_attention
-from heads.block_loss import BlockTask, block_loss
+from heads.block.anchors import Blocks, all_blocks, draw_blocks
+from heads.block.attention import Sight, block_attention
+from heads.block.layers import BlockLayer, CosSin, output_head, with_products
+from heads.block.loss import BlockTask, block_loss
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, masked_attention, rotate, rotation
-from heads.target.aux_layers import aux_scales, check_aux_layer_ids
+from heads.layers import Attend, BlockConfig, BlockSettings, RMSNorm, masked_attention, rotation
+from heads.target.aux_layers import aux_scales, check_aux_layer_ids, spread_layer_ids
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget, block_settings, check_one_width
 from heads.target.mask_token import mask_token
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
 EXPONENTIAL, D_PACE = "exponential", "d_pace"
 MOST_LAYERS = 64
 
@@ -94,53 +92,6 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
 
 
-def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """The auxiliary layers of the published heads, which name them by the layers that they leave."""
-    n = num_target_layers
-    if n < 4:
-        raise UserError(
-            f"head.aux_layer_ids: a target of {n} layers is too shallow for the default ones; name them, such as "
-            f"[{n // 2}]"
-        )
-    if num_layers == 1:
-        return (n // 2 + 1,)
-    left = (round(1 + i * (n - 4) / (num_layers - 1)) for i in range(num_layers))
-    return tuple(sorted({layer + 1 for layer in left}))
-
-
-class DraftBlockAttention(Attention):
-    """Attention whose queries and keys are normed head by head."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
-
-    def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        """(B, T, D) -> keys and values (B, H / G, T, d)."""
-        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k), cos_sin), v
-
-    def forward(self, x: Tensor, rotation: CosSin, attend: Attend) -> Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
-        out = attend(rotate(q, rotation), *self.keys(x, rotation))  # (B, H, T, d)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class DraftBlockLayer(nn.Module):
-    """A decoder layer of Qwen3's form."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DraftBlockAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
 @dataclass
 class DraftBlockState:
     """Static tensors of one batch of sequences.
@@ -182,7 +133,7 @@ class DraftBlockHead(nn.Module, DraftHead):
     first_row: ClassVar[int]
     """The row that predicts the first draft token."""
     terms: Sequence[tuple[float, str]]
-    """As `heads.block_loss.BlockTask.terms`."""
+    """As `heads.block.loss.BlockTask.terms`."""
     pace: bool = False
     """True if rows are weighted by D-PACE."""
     confidence_weight: float = 0.0
@@ -196,7 +147,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.depth_weights = tuple(math.exp(-k / config.gamma) for k in range(self.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftBlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
 
     @classmethod
@@ -276,9 +227,10 @@ class DraftBlockHead(nn.Module, DraftHead):
         masks = batch.shared.embed_tokens(self.mask_tokens(anchors, rows - 1)).to(roots.dtype)
         x = torch.cat([roots[:, :, None], masks], 2).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
         row = torch.arange(rows, device=anchors.device)
-        places = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
+        own_positions = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
         known, own = (
-            rotation(positions, config.head_dim, config.rope_theta, x.dtype) for positions in (batch.positions, places)
+            rotation(positions, config.head_dim, config.rope_theta, x.dtype)
+            for positions in (batch.positions, own_positions)
         )
         sight = Sight(blocks.starts(batch.positions), anchors, rows, T, self.causal)
         attends = [self.attend_in_training(layer, context, known, sight) for layer in self.layers]
@@ -371,7 +323,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             backend=backend,
             head=with_products(self, backend),
             shared=shared,
-            lm_head=with_products(readout(shared.lm_head_weight.to(weight.dtype)), backend),
+            lm_head=with_products(output_head(shared.lm_head_weight.to(weight.dtype)), backend),
             keys=[weight.new_zeros(form) for form in forms],
             values=[weight.new_zeros(form) for form in forms],
             cos_sin_table=(cos[0, 0], sin[0, 0]),
@@ -387,8 +339,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     @torch.no_grad()
     def extend(self, state: DraftBlockState, observation: Observation) -> None:
         head, count, tokens = state.head, observation.count, observation.tokens
-        places = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        slots, cos_sin = places.slots(len(state.slot) - 1), state.cos_sin(places.positions)
+        mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
+        slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
         context = head.fuse(observation.aux_hidden_states)  # (B, M, D)
         for layer, keys, values in zip(head.layers, state.keys, state.values, strict=True):
             k, v = layer.self_attn.keys(context, cos_sin)
@@ -441,31 +393,3 @@ class DraftBlockHead(nn.Module, DraftHead):
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
         V = self.config.vocab_size
         return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)
-
-
-class ProductModule(nn.Module):
-    """A backend's product in the place of a linear layer."""
-
-    def __init__(self, product: Any) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
-
-
-def with_products(module: Any, backend: Backend) -> Any:
-    """A module that shares the other's parameters, with a backend's products, of the weights as they are now, in the
-    place of its linear layers."""
-    if isinstance(module, nn.Linear):
-        return ProductModule(backend.product(module))
-    twin = copy.copy(module)
-    twin._modules = {name: with_products(part, backend) for name, part in module.named_children()}
-    return twin
-
-
-def readout(weight: Tensor) -> nn.Linear:
-    """An output head with this matrix (V, D)."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made

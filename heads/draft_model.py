@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from heads.backends.base import Backend, CachedDecoder
 from heads.backends.huggingface import positions_of
-from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places, round_up
+from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping, round_up
 from heads.base import (
     Batch,
     DraftHead,
@@ -144,7 +144,7 @@ class DraftState:
     length: Tensor  # (B,) int64, the root's position
     expanded: Tensor  # (B, N) int64, `Proposal.expanded` of the tree that was drafted last
 
-    def read(self, tokens: Tensor, mapping: Places, *, prompt: bool = False) -> Tensor:
+    def read(self, tokens: Tensor, mapping: SlotMapping, *, prompt: bool = False) -> Tensor:
         """One step: tokens (B, W) in the slots that `mapping` gives -> states after the final norm (B, W, D)."""
         return self.decoder.forward(tokens, mapping, extent=len(self.slot), prompt=prompt).hidden
 

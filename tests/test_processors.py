@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.heads.test_fast_dtype import ONLY_AVX2
+from tests.train.test_fast_dtype import ONLY_AVX2
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {

@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.loading import load_pair
 from heads.errors import UserError
-from heads.fast_dtype import fastest_dtype
 from heads.target.frozen import FrozenTarget
+from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
 

@@ -13,8 +13,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.runtime.acceptance import make_rule
 from eval.runtime.candidates import PENDING, Candidates, pending_room
 from eval.runtime.graph import Capture, CudaCapture, Rounds
+from eval.runtime.memory import check_memory, free_bytes, row_bytes
 from eval.runtime.request import Output as Output
 from eval.runtime.request import Reports, RequestState, StopWatch, check_request
 from eval.runtime.request import Request as Request
@@ -31,16 +30,11 @@ from eval.runtime.sampling import check_adaptive, check_rule
 from heads.backends.selection import select_backend
 from heads.backends.slot_mapping import CacheSpec, round_up
 from heads.backends.torch.commit import RoundState
-from heads.backends.torch.decoder import NativeDecoder
 from heads.base import Drafter
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape
 
-RESERVE = 0.05
-"""Share of free memory kept for the allocator."""
-LOGITS = 4
-"""Maximum number of float32 copies of a round's logits alive at once."""
 PHASES = ("draft", "verify", "accept", "commit")
 OnTokens = Callable[[int, list[int]], bool | None]
 """Callback with a request's index and its newly decided tokens, which are final. If it returns True, the request ends
@@ -360,44 +354,3 @@ class Engine:
             return request_state.output([0] * rounds, [0] * rounds, self.target.eos_token_ids)
         accepted, reached = (record[row, :rounds].tolist() for record in (state.accepted, state.reached))
         return request_state.output(accepted, reached, self.target.eos_token_ids)
-
-
-def row_bytes(
-    target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
-) -> int:
-    """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
-    target's. `pending`: hidden states kept for a paused head."""
-    config: Any = target.config
-    size, slots = target.dtype.itemsize, round_up(capacity)
-    if decoder is not None:
-        width = decoder.layers[0].attention.slot_width
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    cache = slots * (target.num_layers + 2 * drafts) * width * size
-    node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
-    mask = slots * (size + 1)  # as truth values and as numbers
-    return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
-
-
-def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
-    """Raise UserError if a batch needs more bytes than are free, with a batch that would fit.
-
-    A GPU refuses what it does not have. A CPU's operating system grants it, and kills the process that comes to use it.
-    """
-    need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
-    if free is None or need <= room:
-        return
-    most = room // per_row
-    fits = f"a batch of {most} would fit" if most else "shorten the sequences, or make the trees smaller"
-    raise UserError(
-        f"{name}: a batch of {batch_size} needs {need / 2**30:.1f} GiB beside the weights, and {room / 2**30:.1f} GiB "
-        f"are free; {fits}"
-    )
-
-
-def free_bytes() -> int | None:
-    """Return the free memory of the machine, or None if it is unknown."""
-    info = Path("/proc/meminfo")
-    lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None

@@ -66,9 +66,9 @@ class TargetStep:
         are padding whose keys later tokens overwrite before anything may see them.
         """
         C = tokens.shape[1]
-        places = Observed(self.slot[start : start + 1], None, self.slot, C)
+        mapping = Observed(self.slot[start : start + 1], None, self.slot, C)
         extent = min(round_up(start + C), self.capacity)
-        return self.decoder.forward(tokens, places, extent=extent, row=row, prompt=True)
+        return self.decoder.forward(tokens, mapping, extent=extent, row=row, prompt=True)
 
     def verify(self, proposal: Proposal, above: Tensor | None, length: Tensor, extent: int, depth: int) -> Features:
         """Run one pass over a tree: node j of row b is in slot length[b] + j, at position length[b] + its depth.
@@ -77,8 +77,8 @@ class TargetStep:
         length (B,): tokens in the cache; extent: slots shown, at least length + N of every row; depth: the most levels
         that the trees have.
         """
-        places = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
-        return self.decoder.forward(proposal.tokens, places, extent=extent)
+        mapping = Verified(length, proposal.parents, proposal.depths, above, depth, self.slot)
+        return self.decoder.forward(proposal.tokens, mapping, extent=extent)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider."""
@@ -281,7 +281,7 @@ def open_row(decoder: Decoder, row: int, request: Request, hidden: Tensor) -> Te
     state.length[row] = P
     state.root[row : row + 1] = root
     state.limit[row] = request.max_new_tokens
-    state.heeds_eos[row] = not request.ignore_eos
+    state.stops_at_eos[row] = not request.ignore_eos
     state.output[row, :1] = root
     state.output_length[row] = 1
     state.rounds[row] = 0

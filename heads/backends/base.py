@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts
-from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, Places
+from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping
 from heads.base import Observation, SharedLayers
 from heads.target.frozen import Features, LanguageModel
 from heads.tree import Acceptance, Pick, Proposal, TreeShape
@@ -59,10 +59,10 @@ class CachedDecoder(ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        """One pass over new tokens (B, N) at their places; attention sees the first `extent` slots. `row`: the one that
-        the tokens are of, None for all. `prompt`: the tokens are a prompt's."""
+        """One pass over new tokens (B, N); attention sees the first `extent` slots. `row`: the one that the tokens are
+        of, None for all. `prompt`: the tokens are a prompt's."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) hidden states after the final norm -> (..., V) logits, float32 or wider, or as kernels leave
@@ -112,21 +112,23 @@ class RecurrentSteps(ABC):
 
     @abstractmethod
     def step(
-        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
-        """One step: tokens (B, W) at their places, each beside a state (B, W', D), row `rows` (B, W) of them or its
-        own; sees of the first `extent` slots. -> the states to recycle, and what the output head reads, (B, W, D)."""
+        """One step of tokens (B, W), each beside a state (B, W', D): its own, or that of row `rows` (B, W).
+
+        Attention sees the first `extent` slots. -> the states to recycle and those for the output head, (B, W, D)
+        each."""
 
     def extend(
         self, observation: Observation, slot: Tensor, extent: int, recycled: list[Tensor], root: Tensor, length: Tensor
     ) -> None:
         """Take in true features, and renew what is drafted from: by module recycled (B, D), root (B,), length (B,)."""
         tokens, start, count = observation.tokens, observation.start, observation.count
-        places = Observed(start, count, slot, observation.hidden.shape[1])
+        mapping = Observed(start, count, slot, observation.hidden.shape[1])
         live, last = count > 0, (count - 1).clamp_min(0)
         above = self.start(observation.aux_hidden_states, observation.hidden)
         for module, newest in enumerate(recycled):
-            made, _ = self.step(module, tokens[:, 1:], above, None, places, extent)
+            made, _ = self.step(module, tokens[:, 1:], above, None, mapping, extent)
             if module + 1 < len(recycled):
                 above = torch.cat([newest[:, None], made[:, :-1]], dim=1)  # what it made of the token before
             final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]

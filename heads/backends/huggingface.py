@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from heads.backends.base import CachedDecoder
-from heads.backends.slot_mapping import CacheSpec, Places
+from heads.backends.slot_mapping import CacheSpec, SlotMapping
 from heads.target.cache import HFCache
 from heads.target.encoder_decoder import cache_layers
 from heads.target.frozen import Features, LanguageModel
@@ -21,15 +21,15 @@ class HFDecoder(CachedDecoder):
         self.cache = HFCache(num_layers=layers, batch_size=spec.batch_size, capacity=spec.capacity, device=model.device)
 
     def forward(
-        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        key, positions, visible = self.slot[:extent], places.positions, places.visible(0, extent)
-        self.cache.aim(places.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
+        key, positions, visible = self.slot[:extent], mapping.positions, mapping.visible(0, extent)
+        self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row, prompt=prompt)
         return self.model.features(
             tokens,
             positions=positions.clamp_max(positions_of(self.model.config) - 1),  # padding may stand beyond it
             visible=key <= positions[..., None] if visible is None else visible,
-            key_positions=key.expand(len(tokens), -1) if visible is None else places.key_positions(extent),
+            key_positions=key.expand(len(tokens), -1) if visible is None else mapping.key_positions(extent),
             cache=self.cache,
             aux_layer_ids=self.spec.aux_layer_ids,
         )

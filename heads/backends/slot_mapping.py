@@ -139,8 +139,8 @@ class Drafted:
         """(B, E): of what stands in each slot that any of the nodes sees."""
         above = self.length[:, None] + self.slot[: self.paths.shape[2]]  # (B, level)
         slots = (self.length[:, None, None] + self.paths).flatten(1)
-        places = above[:, None].expand(self.paths.shape).flatten(1)
-        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, slots, places)
+        positions = above[:, None].expand(self.paths.shape).flatten(1)
+        return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, slots, positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,5 +179,5 @@ class Verified:
         return self.slot[:extent].repeat(len(self.length), 1).scatter_(1, self.slots(), self.positions)
 
 
-Places = Observed | Drafted | Verified
+SlotMapping = Observed | Drafted | Verified
 """Where the tokens of a pass stand."""

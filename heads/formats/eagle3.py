@@ -36,6 +36,7 @@ from heads.formats.base import (
     vllm,
 )
 from heads.formats.source import Source
+from heads.target.aux_layers import low_middle_high
 from heads.target.frozen import FrozenTarget
 
 EAGLE = "the EAGLE repository (cb7e084)"
@@ -200,7 +201,7 @@ def layer_ids(config: Mapping[str, Any], layers: int, reader: str) -> list[str]:
     read: Any = config
     for key in loader.ids:
         read = read.get(key) if isinstance(read, dict) else None
-    default = [2, layers // 2, layers - 3]
+    default = list(low_middle_high(layers))
     where, expected = ".".join(loader.ids), [k + loader.offset for k in ours]
     faults = []
     if not loader.ids and ours != default:
@@ -336,11 +337,11 @@ def captured(
 ) -> tuple[int, ...]:
     """The residual streams that the trainer meant: those that config.json names by the layers they enter, or nested by
     the layers they leave, or else the default ones."""
-    layers, default = target.num_layers, (2, target.num_layers // 2, target.num_layers - 3)
+    layers = target.num_layers
     ids: Any = raw.get(IDS)
     if ids is None and nested.get(IDS) is not None:
         ids = [k + 1 if type(k) is int else k for k in nested[IDS]] if isinstance(nested[IDS], list) else nested[IDS]
-    ids = default if ids is None else ids
+    ids = low_middle_high(layers) if ids is None else ids
     if not isinstance(ids, list | tuple) or not all(type(k) is int for k in ids) or len(set(ids)) != len(ids):
         raise UserError(f"{path}: config.json: {IDS}: expected numbers of layers, each once, found {shown(ids)}")
     if not all(0 <= k <= layers for k in ids):
@@ -359,7 +360,7 @@ def captured(
 def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Return a line for each thing that engines read otherwise than `read_eagle3`."""
     ids, layers = list(config["aux_layer_ids"]), config["num_target_layers"]
-    outputs, default = [k - 1 for k in ids], [2, layers // 2, layers - 3]
+    outputs, default = [k - 1 for k in ids], list(low_middle_high(layers))
     named, said = (raw.get(IDS), nested.get(IDS)), []
     if named[0] is None and named[1] is not None and ids != default:
         said.append(f"{VLLM} ignores the layer ids in eagle_config and captures {default} in the place of {ids}")

@@ -135,10 +135,10 @@ class NativeModules:
     """Under the family's names, without what `SHARED` repeats of the target."""
 
 
-def read_native(source: Source, config: Any, ends: Mapping[str, Tensor]) -> NativeModules:
+def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> NativeModules:
     """The MTP modules in a checkpoint of a target with the Hugging Face `config`.
 
-    ends: the target's embedding table and output head, which a module that stores either again must share. UserError
+    shared: the target's embedding table and output head, which a module that stores either again must share. UserError
     where there is no module, where there are fewer than the config says, and where one is quantised.
     """
     path, files = source.path, source.files
@@ -163,7 +163,7 @@ def read_native(source: Source, config: Any, ends: Mapping[str, Tensor]) -> Nati
     prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
     weights = source.read(key for key in files if key.startswith(prefixes))
     for key in [key for key in weights if key.endswith(SHARED)]:
-        _check_shared(path, key, weights.pop(key), ends)
+        _check_shared(path, key, weights.pop(key), shared)
     for key, value in weights.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(f"{path}: {key} is {value.dtype}; expected a checkpoint whose modules are not quantised")
@@ -180,9 +180,9 @@ def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
     return count
 
 
-def _check_shared(path: str, key: str, value: Tensor, ends: Mapping[str, Tensor]) -> None:
+def _check_shared(path: str, key: str, value: Tensor, shared: Mapping[str, Tensor]) -> None:
     """Refuse a module with an embedding table or an output head of its own: heads use the target's."""
-    ours = ends["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
+    ours = shared["embed_tokens.weight" if key.endswith("embed_tokens.weight") else "shared_head.head.weight"]
     if value.shape != ours.shape or not torch.equal(value.to(ours.dtype), ours.cpu()):
         raise UserError(
             f"{path}: {key} is not the target's own; only modules that share the target's embeddings "

@@ -12,10 +12,15 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 
 
+def low_middle_high(num_layers: int) -> tuple[int, int, int]:
+    """Return EAGLE-3's auxiliary layers, which engines take where a head names none: h_2, h_{n//2}, h_{n-3} (arXiv
+    2503.01840, section 3.1)."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's low, middle and high auxiliary layers: h_2, h_{n//2}, h_{n-3} (arXiv 2503.01840, section
-    3.1)."""
-    aux_layer_ids = (2, num_layers // 2, num_layers - 3)
+    """Return EAGLE-3's auxiliary layers. UserError for a target too shallow for three."""
+    aux_layer_ids = low_middle_high(num_layers)
     if num_layers == 1:
         raise UserError("a target of one layer has no two residual streams that engines capture; use another head")
     if not 0 < aux_layer_ids[0] < aux_layer_ids[1] < aux_layer_ids[2]:
@@ -62,3 +67,17 @@ def aux_scales(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_count
     streams = target.packed_features(tokens, positions, torch.zeros_like(positions), aux_layer_ids).aux_hidden_states
     by_layer: Tensor = streams.float().unflatten(-1, (len(aux_layer_ids), -1))  # (4, 64, L, D)
     return by_layer.square().mean((0, 1, 3)).sqrt().cpu()
+
+
+def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """The auxiliary layers of the published heads, which name them by the layers that they leave."""
+    n = num_target_layers
+    if n < 4:
+        raise UserError(
+            f"head.aux_layer_ids: a target of {n} layers is too shallow for the default ones; name them, such as "
+            f"[{n // 2}]"
+        )
+    if num_layers == 1:
+        return (n // 2 + 1,)
+    left = (round(1 + i * (n - 4) / (num_layers - 1)) for i in range(num_layers))
+    return tuple(sorted({layer + 1 for layer in left}))

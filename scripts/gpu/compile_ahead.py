@@ -164,12 +164,12 @@ def draft(dtype: torch.dtype) -> None:
                 head.extend(state, some_news(state, M))
             head.propose(state, TRITON.sampling(1, torch.device("meta")).pick)
     slot, length, paths = (torch.zeros(*size, dtype=torch.int64) for size in ((2048,), (1,), (1, 8, 3)))
-    for places in (
+    for mapping in (
         Observed(length, None, slot, 2),
         Observed(length, length, slot, 64),
         Drafted(length, paths, slot, False),
     ):
-        stand(places, behind=40)
+        stand(mapping, behind=40)
 
 
 def resources(made: Any) -> dict[str, int]:

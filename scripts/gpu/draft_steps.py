@@ -75,8 +75,8 @@ def one_step(head: Recurrent, state: RecurrentState, width: int) -> Callable[[],
     pick = state.backend.sampling(1, state.root.device).pick
 
     def work() -> tuple[Tensor, Tensor]:
-        places = Drafted(state.length, ids, state.slot, width == 1)
-        _, read = state.steps.step(0, tokens, states, rows, places, len(state.slot))
+        mapping = Drafted(state.length, ids, state.slot, width == 1)
+        _, read = state.steps.step(0, tokens, states, rows, mapping, len(state.slot))
         return pick(state.steps.logits(read), tokens, width, head.kept)
 
     return work

@@ -100,7 +100,7 @@ def test_states(device: torch.device) -> None:
             getattr(ours, name).copy_(random(low, high, B))
         ours.limit.copy_(ours.output_length + random(1, 9, B))
         ours.done.copy_(random(0, 4, B) == 0)
-        ours.heeds_eos.copy_(random(0, 2, B) == 0)
+        ours.stops_at_eos.copy_(random(0, 2, B) == 0)
         theirs = RoundState(**{field.name: getattr(ours, field.name).clone() for field in fields(ours)})
         shared = torch.tensor(eos, dtype=torch.int64, device=device)
         by_kernel, in_tensors = TritonCommit(ours, shared, depth), Commit(theirs, shared, depth)

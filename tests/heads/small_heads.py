@@ -32,6 +32,15 @@ SIZES: dict[str, Any] = {
     "depth": 4,
 }
 
+BLOCK_SIZES = {name: value for name, value in SIZES.items() if name not in ("draft_vocab_size", "depth")} | {
+    "aux_layer_ids": (2, 4),
+    "mask_token_id": 39,
+    "block_size": 4,
+    "num_layers": 2,
+    "num_anchors": 6,
+}
+"""Of heads that draft a block."""
+
 
 def eagle3_head(**changes: Any) -> Eagle3:
     return filled(Eagle3, Eagle3Config(**{**SIZES, "aux_layer_ids": (2, 4, 5), **changes}))

@@ -13,40 +13,24 @@ from torch.nn.functional import pad
 
 from heads.backends.selection import TORCH
 from heads.base import Batch
-from heads.block_anchors import Blocks, all_blocks, draw_blocks
-from heads.block_attention import TILE, Sight, by_pieces, by_tiles
-from heads.block_loss import BlockTask, block_loss
+from heads.block.anchors import Blocks, all_blocks, draw_blocks
+from heads.block.attention import TILE, Sight, by_pieces, by_tiles
+from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
-from heads.draft_block import DraftBlockHead, DraftBlockState, spread_layer_ids
+from heads.draft_block import DraftBlockHead, DraftBlockState
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
+from heads.target.aux_layers import spread_layer_ids
 from heads.tree import parse_shape
-from tests.heads.small_heads import greedy, observe, random_batch, seen
+from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, seen
 
 V, D = 40, 16
-SHAPE: dict[str, Any] = dict(
-    hidden_size=D,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    vocab_size=V,
-    num_target_layers=8,
-    max_position_embeddings=64,
-    aux_layer_ids=(2, 4),
-    mask_token_id=39,
-    block_size=4,
-    num_layers=2,
-    num_anchors=6,
-)
 ROWS = [[11, 3, 7], [2, 1, 18]]
 
 
 def make_head(kind: str, **changes: Any) -> DraftBlockHead:
     torch.manual_seed(1)
-    settings = SHAPE | changes
+    settings = BLOCK_SIZES | changes
     head = (
         DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings | {"markov_rank": 5}))
     )
@@ -83,7 +67,7 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
     ids = torch.tensor([int(batch.tokens[b, anchor]), *[config.mask_token_id] * (rows - 1)])
     x = batch.shared.embed_tokens(ids)
     at = batch.positions[b, anchor] + torch.arange(rows)
-    places = torch.cat([batch.positions[b, before], at])
+    positions = torch.cat([batch.positions[b, before], at])
     G, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
     layers: Any = head.layers
     for layer in layers:
@@ -95,7 +79,7 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
 
         both = torch.cat([context, u])
         q = rope(attention.q_norm(heads(attention.q_proj(u))), at, config.rope_theta)
-        k = rope(attention.k_norm(heads(attention.k_proj(both))), places, config.rope_theta).repeat_interleave(G, 0)
+        k = rope(attention.k_norm(heads(attention.k_proj(both))), positions, config.rope_theta).repeat_interleave(G, 0)
         v = heads(attention.v_proj(both)).repeat_interleave(G, 0)
         scores = q @ k.mT / math.sqrt(d)
         if head.causal:
@@ -483,6 +467,6 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
 def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=f"head.{word}"):
         if kind == "dflash":
-            DFlash(DFlashConfig(**SHAPE | change))
+            DFlash(DFlashConfig(**BLOCK_SIZES | change))
         else:
-            DSpark(DSparkConfig(**SHAPE | change))
+            DSpark(DSparkConfig(**BLOCK_SIZES | change))

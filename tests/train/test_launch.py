@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heads.errors import UserError
-from heads.fast_dtype import fastest_dtype
+from train.fast_dtype import fastest_dtype
 from train.launch import make_accelerator
 from train.recipe import Train
 

@@ -12,8 +12,8 @@ void begin_chain(const Chain *c, int64_t B)
 void draw(const Chain *c, int64_t B, int64_t level)
 {
     for (int64_t b = 0; b < B; b++)
-        c->places[b] = c->length[b] + level;
-    pick(&c->sampling, c->logits, c->places, c->kept, c->ids, c->logp, B, 1, c->V, 1);
+        c->positions[b] = c->length[b] + level;
+    pick(&c->sampling, c->logits, c->positions, c->kept, c->ids, c->logp, B, 1, c->V, 1);
     for (int64_t b = 0; b < B; b++) {
         const int64_t at = b * (c->depth + 1) + level;
         c->tokens[at] = c->ids[b], c->scores[at] = c->scores[at - 1] + c->logp[b];

@@ -32,7 +32,7 @@ void commit(const State *s, const int64_t *accepted, const int64_t *emitted, con
         const int64_t *tokens = emitted + b * M, count = accepted[b] + 1, room = s->limit[b] - s->output_length[b];
         int64_t kept = count < room ? count : room;
         int ended = count >= room;
-        for (int64_t i = 0; s->heeds_eos[b] && i < kept; i++)
+        for (int64_t i = 0; s->stops_at_eos[b] && i < kept; i++)
             if (ends(s, tokens[i]))
                 kept = i + 1, ended = 1;
         if (s->done[b])

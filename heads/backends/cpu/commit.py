@@ -16,7 +16,7 @@ class CpuCommit(Commit):
         self.library, result = loaded(), self.result
         self.held = (
             *(state.length, state.root, state.limit, state.output, state.output_length, state.rounds, state.accepted),
-            *(state.reached, state.report, state.done, state.heeds_eos, eos),
+            *(state.reached, state.report, state.done, state.stops_at_eos, eos),
             *(result.tokens, result.start, result.count),
         )
         assert all(tensor.is_contiguous() for tensor in self.held)

@@ -5,9 +5,9 @@ Letters: R rows, K and O the inputs and outputs of a product, D hidden, N tokens
 
 import copy
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -148,12 +148,7 @@ class CpuDecoder(TorchDecoder):
     """A compiled decoder with the cache of one batch; a chain of a draft model is one call."""
 
     native: CompiledDecoder
-
-    @classmethod
-    def of(cls, model: LanguageModel, spec: CacheSpec) -> "CpuDecoder | None":
-        """None where the architecture has no native decoder."""
-        native = compiled_decoder(model, draft=spec.draft)
-        return None if native is None else cls(model, spec, native)
+    make_native: ClassVar[Callable[..., Any]] = staticmethod(compiled_decoder)
 
     def __init__(self, model: LanguageModel, spec: CacheSpec, native: CompiledDecoder) -> None:
         super().__init__(model, spec, native)

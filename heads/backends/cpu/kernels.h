@@ -63,7 +63,7 @@ typedef struct { /* a chain drafted behind each root, token by token */
     const int64_t *kept;          /* (V) the target's ids of the draft's, or NULL */
     const int64_t *root, *length; /* (B) the roots, and where they stand */
     float *logits, *logp;         /* (B, V), (B): room for the distribution of the next token */
-    int64_t *ids, *places;        /* (B): the tokens drafted last, and where they stand */
+    int64_t *ids, *positions;     /* (B): the tokens drafted last, and where they stand */
     int64_t *slots;               /* (2 B): room for the slots of what is read */
     int64_t *tokens;              /* (B, depth + 1), the root first */
     float *scores;                /* (B, depth + 1), log-probability up to each */
@@ -92,7 +92,7 @@ typedef struct { /* a draft model */
 
 typedef struct { /* `heads.backends.torch.commit`: what is decided of a batch, and what a round adds */
     int64_t *length, *root, *limit, *output, *output_length, *rounds, *accepted, *reached, *report;
-    uint8_t *done, *heeds_eos;
+    uint8_t *done, *stops_at_eos;
     const int64_t *eos;
     int64_t *tokens, *start, *count; /* (B, M + 1), (B), (B) */
     int64_t B, M, num_eos, output_width, record_width, report_width;

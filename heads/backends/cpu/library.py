@@ -94,7 +94,7 @@ class ChainStruct(ctypes.Structure):
     _fields_ = (
         ("sampling", SamplingStruct),
         *((name, POINTER) for name in ("kept", "root", "length", "logits", "logp")),
-        *((name, POINTER) for name in ("ids", "places", "slots", "tokens", "scores")),
+        *((name, POINTER) for name in ("ids", "positions", "slots", "tokens", "scores")),
         *((name, INT) for name in ("depth", "V")),
     )
 
@@ -104,7 +104,7 @@ class StateStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("length", "root", "limit", "output", "output_length", "rounds", "accepted")),
-        *((name, POINTER) for name in ("reached", "report", "done", "heeds_eos", "eos", "tokens", "start", "count")),
+        *((name, POINTER) for name in ("reached", "report", "done", "stops_at_eos", "eos", "tokens", "start", "count")),
         *((name, INT) for name in ("B", "M", "num_eos", "output_width", "record_width", "report_width")),
     )
 

@@ -24,7 +24,7 @@ void model_chain(const Model *m, const Pass *given, const Chain *c, const int64_
         if (level > 1) {
             p.N = 1;
             for (int64_t b = 0; b < B; b++) {
-                c->slots[b] = c->places[b];
+                c->slots[b] = c->positions[b];
                 memcpy(x + b * D, m->table + c->ids[b] * D, D * sizeof *x);
             }
         }

@@ -60,7 +60,7 @@ void draft_chain(const Module *m, const Pass *given, const Chain *c, const float
         draw(c, B, level);
         if (level < c->depth) {
             for (int64_t b = 0; b < B; b++)
-                c->slots[b] = c->places[b] - 1;
+                c->slots[b] = c->positions[b] - 1;
             recycle(m, &p, c->ids, table, level > 1 ? made : recycled, next, keys, values);
             float *swap = made;
             made = next, next = swap;
@@ -76,14 +76,14 @@ void extend(const Module *m, const Pass *given, const int64_t *tokens, const int
 {
     Pass p = *given;
     const int64_t B = p.B, N = p.N, D = p.D;
-    int64_t *ids = room, *places = ids + B * N, *slots = places + B * N;
+    int64_t *ids = room, *positions = ids + B * N, *slots = positions + B * N;
     for (int64_t r = 0; r < B * N; r++) {
         const int64_t b = r / N, n = r % N, place = start[b] + n;
         ids[r] = tokens[b * (N + 1) + n + 1];
-        places[r] = place < p.S ? place : p.S - 1;
-        slots[r] = n < count[b] ? places[r] : -1;
+        positions[r] = place < p.S ? place : p.S - 1;
+        slots[r] = n < count[b] ? positions[r] : -1;
     }
-    p.positions = places, p.slots = slots;
+    p.positions = positions, p.slots = slots;
     recycle(m, &p, ids, table, states, made, keys, values);
     for (int64_t b = 0; b < B; b++)
         if (count[b] > 0) {

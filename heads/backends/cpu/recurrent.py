@@ -135,16 +135,16 @@ class CpuRecurrent(RecurrentSteps):
         return logits
 
     def step(
-        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         B, W = tokens.shape
         D = states.shape[2]
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, D))
-        visible = places.visible(module, extent)
+        visible = mapping.visible(module, extent)
         reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
-        held = [tensor.contiguous() for tensor in (states, places.positions, places.slots(self.padding_slot))]
+        held = [tensor.contiguous() for tensor in (states, mapping.positions, mapping.slots(self.padding_slot))]
         given, at, to = (tensor.data_ptr() for tensor in held)
         made = torch.empty_like(held[0])
         step = self._pass(module, (B, W, D, extent), at, to, None if mask is None else mask.data_ptr())

@@ -1,9 +1,12 @@
 """A native decoder by torch's operations, with the cache of one batch."""
 
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
 from torch import Tensor
 
 from heads.backends.base import CachedDecoder
-from heads.backends.slot_mapping import CacheSpec, Places
+from heads.backends.slot_mapping import CacheSpec, SlotMapping
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.target.frozen import Features, LanguageModel
@@ -13,11 +16,12 @@ class TorchDecoder(CachedDecoder):
     """A native decoder with the cache of one batch."""
 
     native: NativeDecoder
+    make_native: ClassVar[Callable[..., Any]] = staticmethod(native_decoder)
 
     @classmethod
-    def of(cls, model: LanguageModel, spec: CacheSpec) -> "TorchDecoder | None":
+    def of(cls, model: LanguageModel, spec: CacheSpec) -> Self | None:
         """None where the architecture has no native decoder."""
-        native = native_decoder(model, draft=spec.draft)
+        native = cls.make_native(model, draft=spec.draft)
         return None if native is None else cls(model, spec, native)
 
     def __init__(self, model: LanguageModel, spec: CacheSpec, native: NativeDecoder) -> None:
@@ -27,15 +31,15 @@ class TorchDecoder(CachedDecoder):
         self.cos_sin_table = native.cos_sin_table(spec.capacity + spec.depth)
 
     def forward(
-        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
-        visible = places.visible(0, extent)
-        self.cache.aim(places.slots(self.spec.capacity - 1), extent=extent, row=row)
+        visible = mapping.visible(0, extent)
+        self.cache.aim(mapping.slots(self.spec.capacity - 1), extent=extent, row=row)
         return self.native.features(
             tokens,
-            positions=places.positions,
+            positions=mapping.positions,
             visible=visible,
-            key_positions=None if visible is None else places.key_positions(extent),
+            key_positions=None if visible is None else mapping.key_positions(extent),
             cache=self.cache,
             cos_sin_table=self.cos_sin_table,
             aux_layer_ids=self.spec.aux_layer_ids,

@@ -21,7 +21,7 @@ class RoundState:
     root: Tensor  # (B,) int64
     done: Tensor  # (B,) bool; rows without a request are done
     limit: Tensor  # (B,) int64, most tokens to emit
-    heeds_eos: Tensor  # (B,) bool
+    stops_at_eos: Tensor  # (B,) bool
     output: Tensor  # (B, capacity) int64, tokens emitted, the root included; padding after output_length
     output_length: Tensor  # (B,) int64
     rounds: Tensor  # (B,) int64, rounds the row took part in
@@ -43,7 +43,7 @@ class RoundState:
             root=zeros(B),
             done=~zeros(B, dtype=torch.bool),
             limit=zeros(B),
-            heeds_eos=zeros(B, dtype=torch.bool),
+            stops_at_eos=zeros(B, dtype=torch.bool),
             output=zeros(B, capacity + M),
             output_length=zeros(B),
             rounds=zeros(B),
@@ -109,7 +109,7 @@ class Commit:
         ended = count >= room
         if len(self.eos):
             M = emitted.shape[1]
-            is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.heeds_eos[:, None]  # (B, M)
+            is_eos = (emitted[..., None] == self.eos).any(dim=-1) & state.stops_at_eos[:, None]  # (B, M)
             upto_eos = torch.where(is_eos, self.offsets + 1, M + 1).amin(dim=1)
             ended = ended | (upto_eos <= kept)
             kept = torch.minimum(kept, upto_eos)

@@ -52,11 +52,11 @@ class TorchRecurrent(RecurrentSteps):
         return self.head.logits(normed, self.lm_head_weight)  # type: ignore[no-any-return]
 
     def step(
-        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[module], self.values[module]
-        positions, slots = places.positions, places.slots(self.padding_slot)
-        visible = places.visible(module, extent)
+        positions, slots = mapping.positions, mapping.slots(self.padding_slot)
+        visible = mapping.visible(module, extent)
         if visible is None:
             visible = self.slot[:extent] <= positions[..., None]
         if rows is not None:

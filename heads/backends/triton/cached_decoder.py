@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heads.backends.base import CachedDecoder
-from heads.backends.slot_mapping import CacheSpec, Drafted, Places, Verified
+from heads.backends.slot_mapping import CacheSpec, Drafted, SlotMapping, Verified
 from heads.backends.torch.architectures import native_decoder
 from heads.backends.torch.decoder import NativeDecoder
 from heads.backends.torch.linear import Product
@@ -58,17 +58,17 @@ class TritonDecoder(CachedDecoder):
         self.cache = self.passes.cache
 
     def forward(
-        self, tokens: Tensor, places: Places, *, extent: int, row: int | None = None, prompt: bool = False
+        self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False
     ) -> Features:
         given = tokens.shape[1]
-        if isinstance(places, Verified) and given < self.nodes:
-            tokens, places = self.padded(tokens, places)
-        made = self.passes.features(tokens, self.tree(places, row), self.spec.aux_layer_ids, row)
+        if isinstance(mapping, Verified) and given < self.nodes:
+            tokens, mapping = self.padded(tokens, mapping)
+        made = self.passes.features(tokens, self.tree(mapping, row), self.spec.aux_layer_ids, row)
         if tokens.shape[1] == given:
             return made
         return Features(made.aux_hidden_states[:, :given], made.hidden[:, :given])
 
-    def padded(self, tokens: Tensor, places: Verified) -> tuple[Tensor, Verified]:
+    def padded(self, tokens: Tensor, mapping: Verified) -> tuple[Tensor, Verified]:
         """Trees (B, N) with as many nodes as the largest, more of them at the root's position, which no other sees.
 
         Products and tiles of other numbers of rows round differently. The passes over smaller trees therefore have as
@@ -76,39 +76,39 @@ class TritonDecoder(CachedDecoder):
         prefers.
         """
         missing = (0, self.nodes - tokens.shape[1])
-        parents, depths = pad(places.parents, missing), pad(places.depths, missing)
-        return pad(tokens, missing), replace(places, parents=parents, depths=depths, above=None)
+        parents, depths = pad(mapping.parents, missing), pad(mapping.depths, missing)
+        return pad(tokens, missing), replace(mapping, parents=parents, depths=depths, above=None)
 
-    def tree(self, places: Places, row: int | None) -> Tree:
+    def tree(self, mapping: SlotMapping, row: int | None) -> Tree:
         """Return the slots that each token sees, and its own."""
         counters = self.passes.counters
-        if isinstance(places, Verified):
-            words, strict = ancestor_words(places.parents, places.depths, places.levels)
-            slots = (places.slots() + self.cache.row_starts).flatten()
-            cos_sin = self.passes.cos_sin((places.length[:, None] + places.depths).flatten())
-            N = places.parents.shape[1]
+        if isinstance(mapping, Verified):
+            words, strict = ancestor_words(mapping.parents, mapping.depths, mapping.levels)
+            slots = (mapping.slots() + self.cache.row_starts).flatten()
+            cos_sin = self.passes.cos_sin((mapping.length[:, None] + mapping.depths).flatten())
+            N = mapping.parents.shape[1]
             return Tree(
-                places.length, N, words, places.depths,
+                mapping.length, N, words, mapping.depths,
                 paths=strict if self.spec.strict else None, slots=slots, cos_sin=cos_sin, counters=counters,
             )  # fmt: skip
         if row is not None:  # a target's prompt
-            positions, C = places.positions[0], places.positions.shape[1]
+            positions, C = mapping.positions[0], mapping.positions.shape[1]
             levels = torch.arange(C, device=positions.device)[None]
             words, _ = ancestor_words((levels - 1).clamp_min(0), levels, C - 1)
             slots, cos_sin = positions + row * self.spec.capacity, self.passes.cos_sin(positions)
             return Tree(positions[:1], C, words, levels, None, slots, cos_sin, counters)
-        at, window = stand(places, behind=self.spec.scratch), self.passes.window
+        at, window = stand(mapping, behind=self.spec.scratch), self.passes.window
         depths: Tensor | None = None
         paths: Tensor | None = None
-        if isinstance(places, Drafted):
-            length, behind, words = places.length, self.spec.scratch, at.words
+        if isinstance(mapping, Drafted):
+            length, behind, words = mapping.length, self.spec.scratch, at.words
             if window:  # which is asked of positions, and slots say them of a node's own path only
-                paths, behind = places.paths.contiguous(), places.paths.shape[2]
+                paths, behind = mapping.paths.contiguous(), mapping.paths.shape[2]
                 depths = torch.full_like(paths[..., 0], behind - 1)
         else:
-            length, behind, words = places.start, places.number, at.words
+            length, behind, words = mapping.start, mapping.number, at.words
             if window:
-                depths = self.slot[: places.number].repeat(len(places.start), 1)
+                depths = self.slot[: mapping.number].repeat(len(mapping.start), 1)
         cos_sin = self.passes.cos_sin(at.positions)
         return Tree(length, behind, words, depths, paths, at.slots, cos_sin, counters)
 

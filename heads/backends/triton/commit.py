@@ -20,7 +20,7 @@ class TritonCommit(Commit):
         T, N = len(self.shown), 0 if depths is None else depths.shape[1]
         _commit[(B,)](
             accepted, emitted.contiguous(), emitted if depths is None else depths, eos,
-            state.length, state.root, state.done, state.limit, state.heeds_eos, state.output, state.output_length,
+            state.length, state.root, state.done, state.limit, state.stops_at_eos, state.output, state.output_length,
             state.rounds, state.accepted, state.reached, state.report, result.tokens, result.start, result.count,
             N, 0 if depths is None else depths.stride(0), state.output.shape[1], state.accepted.shape[1],
             M=M, T=T, PAD_M=next_power_of_2(M), PAD_N=next_power_of_2(max(N, 1)), PAD_T=next_power_of_2(T),
@@ -32,7 +32,7 @@ class TritonCommit(Commit):
 @jit
 def _commit(  # type: ignore[no-untyped-def]
     ACCEPTED, EMITTED, DEPTHS, EOS,
-    LENGTH, ROOT, DONE, LIMIT, HEEDS_EOS, OUTPUT, OUTPUT_LENGTH, ROUNDS, KEPT, REACHED, REPORT, TOKENS, START, COUNT,
+    LENGTH, ROOT, DONE, LIMIT, STOPS_AT_EOS, OUTPUT, OUTPUT_LENGTH, ROUNDS, KEPT, REACHED, REPORT, TOKENS, START, COUNT,
     N, depths_b, output_width, record_width,
     M: constexpr, T: constexpr, PAD_M: constexpr, PAD_N: constexpr, PAD_T: constexpr, TREE: constexpr,
     NUM_EOS: constexpr,
@@ -41,14 +41,14 @@ def _commit(  # type: ignore[no-untyped-def]
     i, t = tl.arange(0, PAD_M), tl.arange(0, PAD_T)
     accepted, length, root = tl.load(ACCEPTED + b), tl.load(LENGTH + b), tl.load(ROOT + b)
     done, rounds, before = tl.load(DONE + b) != 0, tl.load(ROUNDS + b), tl.load(OUTPUT_LENGTH + b)
-    room, heeds_eos = tl.load(LIMIT + b) - before, tl.load(HEEDS_EOS + b) != 0
+    room, stops_at_eos = tl.load(LIMIT + b) - before, tl.load(STOPS_AT_EOS + b) != 0
     token = tl.load(EMITTED + b * M + i, mask=i < M, other=-1)
     newest = tl.load(EMITTED + b * M + accepted)
 
     is_eos = i < 0
     for e in range(0, NUM_EOS):
         is_eos = is_eos | (token == tl.load(EOS + e))
-    upto_eos = tl.min(tl.where(is_eos & heeds_eos & (i < M), i + 1, M + 1), 0).to(tl.int64)
+    upto_eos = tl.min(tl.where(is_eos & stops_at_eos & (i < M), i + 1, M + 1), 0).to(tl.int64)
     count = accepted + 1
     kept = tl.minimum(count, room)
     ended = (count >= room) | (upto_eos <= kept)

@@ -40,37 +40,37 @@ class Entry:
     at: Stand
 
 
-def stand(places: Observed | Drafted, *, behind: int) -> Stand:
+def stand(mapping: Observed | Drafted, *, behind: int) -> Stand:
     """behind: P; what is not true goes to the last slot of its row, and sees none behind the length."""
-    made, given, options = _rows(places, behind)
+    made, given, options = _rows(mapping, behind)
     _stand[(len(made.positions),)](*given, **options)
     return made
 
 
-def stand_twin(places: Observed | Drafted, *, behind: int) -> Stand:
+def stand_twin(mapping: Observed | Drafted, *, behind: int) -> Stand:
     """The same in torch operations."""
-    (B, W), S, positions = places.positions.shape, len(places.slot), places.positions
-    if isinstance(places, Drafted):
-        word, paths = torch.arange(-(-behind // 64), device=positions.device), places.paths[..., None]
+    (B, W), S, positions = mapping.positions.shape, len(mapping.slot), mapping.positions
+    if isinstance(mapping, Drafted):
+        word, paths = torch.arange(-(-behind // 64), device=positions.device), mapping.paths[..., None]
         words = torch.where(paths // 64 == word, 1 << (paths % 64), 0).sum(2)
     else:
         node = torch.arange(W, device=positions.device)
-        true = torch.full_like(positions[:, 0], W) if places.count is None else places.count
+        true = torch.full_like(positions[:, 0], W) if mapping.count is None else mapping.count
         words = pack_bits((node <= node[:, None]) & (node[:, None] < true[:, None, None]))
-    slots = places.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
+    slots = mapping.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
     return Stand(positions.flatten(), slots.flatten(), words)
 
 
-def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
+def _rows(mapping: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
     """Return the tensors to fill in, and the arguments of the kernels that do, for `_place`."""
-    S = len(places.slot)
-    if isinstance(places, Drafted):
-        first, paths, count = places.length, places.paths, None
+    S = len(mapping.slot)
+    if isinstance(mapping, Drafted):
+        first, paths, count = mapping.length, mapping.paths, None
         B, W, level = paths.shape
         words = first.new_empty(B, W, -(-behind // 64))
     else:
-        first, paths, count = places.start, places.slot[None, None], places.count
-        B, W, level = len(first), places.number, 1
+        first, paths, count = mapping.start, mapping.slot[None, None], mapping.count
+        B, W, level = len(first), mapping.number, 1
         words = first.new_empty(B, W, -(-W // 64))
     positions, slots = first.new_empty(2, B * W)
     given = (
@@ -78,7 +78,7 @@ def _rows(places: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ..
         *(W, S, level, paths.stride(0), paths.stride(1)),
     )
     options = {
-        "DRAFTED": isinstance(places, Drafted),
+        "DRAFTED": isinstance(mapping, Drafted),
         "ALL": count is None,
         "WORDS": words.shape[2],
         "LEVELS": next_power_of_2(level),
@@ -91,7 +91,7 @@ def enter(
     embedded: Tensor,
     states: Tensor,
     rows: Tensor | None,
-    places: Observed | Drafted,
+    mapping: Observed | Drafted,
     token_norm: Norm,
     state_norm: Norm,
     *,
@@ -104,7 +104,7 @@ def enter(
     position 0 as zeros."""
     (B, W), (A, D) = tokens.shape, states.shape[1:]
     x, stream = states.new_empty(B * W, 2 * D), states.new_empty(B * W, D)
-    at, given, options = _rows(places, behind)
+    at, given, options = _rows(mapping, behind)
     parents = tokens if rows is None else rows
     _enter[(B * W, 2)](
         tokens, embedded, states.contiguous(), parents, token_norm.weight, state_norm.weight, x, stream,
@@ -120,7 +120,7 @@ def enter_twin(
     embedded: Tensor,
     states: Tensor,
     rows: Tensor | None,
-    places: Observed | Drafted,
+    mapping: Observed | Drafted,
     token_norm: Norm,
     state_norm: Norm,
     *,
@@ -131,11 +131,11 @@ def enter_twin(
     """The same in torch operations."""
     table = embedded[tokens] if embedded.dim() == 2 else embedded
     if zero_first:
-        table = table.masked_fill((places.positions == 0)[..., None], 0.0)
+        table = table.masked_fill((mapping.positions == 0)[..., None], 0.0)
     above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
     halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
     x = torch.cat(halves[::-1] if state_first else halves, dim=1)
-    return Entry(x, above.flatten(0, 1).clone(), stand_twin(places, behind=behind))
+    return Entry(x, above.flatten(0, 1).clone(), stand_twin(mapping, behind=behind))
 
 
 STEPS = ("W", "S", "level", "path_b", "path_w")

@@ -90,20 +90,20 @@ class TritonRecurrent(RecurrentSteps):
         return self.products(normed.flatten(0, 1), self.lm_head_weight).view(*normed.shape[:2], -1)
 
     def step(
-        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, places: Observed | Drafted, extent: int
+        self, module: int, tokens: Tensor, states: Tensor, rows: Tensor | None, mapping: Observed | Drafted, extent: int
     ) -> tuple[Tensor, Tensor]:
         """Whatever the extent, what is read is where tokens stand."""
         B, W = tokens.shape
         embedded = self.embed(tokens) if self.table is None else self.table
         entry = enter(
-            tokens, embedded, states, rows, places, self.token_norm, self.state_norm,
+            tokens, embedded, states, rows, mapping, self.token_norm, self.state_norm,
             behind=self.behind, state_first=self.state_first, zero_first=self.zero_first,
         )  # fmt: skip
         x, stream = entry.x, entry.stream
         if self.project is not None and self.input_norm is not None:
             stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
-        length, behind = (places.length, self.behind) if isinstance(places, Drafted) else (places.start, W)
+        length, behind = (mapping.length, self.behind) if isinstance(mapping, Drafted) else (mapping.start, W)
         tree = Tree(
             length,
             behind,
@@ -129,6 +129,6 @@ class TritonRecurrent(RecurrentSteps):
     ) -> None:
         tokens, start, count = observation.tokens, observation.start.contiguous(), observation.count.contiguous()
         states = self.start(observation.aux_hidden_states, observation.hidden)
-        places = Observed(start, count, slot, states.shape[1])
-        made, _ = self.step(0, tokens[:, 1:], states, None, places, extent)
+        mapping = Observed(start, count, slot, states.shape[1])
+        made, _ = self.step(0, tokens[:, 1:], states, None, mapping, extent)
         take_newest(tokens, start, count, root, length, recycled=recycled[0], made=made)

@@ -13,28 +13,16 @@ from heads.draft_block import DraftBlockHead
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
 from tests.eval.runtime.test_rejection import EXACT, distance, outcome
+from tests.heads.small_heads import BLOCK_SIZES
 
 D, V = 8, 3
 
 
 def make_head(kind: str) -> DraftBlockHead:
     """A random head of a target of three tokens."""
-    settings: dict[str, Any] = dict(
-        hidden_size=D,
-        intermediate_size=12,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        rms_norm_eps=1e-5,
-        rope_theta=100.0,
-        vocab_size=V,
-        num_target_layers=4,
-        max_position_embeddings=64,
-        aux_layer_ids=(2,),
-        mask_token_id=2,
-        block_size=4,
-        num_layers=1,
-    )
+    sizes = dict(hidden_size=D, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, vocab_size=V)
+    depth = dict(num_target_layers=4, aux_layer_ids=(2,), mask_token_id=2, num_layers=1)
+    settings: dict[str, Any] = BLOCK_SIZES | sizes | depth
     torch.manual_seed(3)
     head = DFlash(DFlashConfig(**settings)) if kind == "dflash" else DSpark(DSparkConfig(**settings, markov_rank=4))
     with torch.no_grad():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eval.runtime.candidates import PATIENCE, PENDING
-from eval.runtime.engine import Output, Request, check_memory, row_bytes
+from eval.runtime.engine import Output, Request
+from eval.runtime.memory import check_memory, row_bytes
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget

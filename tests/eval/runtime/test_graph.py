@@ -234,7 +234,7 @@ def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind
     target = target_of("llama")
     engine = taped(open_engine(target, make_drafter("eagle3", target), "tree:3x3x8", max_length=64))
     state = engine.decoder.state
-    places = [getattr(state, f.name).data_ptr() for f in fields(state)]
+    pointers = [getattr(state, f.name).data_ptr() for f in fields(state)]
     held = {name: x.data_ptr() for name, x in vars(engine.decoder.head_state).items() if isinstance(x, Tensor)}
     engine.generate(REQUESTS[:1])
     with torch.inference_mode():
@@ -244,7 +244,7 @@ def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind
             engine.rounds_of(engine.decoder)(64)
         gc.collect()
         assert count_tensors() == before
-    assert places == [getattr(state, f.name).data_ptr() for f in fields(state)]
+    assert pointers == [getattr(state, f.name).data_ptr() for f in fields(state)]
     head_state = vars(engine.decoder.head_state)
     assert held == {name: x.data_ptr() for name, x in head_state.items() if isinstance(x, Tensor)}
 

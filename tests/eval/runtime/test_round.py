@@ -87,11 +87,11 @@ def test_a_round_never_waits_for_the_host(
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         state = engine.decoder.state
-        places = [getattr(state, f.name).data_ptr() for f in fields(state)]
+        pointers = [getattr(state, f.name).data_ptr() for f in fields(state)]
         with no_waiting():
             for _ in range(3):
                 engine.decoder.round(128)
-        assert [getattr(state, f.name).data_ptr() for f in fields(state)] == places
+        assert [getattr(state, f.name).data_ptr() for f in fields(state)] == pointers
         assert (state.rounds == 3).all()
         if drafter == "draft":
             assert torch.equal(engine.decoder.head_state.length, state.length)

@@ -24,7 +24,7 @@ def random_state(depth: int, generator: torch.Generator) -> RoundState:
     state.output_length.random_(1, 60, generator=generator)
     state.output_length[0] = 0 if state.done[0] else 1
     state.limit.copy_(state.output_length + torch.randint(1, 9, (B,), generator=generator)).clamp_(max=60)
-    state.heeds_eos.copy_(torch.rand(B, generator=generator) < 0.7)
+    state.stops_at_eos.copy_(torch.rand(B, generator=generator) < 0.7)
     state.output.random_(0, 9, generator=generator)
     state.rounds.random_(0, 60, generator=generator)
     return state
@@ -100,7 +100,7 @@ def test_outputs_end_where_they_should(accepted: int, room: int, heeds: bool, ke
     state.root.fill_(8)
     state.output_length.fill_(1)
     state.limit.fill_(1 + room)
-    state.heeds_eos.fill_(heeds)
+    state.stops_at_eos.fill_(heeds)
     commit = TORCH.commit(state, torch.tensor([3]), 3)
     tokens, start, count = astuple(commit(torch.tensor([accepted]), torch.tensor([[5, 3, 6, 7]]), None))
     assert tokens.tolist() == [[8, 5, 3, 6, 7]] and start.item() == 10

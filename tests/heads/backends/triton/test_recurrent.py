@@ -126,16 +126,16 @@ def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
     slot, length = torch.arange(S), torch.tensor([0, 7, S - 3])
     paths = torch.stack([torch.stack([torch.randperm(70)[:3] for _ in range(W)]) for _ in range(B)])
     drafted = Drafted(length.clamp_max(S - 71), paths, slot, False)
-    places = Observed(length, torch.tensor([4, 0, 2]), slot, W) if observed else drafted
+    mapping = Observed(length, torch.tensor([4, 0, 2]), slot, W) if observed else drafted
     options: dict[str, Any] = dict(behind=70, state_first=state_first, zero_first=zero_first)
     for embedded, parents in ((table, rows), (table[tokens], None)):
         given = states if parents is not None else states[:, :W]
-        ours = enter(tokens, embedded, given, parents, places, *norms, **options)
-        theirs = enter_twin(tokens, embedded, given, parents, places, *norms, **options)
+        ours = enter(tokens, embedded, given, parents, mapping, *norms, **options)
+        theirs = enter_twin(tokens, embedded, given, parents, mapping, *norms, **options)
         torch.testing.assert_close((ours.x, ours.stream), (theirs.x, theirs.stream))
         read = ours.x[:, D:] if state_first else ours.x[:, :D]
         assert torch.equal(read.eq(0).all(1), (theirs.at.positions == 0) & zero_first)
-        for at in (ours.at, stand(places, behind=70)):
+        for at in (ours.at, stand(mapping, behind=70)):
             for field in ("positions", "slots", "words"):
                 assert torch.equal(getattr(at, field), getattr(theirs.at, field)), field
         assert ours.at.words.shape == (B, W, 1 if observed else 2)
@@ -145,8 +145,8 @@ def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
 
 
 def test_tokens_that_are_all_true_need_no_count() -> None:
-    places = Observed(torch.tensor([0, 7, 87]), None, torch.arange(90), 2)
-    ours, theirs = stand(places, behind=2), stand_twin(places, behind=2)
+    mapping = Observed(torch.tensor([0, 7, 87]), None, torch.arange(90), 2)
+    ours, theirs = stand(mapping, behind=2), stand_twin(mapping, behind=2)
     assert torch.equal(ours.positions, theirs.positions) and ours.positions.tolist() == [0, 1, 7, 8, 87, 88]
     assert torch.equal(ours.slots, theirs.slots) and ours.slots.tolist() == [0, 1, 97, 98, 267, 268]
 

@@ -87,7 +87,7 @@ def test_levels_and_the_whole_are_their_twins(kind: str, B: int, depth: int, K: 
 
 
 def test_a_beam_is_the_likeliest_nodes_by_their_paths() -> None:
-    """Each row of it: its token, its path's places, and its parent's row, from the nodes themselves."""
+    """Each row of it: its token, the positions of its path, and its parent's row, from the nodes themselves."""
     generator, K, depth = torch.Generator().manual_seed(1), 4, 5
     root, levels = torch.zeros(2, dtype=torch.int64), [0] + [1] * K + [2] * (4 * K * K)
     nodes, beam = select.new_nodes(root, torch.tensor(levels)), None

@@ -20,9 +20,7 @@ class Blocks:
     """N blocks in each row of a batch, in ascending order."""
 
     anchors: Tensor  # (B, N) int64, the slot of each root
-    live: (
-        Tensor  # (B, N) bool; False for a block that there are too few anchors for: it stands at slot 0 and counts not
-    )
+    live: Tensor  # (B, N) bool; False for a block without an anchor, which stands at slot 0 and has no labels
 
     def starts(self, positions: Tensor) -> Tensor:
         """(B, N) int64: the first slot of each root's document; positions (B, T) count from there."""

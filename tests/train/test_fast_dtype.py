@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads.fast_dtype import GAIN, bfloat16_gain, fastest_dtype
+from train.fast_dtype import GAIN, bfloat16_gain, fastest_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -16,7 +16,7 @@ ONLY_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_E
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="AVX2 is x86's")
 def test_without_bfloat16_instructions_products_are_in_float32() -> None:
-    code = "import torch; from heads.fast_dtype import fastest_dtype; print(fastest_dtype(torch.device('cpu')))"
+    code = "import torch; from train.fast_dtype import fastest_dtype; print(fastest_dtype(torch.device('cpu')))"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **ONLY_AVX2, "PYTHONPATH": str(ROOT)},

@@ -1,0 +1,55 @@
+"""Memory of a batch: an estimate before anything is allocated, and a refusal with the batch that would fit."""
+
+from pathlib import Path
+from typing import Any
+
+from heads.backends.slot_mapping import round_up
+from heads.backends.torch.decoder import NativeDecoder
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget
+
+RESERVE = 0.05
+"""Share of free memory kept for the allocator."""
+LOGITS = 4
+"""Maximum number of float32 copies of a round's logits alive at once."""
+
+
+def row_bytes(
+    target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
+) -> int:
+    """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
+    target's. `pending`: hidden states kept for a paused head."""
+    config: Any = target.config
+    size, slots = target.dtype.itemsize, round_up(capacity)
+    if decoder is not None:
+        width = decoder.layers[0].attention.slot_width
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    cache = slots * (target.num_layers + 2 * drafts) * width * size
+    node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
+    mask = slots * (size + 1)  # as truth values and as numbers
+    return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)
+
+
+def check_memory(per_row: int, batch_size: int, free: int | None, name: str) -> None:
+    """Raise UserError if a batch needs more bytes than are free, with a batch that would fit.
+
+    A GPU refuses what it does not have. A CPU's operating system grants it, and kills the process that comes to use it.
+    """
+    need, room = batch_size * per_row, int((free or 0) * (1 - RESERVE))
+    if free is None or need <= room:
+        return
+    most = room // per_row
+    fits = f"a batch of {most} would fit" if most else "shorten the sequences, or make the trees smaller"
+    raise UserError(
+        f"{name}: a batch of {batch_size} needs {need / 2**30:.1f} GiB beside the weights, and {room / 2**30:.1f} GiB "
+        f"are free; {fits}"
+    )
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of the machine, or None if it is unknown."""
+    info = Path("/proc/meminfo")
+    lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines()) if info.is_file() else {}
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
