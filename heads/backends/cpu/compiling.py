@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp-simd", "-shared", "-fPIC")
+FLAGS = (
+    *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
+    *("-fno-trapping-math", "-fno-math-errno"),  # no result changes; choices between numbers become vectors
+)
 COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")
 

@@ -37,7 +37,7 @@ class CpuSampling(RowSampling):
         return noise
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
-        if not self.random or self.filtered or logits.dtype != torch.float32:
+        if self.filtered or logits.dtype != torch.float32:
             return super().choose(logits, positions)
         B, W, V = logits.shape
         threads = torch.get_num_threads() if B * W * V >= SERIAL_VALUES else 1
