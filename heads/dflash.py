@@ -10,7 +10,7 @@ Loss: `heads.draft_block`, of the tokens of the text or of the target's distribu
 from dataclasses import dataclass
 from typing import ClassVar
 
-from heads.draft_block import D_PACE, EXPONENTIAL, DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.draft_block import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
 from heads.losses import LOSSES
@@ -23,8 +23,6 @@ class DFlashSettings(DraftBlockSettings):
     loss: str = "kl"
     """`labels`: cross-entropy on the text. Or a divergence between the distributions of target and draft: `kl`,
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
-    weights: str = EXPONENTIAL
-    """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
     causal: bool = False
     """A row sees none of the rows behind it (JetSpec)."""
 
@@ -37,8 +35,6 @@ class DFlashConfig(DraftBlockConfig, DFlashSettings):
         known = [LABELS, *LOSSES]
         if self.loss not in known:
             raise UserError(f"head.loss: expected one of {', '.join(known)}, got {self.loss!r}")
-        if self.weights not in (EXPONENTIAL, D_PACE):
-            raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
 
 
 class DFlash(DraftBlockHead):
@@ -51,9 +47,6 @@ class DFlash(DraftBlockHead):
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         self.terms = ((1.0, config.loss),)
-        self.pace = config.weights == D_PACE
-        if self.pace:
-            self.depth_weights = (1.0,) * self.depth
 
     @property
     def causal(self) -> bool:

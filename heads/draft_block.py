@@ -63,6 +63,8 @@ class DraftBlockSettings(BlockSettings):
     """Most blocks of a row of training data; where they begin is drawn anew in each step."""
     gamma: float = 4.0
     """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
+    weights: str = EXPONENTIAL
+    """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
             raise UserError(f"head.num_anchors: expected 1 or more, got {self.num_anchors}")
         if not 0 < self.gamma < math.inf:
             raise UserError(f"head.gamma: expected a number above 0, got {self.gamma}")
+        if self.weights not in (EXPONENTIAL, D_PACE):
+            raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
 
@@ -134,8 +138,6 @@ class DraftBlockHead(nn.Module, DraftHead):
     """The row that predicts the first draft token."""
     terms: Sequence[tuple[float, str]]
     """As `heads.block.loss.BlockTask.terms`."""
-    pace: bool = False
-    """True if rows are weighted by D-PACE."""
     confidence_weight: float = 0.0
 
     def __init__(self, config: Any) -> None:
@@ -144,7 +146,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
         self.depth = config.block_size - self.first_row
-        self.depth_weights = tuple(math.exp(-k / config.gamma) for k in range(self.depth))
+        self.pace = config.weights == D_PACE
+        self.depth_weights = tuple(1.0 if self.pace else math.exp(-k / config.gamma) for k in range(self.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))

@@ -34,7 +34,7 @@ class Method:
     """Settings that decide on the training alone: a head started from another may have others."""
 
 
-ANCHORED = frozenset({"num_anchors", "gamma"})
+ANCHORED = frozenset({"num_anchors", "gamma", "weights"})
 """Settings of the training of heads that draft a block."""
 
 HEADS = {
@@ -42,7 +42,7 @@ HEADS = {
     "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
-    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss", "weights"}),
+    "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
     "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "l1_weight"}),
 }
 """The methods by their kind, which recipes and saved heads name."""

@@ -8,6 +8,7 @@ channel has half of its norms' eps, which is nothing beside real states.
 Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers; with a prime: the grown one's.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,7 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from heads.block.layers import BlockLayer
+from heads.dflash import DFlash
+from heads.draft_block import DraftBlockHead
 from heads.draft_model import Draft
+from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
 from heads.layers import BlockConfig
@@ -48,7 +53,7 @@ def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
         raise UserError(f"a head of kind {type(head).__name__} cannot be grown, only {known}")
     if size.draft_vocab_size is not None and grow is not grow_eagle3:
         raise UserError("draft_vocab_size: only an EAGLE-3 head has rows of its own to add; leave it out")
-    if size.intermediate_size is not None and grow not in (grow_eagle3, grow_mtp):
+    if size.intermediate_size is not None and grow not in (grow_eagle3, grow_mtp, grow_block):
         raise UserError("intermediate_size: the head has no block of its own whose width could be chosen; leave it out")
     grown: nn.Module = grow(head, growth, size)
     return grown.eval()
@@ -141,11 +146,50 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
     return Draft(config, grown)
 
 
+def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
+    """DFlash and DSpark (`heads.draft_block`)."""
+    config, new, width = head.config, growth.new, growth.width()
+    grown_config = replace(
+        config,
+        **grown_widths(config, growth, size),
+        vocab_size=new.vocab_size,
+        num_target_layers=new.num_hidden_layers,
+        aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
+    )
+    grown = blank(type(head)(grown_config), head.fc.weight.dtype)
+    inputs = growth.width(parts=len(config.aux_layer_ids))
+    grown.fc.weight.copy_(place(head.fc.weight, tuple(grown.fc.weight.shape), width, inputs))
+    copy_norms(grown, head, growth, "hidden_norm", "norm")
+    if growth.wider:  # the embeddings' constant channel, by which new ids are never chosen
+        grown.norm.weight[growth.old.hidden_size] = 1.0
+    block = block_growth(config, grown_config, growth.eps)
+    shrink = math.sqrt(config.head_dim / grown_config.head_dim)
+    for ours, theirs in zip(grown.layers, head.layers, strict=True):
+        assert isinstance(ours, BlockLayer) and isinstance(theirs, BlockLayer)
+        copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
+        copy_block(ours, theirs, block)
+        # Norms over the wider mean; the queries' takes back the other scale of the scores, too.
+        attention = ours.self_attn
+        attention.k_norm.weight.copy_(place(theirs.self_attn.k_norm.weight * shrink, (new.head_dim,), block.head()))
+        attention.q_norm.weight.copy_(place(theirs.self_attn.q_norm.weight, (new.head_dim,), block.head()))
+    if isinstance(head, DSpark) and isinstance(grown, DSpark):
+        for large, small in zip(grown.markov_head.parameters(), head.markov_head.parameters(), strict=True):
+            large[: len(small)] = small
+        if head.confidence_head is not None and grown.confidence_head is not None:
+            proj, given = grown.confidence_head.proj, head.confidence_head.proj
+            reads = torch.cat([width, new.hidden_size + torch.arange(config.markov_rank)])
+            proj.weight.copy_(place(given.weight, tuple(proj.weight.shape), None, reads))
+            proj.bias.copy_(given.bias)
+    return grown
+
+
 GROW: dict[type, Callable[[Any, Growth, HeadSize], nn.Module]] = {
     Eagle3: grow_eagle3,
     Mtp: grow_mtp,
     Medusa: grow_medusa,
     Draft: grow_draft,
+    DFlash: grow_block,
+    DSpark: grow_block,
 }
 
 

@@ -141,6 +141,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"loss": "labels", "causal": True}),
     ("dflash", {"weights": "d_pace"}),
     ("dspark", {}),
+    ("dspark", {"weights": "d_pace"}),
 ]
 
 

@@ -68,6 +68,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], HeadSize]] = {
     "medusa": ("medusa", {"draft_vocab_size": 100, "num_layers": 2, "tree_nodes": 0}, HeadSize()),
     "medusa, every id": ("medusa", {"tree_nodes": 0}, HeadSize()),
     "draft": ("draft", {"layers": [0, 7]}, HeadSize()),
+    "dflash": ("dflash", {"num_layers": 2}, HeadSize(90)),
+    "dspark": ("dspark", {"num_layers": 2, "markov_rank": 8}, HeadSize()),
 }
 
 
