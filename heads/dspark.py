@@ -6,8 +6,8 @@
 So the root's row is read, too, and row j is one token ahead of DFlash's.
 
 x_{a+j} is the true token in training and the drafted one in drafting, so q is the softmax of z, conditioned on the
-tokens drafted before. Loss of a row = ce_weight * cross-entropy of the label + l1_weight * sum |p - q|
-+ confidence_weight * cross-entropy of the confidence with sum min(p, q).
+tokens drafted before. Loss of a row = ce_weight * cross-entropy of the label + kl_weight * KL(p || q)
++ l1_weight * sum |p - q| + confidence_weight * cross-entropy of the confidence with sum min(p, q).
 
 Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
 """
@@ -34,6 +34,9 @@ class DSparkSettings(DraftBlockSettings):
     """Rank of the matrix from the token before to the logits of the next."""
     ce_weight: float = 0.1
     """Factor of the cross-entropy of labels in the loss."""
+    kl_weight: float = 0.0
+    """Factor of the divergence of the draft's distribution from the target's in the loss: on average over the target's
+    own answers it has the gradient of the cross-entropy, without the noise of single tokens."""
     l1_weight: float = 0.9
     """Factor of the L1 distance between the distributions of target and draft in the loss."""
     confidence_weight: float = 1.0
@@ -47,11 +50,11 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
     def __post_init__(self) -> None:
         if self.markov_rank < 1:
             raise UserError(f"head.markov_rank: expected 1 or more, got {self.markov_rank}; without it take dflash")
-        for name in ("ce_weight", "l1_weight", "confidence_weight"):
+        for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"head.{name}: expected 0 or more, got {getattr(self, name)}")
-        if self.ce_weight + self.l1_weight == 0:
-            raise UserError("head.ce_weight, head.l1_weight: one of them must be above 0")
+        if self.ce_weight + self.kl_weight + self.l1_weight == 0:
+            raise UserError("head.ce_weight, head.kl_weight, head.l1_weight: one of them must be above 0")
 
 
 class MarkovHead(nn.Module):
@@ -88,8 +91,8 @@ class DSpark(DraftBlockHead):
         self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank
         self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
-        terms = ((config.ce_weight, LABELS), (2 * config.l1_weight, "total_variation"))  # sum |p - q| is twice that
-        self.terms = [(factor, name) for factor, name in terms if factor]
+        terms = {LABELS: config.ce_weight, "kl": config.kl_weight, "total_variation": 2 * config.l1_weight}
+        self.terms = [(factor, name) for name, factor in terms.items() if factor]  # sum |p - q| is twice the variation
 
     @torch.no_grad()
     def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:

@@ -43,7 +43,7 @@ HEADS = {
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
     "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
-    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "l1_weight"}),
+    "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
 }
 """The methods by their kind, which recipes and saved heads name."""
 

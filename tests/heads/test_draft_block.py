@@ -125,7 +125,8 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                     sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
                     truth = (1 - distance / 2).detach()
                     bce = -(truth * sure.log() + (1 - truth) * (1 - sure).log())
-                    losses.append(0.1 * -logq[token] + 0.9 * distance + bce)
+                    kl = (p * (p.log() - logq)).sum()
+                    losses.append(0.1 * -logq[token] + config.kl_weight * kl + 0.9 * distance + bce)
                 probs.append(logq[token].exp().detach())
             reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
             for k, loss in enumerate(losses):
@@ -141,7 +142,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"loss": "labels", "causal": True}),
     ("dflash", {"weights": "d_pace"}),
     ("dspark", {}),
-    ("dspark", {"weights": "d_pace"}),
+    ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
 ]
 
 
