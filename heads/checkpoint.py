@@ -58,7 +58,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
     """Return the record of the target in a head's files, and under `config` the target's own config.json, which is
     saved only if a head's format needs it."""
     config = target.config
-    whole: dict[str, Any] = json.loads(target.model.config.to_json_string())
+    whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
     return {
         "name": target.name,
         "architecture": type(target.model).__name__,

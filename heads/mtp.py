@@ -142,6 +142,8 @@ class Mtp(Recurrent):
             self.rotary = (maker.rotary,)
             modules = [MtpModule(D, maker.norm, block, hidden_first=hidden_first) for block in maker.layers]
         self.mtp_layers = nn.ModuleList(modules)
+        self.stored: dict[str, torch.dtype] = {}
+        """Tensors of the checkpoint that native modules are of, in whose names and dtypes they are saved."""
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
@@ -178,18 +180,17 @@ class Mtp(Recurrent):
             head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
         else:
             try:
-                check_tensors(head.modules_by_field(), native.weights)
+                head.load_modules(native.weights)
             except UserError as error:
                 raise UserError(f"{target.name}: {error}; the modules of its checkpoint cannot be used") from error
-            head.load_modules(native.weights)
         return head
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> "Mtp":
         made = from_plain(MtpConfig, config)
         head = cls(made, read_vocab(weights, made.draft_vocab_size, made.vocab_size))
-        check_tensors(head.to_checkpoint(), weights)
-        head.load_modules(weights)
+        tables = vocab_tables(head.kept, made.vocab_size)
+        head.load_modules({name: value for name, value in weights.items() if name not in tables})
         return head
 
     @property
@@ -201,14 +202,18 @@ class Mtp(Recurrent):
         return self.layout.zero_first
 
     def modules_by_field(self) -> dict[str, Tensor]:
-        """The modules' tensors under the family's names."""
-        return to_field(self.state_dict(), self.layout, self.config.num_target_layers)
+        """The modules' tensors under the family's names; native ones as the checkpoint stores them."""
+        field = to_field(self.state_dict(), self.layout, self.config.num_target_layers, self.stored)
+        return {name: value.to(self.stored.get(name, value.dtype)) for name, value in field.items()}
 
     def to_checkpoint(self) -> dict[str, Tensor]:
         return self.modules_by_field() | vocab_tables(self.kept, self.config.vocab_size)
 
     def load_modules(self, weights: dict[str, Tensor]) -> None:
-        """Load tensors under the family's names, which are known to fit."""
+        """Load tensors under the family's names. UserError unless they are the modules', none more and none fewer."""
+        if self.config.native:
+            self.stored = {name: value.dtype for name, value in weights.items()}
+        check_tensors(self.modules_by_field(), weights)
         self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
 
     @torch.no_grad()

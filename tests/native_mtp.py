@@ -4,6 +4,7 @@ The names are written out here as the published checkpoints have them, not made 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ DEEPSEEK = dict(
     moe_intermediate_size=16, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
     qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
 )  # fmt: skip
+GLM = dict(
+    num_hidden_layers=3, num_key_value_heads=2, head_dim=16, n_routed_experts=4, n_shared_experts=1,
+    num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, attention_bias=True, use_qk_norm=True,
+)  # fmt: skip
 QWEN = dict(
     num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_num_value_heads=2, linear_num_key_heads=2,
@@ -33,7 +38,10 @@ ATTENTION = {"layer_types": ["full_attention"] * 4}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("qwen2", MIMO),
     "deepseek": ("deepseek_v3", DEEPSEEK),
+    "glm": ("glm4_moe", GLM),
+    "glm_flash": ("glm4_moe_lite", {k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}),
     "qwen": ("qwen3_next", QWEN | ATTENTION),
+    "qwen_fused": ("qwen3_5_moe_text", QWEN | ATTENTION),
     "qwen_dense": ("qwen3_5_text", QWEN | ATTENTION),
 }
 
@@ -86,6 +94,20 @@ def deepseek_shapes(i: int) -> Shapes:
     return shapes
 
 
+def glm_shapes(i: int) -> Shapes:
+    """GLM-4.5's, with DeepSeek's names around an attention of its own."""
+    p = f"model.layers.{3 + i}.self_attn"
+    widths = {"q": 4 * 16, "k": 2 * 16, "v": 2 * 16}
+    return {
+        **{name: shape for name, shape in deepseek_shapes(i).items() if ".self_attn." not in name},
+        **{f"{p}.{name}_proj.weight": (width, D) for name, width in widths.items()},
+        **{f"{p}.{name}_proj.bias": (width,) for name, width in widths.items()},
+        f"{p}.o_proj.weight": (D, 4 * 16),
+        f"{p}.q_norm.weight": (16,),
+        f"{p}.k_norm.weight": (16,),
+    }
+
+
 def qwen_dense_shapes(i: int) -> Shapes:
     """Qwen3.5's smaller models."""
     assert i == 0
@@ -115,11 +137,29 @@ def qwen_shapes(i: int) -> Shapes:
     return shapes
 
 
-SHAPES = {"mimo": mimo_shapes, "deepseek": deepseek_shapes, "qwen": qwen_shapes, "qwen_dense": qwen_dense_shapes}
+def qwen_fused_shapes(i: int) -> Shapes:
+    """Those of Qwen3.6's mixtures of experts: one tensor for all experts."""
+    shapes = {name: shape for name, shape in qwen_shapes(i).items() if ".experts." not in name}
+    p = "mtp.layers.0.mlp.experts"
+    return shapes | {f"{p}.gate_up_proj": (4, 2 * 16, D), f"{p}.down_proj": (4, D, 16)}
 
 
-def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Tensor]:
-    """A target of `family` with its modules in `folder`; the modules' own tensors, in bfloat16's numbers."""
+SHAPES = {
+    "mimo": mimo_shapes,
+    "deepseek": deepseek_shapes,
+    "glm": glm_shapes,
+    "glm_flash": deepseek_shapes,
+    "qwen": qwen_shapes,
+    "qwen_fused": qwen_fused_shapes,
+    "qwen_dense": qwen_dense_shapes,
+}
+
+
+def write_native(
+    folder: Path, family: str, *, modules: int = 1, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """A target of `family` with its modules in `folder`, stored in `dtype`, a router's score correction in float32; the
+    modules' own tensors, in bfloat16's numbers."""
     model_type, size = TARGETS[family]
     config = AutoConfig.for_model(model_type, **COMMON, **size, num_nextn_predict_layers=modules)
     auto: Any = AutoModelForCausalLM
@@ -130,10 +170,10 @@ def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Te
         for i in range(modules):
             for name, shape in SHAPES[family](i).items():
                 value = torch.randn(shape) * 0.2 + (1.0 if "norm" in name and "qwen" not in family else 0.0)
-                native[name] = value.bfloat16().float()
+                native[name] = value.bfloat16().to(torch.float32 if name.endswith("correction_bias") else dtype)
     weights = load_file(folder / "model.safetensors")
     shared = {}
-    if family == "deepseek":  # stored once more, as the published checkpoint does
+    if family in ("deepseek", "glm"):  # stored once more, as the published checkpoint does
         for i in range(modules):
             shared[f"model.layers.{3 + i}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
             shared[f"model.layers.{3 + i}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
@@ -141,6 +181,20 @@ def write_native(folder: Path, family: str, *, modules: int = 1) -> dict[str, Te
     if family == "mimo":
         change_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"])
     return native
+
+
+def make_multimodal(folder: Path) -> None:
+    """Turn a Qwen3.5 into the language model of a multimodal checkpoint, as the published ones are."""
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"].removesuffix("_text")
+    (name,) = config["architectures"]
+    whole = AutoConfig.for_model(family, text_config=config, vision_config={"depth": 1}).to_dict()
+    whole |= {"architectures": [name.replace("ForCausalLM", "ForConditionalGeneration")]}
+    (folder / "config.json").write_text(json.dumps(whole))
+    weights = load_file(folder / "model.safetensors")
+    named = {re.sub(r"^model\.", "model.language_model.", name): value for name, value in weights.items()}
+    named["model.visual.patch_embed.weight"] = torch.zeros(2, 3)
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def change_weights(folder: Path, **changes: Tensor | None) -> None:

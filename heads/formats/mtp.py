@@ -11,7 +11,7 @@ the modules alone, under the names of the target's family. Embedding table and o
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,15 @@ def field_name(own: str, layout: Layout, layers: int) -> str:
     return f"{prefix}{layout.parts[PARTS.index(part)]}.{rest}"
 
 
-def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int) -> dict[str, Tensor]:
-    """A head's tensors under the family's names: one matrix for each expert, where the head holds them as one."""
+def to_field(own: Mapping[str, Tensor], layout: Layout, layers: int, stored: Collection[str] = ()) -> dict[str, Tensor]:
+    """A head's tensors under the family's names. The head holds a layer's experts as one tensor; unless the checkpoint
+    does too, by the names `stored` in it, each gets its own."""
     out = {}
     for name, value in own.items():
         name = field_name(name, layout, layers)
-        if name.endswith(".experts.gate_up_proj"):
+        if name in stored:
+            out[name] = value
+        elif name.endswith(".experts.gate_up_proj"):
             for e, both in enumerate(value):
                 for projection, matrix in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
                     out[name.replace("gate_up_proj", f"{e}.{projection}.weight")] = matrix
@@ -110,18 +113,18 @@ def from_field(
     out = {}
     for name, value in own.items():
         theirs = field_name(name, layout, layers)
-        if theirs.endswith(".experts.gate_up_proj"):
+        if theirs in field:
+            out[name] = field[theirs]
+        elif theirs.endswith(".experts.gate_up_proj"):
             base = theirs.removesuffix("gate_up_proj")
             pairs = [
                 torch.cat([field[f"{base}{e}.gate_proj.weight"], field[f"{base}{e}.up_proj.weight"]])
                 for e in range(len(value))
             ]
             out[name] = torch.stack(pairs)
-        elif theirs.endswith(".experts.down_proj"):
+        else:
             base = theirs.removesuffix("down_proj")
             out[name] = torch.stack([field[f"{base}{e}.down_proj.weight"] for e in range(len(value))])
-        else:
-            out[name] = field[theirs]
     return out
 
 
@@ -207,31 +210,43 @@ class MtpLoader:
     count: str
     """The field of the target's config with the number of modules."""
     most: Mapping[str, int | None]
-    """engine -> the most modules that it loads, None for any number; engines that are not here have no class for it."""
+    """engine -> the most modules that it loads, None for any number; engines that are not here cannot load any."""
+    differs: tuple[str, ...] = ()
+    """Ways in which an engine computes otherwise than this head."""
 
 
 ONE_EACH = {VLLM: 1, SGLANG: 1}
+DEEPSEEK = {VLLM: None, SGLANG: 1}
+FIRST_TOKEN = f"{SGLANG} reads the token at position 0 too, which this head and {VLLM} read as zeros"
+PRE_NORM = f"{VLLM} recycles the state before shared_head.norm from the second draft token on, this head that after it"
+QWEN3_5 = MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH)
 MTP = {
-    "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {VLLM: None, SGLANG: 1}),
+    "DeepseekV3ForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN,)),
+    "Glm4MoeForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", DEEPSEEK, (FIRST_TOKEN, PRE_NORM)),
+    # vLLM's class looks for this family's modules at layer 0: its config override says that the target has none.
+    "Glm4MoeLiteForCausalLM": MtpLoader("deepseek", "num_nextn_predict_layers", {SGLANG: 1}, (FIRST_TOKEN,)),
     "MiMoForCausalLM": MtpLoader("mimo", "num_nextn_predict_layers", ONE_EACH),
     "Qwen3NextForCausalLM": MtpLoader("qwen", "num_nextn_predict_layers", ONE_EACH),
-    "Qwen3_5ForCausalLM": MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH),
-    "Qwen3_5MoeForCausalLM": MtpLoader("qwen", "mtp_num_hidden_layers", ONE_EACH),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
 }
 """Class of target -> how its modules are loaded. The folder's config.json is the target's own: engines go by its class,
 and take embedding table and output head from the target where the folder has none. None reads a draft vocabulary."""
 
 
-def module_shapes(config: Any, layout: Layout, count: int) -> Shapes:
-    """The tensors of `count` modules of a target with this config; their blocks are layers of the target's own
-    class."""
+def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[str] = ()) -> Shapes:
+    """The tensors of `count` modules of a target with this config, `stored` as in `to_field`; their blocks are layers
+    of the target's own class."""
     D = config.hidden_size
     with torch.device("meta"):
         block = BlockMaker(block_record(config, 1)).layers[0].state_dict()
         module = {f"{part}.weight": torch.empty((D, 2 * D) if part == "input_proj" else (D,)) for part in PARTS}
     module |= {f"block.{name}": tensor for name, tensor in block.items()}
     own = {f"mtp_layers.{i}.{name}": tensor for i in range(count) for name, tensor in module.items()}
-    return {name: tuple(tensor.shape) for name, tensor in to_field(own, layout, config.num_hidden_layers).items()}
+    field = to_field(own, layout, config.num_hidden_layers, stored)
+    return {name: tuple(tensor.shape) for name, tensor in field.items()}
 
 
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
@@ -239,18 +254,19 @@ def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     name = (folder.config.get("architectures") or [None])[0]
     loader = MTP.get(name) if isinstance(name, str) else None
     if loader is None or reader not in loader.most:
-        return f"has no class for modules of a {name}", []
+        return f"loads no modules of a {name}", []
     layout, most = LAYOUTS[loader.layout], loader.most[reader]
     try:
         register_mimo()
         own = {key: value for key, value in folder.config.items() if key not in ("draftsmith", "auto_map")}
-        config: Any = AutoConfig.for_model(**own)
+        config: Any = AutoConfig.for_model(**own).get_text_config()
         count = count_modules(layout, folder.shapes, config.num_hidden_layers)
-        expected = module_shapes(config, layout, max(count, 1))
+        expected = module_shapes(config, layout, max(count, 1), folder.shapes)
     except Exception as error:  # each family's config refuses in its own way
         return None, [f"config.json: not that of a {name} ({first_line(error)})"]
     promised = getattr(config, loader.count, None)
-    faults = fields(folder.config, {"architectures": [folder.target.get("architecture")]})
+    text_class = name.replace("ForConditionalGeneration", "ForCausalLM")  # of a multimodal target text alone is run
+    faults = fields({"architectures": [text_class]}, {"architectures": [folder.target.get("architecture")]})
     if promised is not None and promised != count:
         faults.append(f"config.json: {loader.count}: {promised}, the file holds {count} modules")
     lacks = None if most is None or count <= most else f"takes at most {most} module, the head has {count}"
@@ -286,7 +302,9 @@ def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
         source, target, width=config.get("hidden_size"), vocabulary=config.get("vocab_size"), number_of_layers=layers
     )
     native = read_native(source, target.config, shared_layers(target))
-    return Reading("modules of multi-token prediction", native_config(target, native), native.weights)
+    loader = MTP.get((source.config.get("architectures") or [""])[0])
+    differs = () if loader is None else loader.differs
+    return Reading("modules of multi-token prediction", native_config(target, native), native.weights, differs)
 
 
 FORMAT = Format(

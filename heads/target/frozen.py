@@ -120,6 +120,8 @@ class FrozenTarget(LanguageModel):
         untyped: Any = model
         untyped.eval()
         self.model = model.requires_grad_(False)
+        self.checkpoint_config: Any = model.config
+        """The whole config of its checkpoint, where the model is the language model of a multimodal one."""
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), untyped.get_output_embeddings()
@@ -340,6 +342,7 @@ def load_target(
             f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
         )
     target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
+    target.checkpoint_config = config
     model.to(device)
     target.check()
     return target

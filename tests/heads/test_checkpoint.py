@@ -117,7 +117,7 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     loaded["adapter"] = {"rank": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     model.config.grown_from = "/home/somebody"
-    target: Any = SimpleNamespace(name="t", model=model, **loaded, **sizes)
+    target: Any = SimpleNamespace(name="t", model=model, checkpoint_config=model.config, **loaded, **sizes)
     record = target_record(target)
     whole = record.pop("config")
     assert whole["model_type"] == "llama" and not {"grown_from", "_name_or_path"} & whole.keys()

@@ -17,7 +17,7 @@ from heads.formats.eagle3 import EAGLE, EAGLE3
 from heads.formats.medusa import MEDUSA, OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
-from tests.native_mtp import V, write_native
+from tests.native_mtp import V, make_multimodal, write_native
 
 Weights = dict[str, Tensor]
 
@@ -231,7 +231,11 @@ def test_eagle3_fields_that_engines_would_misread(
         ("mimo", 2, set()),
         ("deepseek", 1, {VLLM, SGLANG}),
         ("deepseek", 2, {VLLM}),
+        ("glm", 1, {VLLM, SGLANG}),
+        ("glm", 2, {VLLM}),
+        ("glm_flash", 1, {SGLANG}),
         ("qwen", 1, {VLLM, SGLANG}),
+        ("qwen_fused", 1, {VLLM, SGLANG}),
         ("qwen_dense", 1, {VLLM, SGLANG}),
     ],
 )
@@ -271,6 +275,18 @@ def test_modules_that_engines_would_misread(change: Callable[[Weights], object],
     assert all(any(fault in text for text in verdict.faults) for verdict in found.values())
 
 
+@pytest.mark.parametrize("family", ["qwen_dense", "qwen_fused"])
+def test_modules_of_a_multimodal_target_lie_beside_its_whole_config(family: str, tmp_path: Path) -> None:
+    native = write_native(tmp_path / "target", family)
+    make_multimodal(tmp_path / "target")
+    folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
+    whole, config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("target", "head"))
+    assert config["architectures"] == whole["architectures"] and config["vision_config"]["depth"] == 1
+    assert config["text_config"]["num_hidden_layers"] == 4
+    assert load_file(folder / "model.safetensors").keys() == native.keys()
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+
+
 def test_modules_beside_another_config_are_misread(tmp_path: Path) -> None:
     write_native(tmp_path / "target", "mimo")
     folder = save(tmp_path / "head", load_target(str(tmp_path / "target")), "mtp", native=True)
@@ -283,7 +299,7 @@ def test_modules_beside_another_config_are_misread(tmp_path: Path) -> None:
 def test_no_engine_has_a_class_for_modules_from_scratch(target: FrozenTarget, tmp_path: Path) -> None:
     """Beside a target of a family with modules they would be misread: their attention has no biases."""
     found = verdicts(save(tmp_path / "head", target, "mtp"))
-    assert not serving(found) and all("has no class" in verdict.reason for verdict in found.values())
+    assert not serving(found) and all("loads no modules" in verdict.reason for verdict in found.values())
     write_native(tmp_path / "target", "mimo")
     found = verdicts(save(tmp_path / "other", load_target(str(tmp_path / "target")), "mtp"))
     assert all("q_proj.bias: expected (32,), found none" in " ".join(v.faults) for v in found.values())

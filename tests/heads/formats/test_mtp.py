@@ -33,19 +33,20 @@ Targets = dict[str, tuple[FrozenTarget, dict[str, Tensor]]]
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     """family and number of modules -> the target in float64 and its modules' tensors."""
     made: Targets = {}
-    for family, modules in (("mimo", 1), ("mimo", 2), ("deepseek", 1), ("deepseek", 2), ("qwen", 1), ("qwen_dense", 1)):
-        folder = tmp_path_factory.mktemp(f"{family}{modules}")
-        native = write_native(folder, family, modules=modules)
+    for name in NAMES:
+        family, modules = name[:-1], int(name[-1])
+        folder = tmp_path_factory.mktemp(name)
+        native = write_native(folder, family, modules=modules, dtype=torch.bfloat16)
         target = load_target(str(folder))
         target.model.double()  # after its check: the grouped kernels of experts know no float64
-        if family in ("deepseek", "qwen"):
+        if family not in ("mimo", "qwen_dense"):
             untyped: Any = target.model
             untyped.set_experts_implementation("eager")
-        made[f"{family}{modules}"] = (target, native)
+        made[name] = (target, {key: value.float() for key, value in native.items()})
     return made
 
 
-NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2", "qwen1", "qwen_dense1"]
+NAMES = ["mimo1", "mimo2", "deepseek1", "deepseek2", "glm1", "glm_flash1", "qwen1", "qwen_fused1", "qwen_dense1"]
 
 
 def make_rows(T: int) -> Rows:
@@ -61,20 +62,18 @@ def batch_of(target: FrozenTarget, T: int = 18) -> Batch:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_checkpoints_modules_come_back_bit_for_bit(name: str, targets: Targets, tmp_path: Path) -> None:
     target, native = targets[name]
-    head = build_head("mtp", {"native": True}, target, COUNTS).bfloat16()
+    head = build_head("mtp", {"native": True}, target, COUNTS)
     save_head(head, tmp_path / "head", target=target_record(target))
-    saved = load_file(tmp_path / "head/model.safetensors")
+    saved, whole = load_file(tmp_path / "head/model.safetensors"), load_file(Path(target.name) / "model.safetensors")
     assert saved.keys() == native.keys()
-    for key, value in native.items():
-        assert torch.equal(saved[key].float(), value), key
-        wide = torch.float32 if key.endswith("e_score_correction_bias") else torch.bfloat16
-        assert saved[key].dtype == wide, key
-    again = load_head(tmp_path / "head", dtype=torch.bfloat16)
+    for key, value in saved.items():
+        assert torch.equal(value, whole[key]) and value.dtype == whole[key].dtype, key
+    again = load_head(tmp_path / "head")
     assert again.config == head.config
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in head.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["qwen1", "qwen_dense1"])
+@pytest.mark.parametrize("name", ["qwen1", "qwen_fused1", "qwen_dense1"])
 def test_qwens_states_are_those_of_a_layer_of_transformers(name: str, targets: Targets) -> None:
     """Embedding first, norms that store their scale less one, the family's own layer behind the projection."""
     target, native = targets[name]
@@ -105,13 +104,13 @@ def test_qwens_states_are_those_of_a_layer_of_transformers(name: str, targets: T
     torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
 
 
-@pytest.mark.parametrize("name", ["deepseek1", "deepseek2"])
+@pytest.mark.parametrize("name", ["deepseek1", "deepseek2", "glm1", "glm_flash1"])
 def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets) -> None:
     """Module by module, against the class with which transformers drafts."""
     target, native = targets[name]
     head = build_head("mtp", {"native": True}, target, COUNTS).double()
     batch, count = batch_of(target), head.num_modules
-    target.model.config.num_mtp_layers = count
+    target.model.config.num_mtp_layers, target.model.config.mtp_mlp_layer_types = count, ["sparse"] * count
     theirs: Any = MtpModel(target.model, count)
     theirs.set_attn_implementation("eager")
     theirs.set_experts_implementation("eager")
@@ -210,7 +209,7 @@ def test_a_drafting_step_is_a_training_step(name: str, targets: Targets) -> None
         torch.testing.assert_close(proposal.scores[b, 1:].double(), torch.tensor(steps).double().cumsum(0))
 
 
-@pytest.mark.parametrize("name", ["mimo2", "deepseek1", "qwen1"])
+@pytest.mark.parametrize("name", ["mimo2", "deepseek1", "glm1", "qwen1"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_is_the_targets_own(name: str, temperature: float, targets: Targets) -> None:
     target, _ = targets[name]
@@ -223,7 +222,7 @@ def test_output_is_the_targets_own(name: str, temperature: float, targets: Targe
         assert [output.tokens for output in engine.generate(requests)] == plain, (shape, batch_size)
 
 
-@pytest.mark.parametrize("name", ["mimo1", "deepseek2", "qwen1", "qwen_dense1"])
+@pytest.mark.parametrize("name", ["mimo1", "deepseek2", "glm1", "qwen1", "qwen_fused1"])
 def test_native_modules_are_trained_whole(name: str, targets: Targets) -> None:
     target, _ = targets[name]
     head = build_head("mtp", {"native": True, "depth": 3}, target, COUNTS).double()
