@@ -118,11 +118,11 @@ def save_head(
         if form.write_beside is not None:
             form.write_beside(fresh, target)
         for path in (*fresh.rglob("*"), fresh):
-            _sync(path)
+            sync(path)
         if folder.exists():
             folder.rename(old)
         fresh.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         _put_back(folder)
 
@@ -148,7 +148,7 @@ def _put_back(folder: Path) -> None:
     shutil.rmtree(old.parent, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:

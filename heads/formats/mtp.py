@@ -146,9 +146,7 @@ def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> Na
     """
     path, files = source.path, source.files
     layers: int = config.num_hidden_layers
-    found = {name: count_modules(layout, files, layers) for name, layout in LAYOUTS.items()}
-    name = max(found, key=lambda name: found[name])
-    count, layout = found[name], LAYOUTS[name]
+    name, count = find_modules(files, layers)
     if count == 0:
         looked = ", ".join(f"{layout.of_module(0, layers)}{layout.parts[2]}" for layout in LAYOUTS.values())
         raise UserError(
@@ -163,8 +161,7 @@ def read_native(source: Source, config: Any, shared: Mapping[str, Tensor]) -> Na
             f"{path}: its config.json promises {promised} modules of multi-token prediction, its files hold {count}; "
             "fetch the whole checkpoint"
         )
-    prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
-    weights = source.read(key for key in files if key.startswith(prefixes))
+    weights = source.read(module_names(files, LAYOUTS[name], count, layers))
     for key in [key for key in weights if key.endswith(SHARED)]:
         _check_shared(path, key, weights.pop(key), shared)
     for key, value in weights.items():
@@ -181,6 +178,19 @@ def count_modules(layout: Layout, names: Iterable[str], layers: int) -> int:
         if layout.of_module(count, layers) == layout.of_module(0, layers):
             break
     return count
+
+
+def find_modules(names: Collection[str], layers: int) -> tuple[str, int]:
+    """Return the layout of the modules among a checkpoint's tensors, and their number; 0 of any where there are
+    none."""
+    counts = {name: count_modules(layout, names, layers) for name, layout in LAYOUTS.items()}
+    return max(counts.items(), key=lambda found: found[1])
+
+
+def module_names(names: Iterable[str], layout: Layout, count: int, layers: int) -> list[str]:
+    """Return the tensors of the first `count` modules, with what `SHARED` repeats of the target."""
+    prefixes = tuple({layout.of_module(i, layers) for i in range(count)})
+    return [name for name in names if name.startswith(prefixes)]
 
 
 def _check_shared(path: str, key: str, value: Tensor, shared: Mapping[str, Tensor]) -> None:

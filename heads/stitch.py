@@ -1,0 +1,236 @@
+"""A copy of a target's checkpoint with the modules of an MTP head in the place of its own.
+
+A module's tensors keep the names, shapes and dtypes that the checkpoint has, so its files are copied and the bytes of
+these tensors overwritten: every other byte is the checkpoint's. A checkpoint without modules, of a family that has
+them, gets them in a file of their own, and its index and its config.json say so.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from heads.checkpoint import CONFIG, sync
+from heads.errors import UserError, first_line
+from heads.formats.base import Shapes, tensors
+from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, module_names, module_shapes
+from heads.formats.source import DAMAGE, INDEX, tensor_files
+from heads.mtp import Mtp
+from heads.published import open_any
+from heads.target.frozen import load_target
+
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Names in safetensors files of the dtypes that modules are stored in."""
+ADDED = "model-mtp.safetensors"
+"""File of modules that the checkpoint did not have."""
+ONLY = "model-00001-of-00001.safetensors"
+"""Name of a checkpoint's only file once an index names it."""
+NOT_COPIED = (".git", ".cache")
+"""Folders of the tools that fetched the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Place in the file of its first byte."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a target on disk."""
+
+    folder: Path
+    config: dict[str, Any]
+    entries: Mapping[str, Entry]
+    index: dict[str, Any] | None
+    """None for a checkpoint of one file."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the target."""
+        return int(self.config.get("text_config", self.config)["num_hidden_layers"])
+
+
+def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False) -> list[str]:
+    """Write a copy of the checkpoint in the folder `target` with the modules of the head at a path or Hub id; return
+    the names of the files that differ.
+
+    UserError where the head is for another target or does not fit, where `out` holds something, and where files are
+    damaged. `out` is written whole or not at all.
+    """
+    out = Path(os.path.realpath(out))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: there is something already; name a new or an empty folder")
+    checkpoint = open_checkpoint(Path(target))
+    model = load_target(target, trust_remote_code=trust_remote_code)
+    found = open_any(head, model)
+    if not isinstance(found, Mtp):
+        raise UserError(f"{head}: only modules of multi-token prediction are part of a checkpoint; export it otherwise")
+    modules = fitting_modules(found, head, checkpoint, model.config)
+    del model
+    return write_stitched(checkpoint, modules, out)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read config.json, the index and the headers of the tensors' files. UserError where they are damaged or do not
+    agree."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
+    files, index_file = tensor_files(str(folder)), folder / INDEX
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        index = json.loads(index_file.read_text(encoding="utf-8")) if index_file.is_file() else None
+        int(config.get("text_config", config)["num_hidden_layers"])
+    except DAMAGE as error:
+        raise UserError(f"{folder / CONFIG}: damaged ({first_line(error)}); fetch the checkpoint again") from error
+    if index is not None and index["weight_map"] != {name: file.name for name, file in files.items()}:
+        wrong = {name for name, file in files.items() if index["weight_map"].get(name) != file.name}
+        name = min(wrong or index["weight_map"].keys() - files.keys())
+        raise UserError(
+            f"{index_file}: damaged: {name} is said to lie in {index['weight_map'].get(name)}, and lies in "
+            f"{files[name].name if name in files else 'no file'}; fetch the checkpoint again"
+        )
+    entries: dict[str, Entry] = {}
+    for file in sorted(set(files.values())):
+        entries |= _entries(file)
+    return Checkpoint(folder, config, entries, index)
+
+
+def _entries(file: Path) -> dict[str, Entry]:
+    """The header of a safetensors file that is known to be whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Entry(file, it["dtype"], tuple(it["shape"]), 8 + length + begin, end - begin)
+        for name, it in header.items()
+        for begin, end in [it["data_offsets"]]
+    }
+
+
+def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -> dict[str, Tensor]:
+    """Return the head's tensors by their names and in their dtypes in the checkpoint. UserError unless they are what
+    it has, or what it would have by its Hugging Face `config`."""
+    folder, layers = checkpoint.folder, checkpoint.layers
+    layout, count = find_modules(checkpoint.entries, layers)
+    expected: Shapes
+    if count:
+        names = module_names(checkpoint.entries, LAYOUTS[layout], count, layers)
+        own = {name: checkpoint.entries[name] for name in names if not name.endswith(SHARED)}
+        for name, entry in own.items():
+            if entry.dtype not in STORED:
+                raise UserError(f"{folder}: {name} is stored as {entry.dtype}; modules that are quantised stay theirs")
+        head.stored = {name: STORED[entry.dtype] for name, entry in own.items()}
+        expected = {name: entry.shape for name, entry in own.items()}
+    else:
+        layout, count = loader_of(checkpoint).layout, head.num_modules
+        expected = module_shapes(config, LAYOUTS[layout], count, head.stored)
+        if expected.keys() & checkpoint.entries.keys():
+            raise UserError(f"{folder}: holds a part of a module of {layout}; fetch the checkpoint again")
+    if (head.config.layout, head.num_modules) != (layout, count):
+        raise UserError(
+            f"{path}: holds {head.num_modules} modules of the layout {head.config.layout}, the target in {folder} has "
+            f"{count} of {layout}; train a head with head.native"
+        )
+    found = {name: value.detach().cpu() for name, value in head.to_checkpoint().items()}
+    if faults := tensors(expected, {name: tuple(value.shape) for name, value in found.items()}):
+        raise UserError(f"{path}: does not fit into {folder}: {faults[0]}; train a head with head.native")
+    return found
+
+
+def loader_of(checkpoint: Checkpoint) -> MtpLoader:
+    """Return the way in which engines load modules of the target's class. UserError where they load none."""
+    name = (checkpoint.config.get("architectures") or [None])[0]
+    if name not in MTP:
+        raise UserError(
+            f"{checkpoint.folder}: has no module of multi-token prediction, and no engine loads one of a {name}; "
+            "serve the head from its own folder, or train an EAGLE-3 head"
+        )
+    return MTP[name]
+
+
+def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: Path) -> list[str]:
+    """Copy the checkpoint into the folder `out` with `modules`, which fit it: each in the place of the tensor of its
+    name, or all in a file of their own. Return the names of the files that differ."""
+    fresh, folder = out.with_name(f".{out.name}.stitching"), checkpoint.folder
+    copied = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_cache(path.relative_to(folder))]
+    room = sum(path.stat().st_size for path in copied) + sum(value.nbytes for value in modules.values())
+    parent = next(place for place in out.parents if place.exists())
+    if (free := shutil.disk_usage(parent).free) < room:
+        raise UserError(
+            f"{out}: needs {room / 2**30:,.1f} GiB, {parent} has {free / 2**30:,.1f}; free some, or name another place"
+        )
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir(parents=True)
+        for path in copied:
+            place = fresh / path.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+        change = _overwrite if modules.keys() <= checkpoint.entries.keys() else _add
+        files = change(checkpoint, modules, fresh)
+        for path in (*fresh.rglob("*"), fresh):
+            sync(path)
+        fresh.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        raise UserError(
+            f"{out}: could not be written ({first_line(error)}); free space or name another place"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return files
+
+
+def _is_cache(path: Path) -> bool:
+    return path.parts[0] in NOT_COPIED
+
+
+def _overwrite(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:
+    """Put the modules' bytes in the place of those in copies of the files that hold them."""
+    by_file: dict[str, list[str]] = {}
+    for name in modules:
+        by_file.setdefault(checkpoint.entries[name].file.name, []).append(name)
+    for file, names in by_file.items():
+        with (fresh / file).open("r+b") as opened:
+            for name in names:
+                data = modules[name].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                assert len(data) == checkpoint.entries[name].size, name
+                opened.seek(checkpoint.entries[name].start)
+                opened.write(data)
+    return sorted(by_file)
+
+
+def _add(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:
+    """Write the modules into a file of their own, name it in the index, and their number in config.json."""
+    save_file({name: value.contiguous() for name, value in modules.items()}, fresh / ADDED, metadata={"format": "pt"})
+    (fresh / ADDED).chmod(0o644)  # safetensors leaves it readable by its owner alone
+    index = checkpoint.index or {}
+    if checkpoint.index is None:
+        (only,) = {entry.file.name for entry in checkpoint.entries.values()}
+        (fresh / only).rename(fresh / ONLY)
+        index = {"weight_map": dict.fromkeys(checkpoint.entries, ONLY)}
+    sizes = [entry.size for entry in checkpoint.entries.values()] + [value.nbytes for value in modules.values()]
+    index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
+    index["weight_map"] = {**index["weight_map"], **dict.fromkeys(modules, ADDED)}
+    (fresh / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _, count = find_modules(modules, checkpoint.layers)
+    config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
+    config.get("text_config", config)[loader_of(checkpoint).count] = count
+    (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return [ADDED, INDEX, CONFIG]

@@ -1,0 +1,235 @@
+"""Modules put into a copy of the target's checkpoint: what is not theirs stays byte for byte, and theirs draft."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from eval.command import exit_status
+from heads.checkpoint import load_head, save_head, target_record
+from heads.errors import UserError
+from heads.formats.source import tensor_files
+from heads.published import read_published
+from heads.registry import build_head
+from heads.stitch import ADDED, INDEX, ONLY, open_checkpoint, stitch, write_stitched
+from heads.target.frozen import load_target
+from scripts.stitch import main
+from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
+
+FORMS: dict[str, tuple[str, list[Callable[[Path], None]]]] = {
+    "mimo": ("mimo", []),
+    "deepseek": ("deepseek", [shard]),
+    "glm": ("glm", [shard]),
+    "qwen": ("qwen", [shard]),
+    "qwen_fused": ("qwen_fused", []),
+    "multimodal": ("qwen_fused", [make_multimodal, shard]),
+}
+LAYER = "model.layers.3."
+
+
+def make(tmp_path: Path, form: str) -> tuple[Path, Path, Any]:
+    """A target of the form named, and a head tuned for it: the folders of both, and the head."""
+    family, changes = FORMS[form]
+    write_native(tmp_path / "target", family, dtype=torch.bfloat16)
+    for change in changes:
+        change(tmp_path / "target")
+    (tmp_path / "target/tokenizer.json").write_text("{}")
+    (tmp_path / "target/extra").mkdir()
+    (tmp_path / "target/extra/notes.txt").write_text("kept")
+    save_tuned(tmp_path / "target", tmp_path / "head")
+    return tmp_path / "target", tmp_path / "head", load_head(tmp_path / "head")
+
+
+def save_tuned(target: Path, folder: Path, **settings: Any) -> None:
+    model = load_target(str(target))
+    head = build_head("mtp", {"native": True, **settings}, model, torch.ones(V))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    save_head(head, folder, target=target_record(model))
+
+
+def raw(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Each tensor of a checkpoint by its dtype and bytes."""
+    entries = open_checkpoint(folder).entries
+    return {
+        name: (entry.dtype, entry.file.read_bytes()[entry.start : entry.start + entry.size])
+        for name, entry in entries.items()
+    }
+
+
+def drafts_equal(folder: Path, head: Any) -> None:
+    found = read_published(str(folder), load_target(str(folder))).state_dict()
+    assert found.keys() == head.state_dict().keys()
+    assert all(torch.equal(value, found[name]) for name, value in head.state_dict().items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_the_modules_tensors_differ(form: str, tmp_path: Path) -> None:
+    target, folder, head = make(tmp_path, form)
+    assert exit_status(lambda: main([str(folder), str(target), str(tmp_path / "out")])) == 0
+    before, after, modules = raw(target), raw(tmp_path / "out"), head.to_checkpoint()
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} == {
+        name for name in modules if not name.endswith("correction_bias")
+    }
+    assert all(before[name][0] == after[name][0] for name in before)
+    lie = {file.name for name, file in tensor_files(str(target)).items() if name in modules}
+    for path in (path for path in target.rglob("*") if path.is_file()):
+        copy = tmp_path / "out" / path.relative_to(target)
+        assert (path.read_bytes() == copy.read_bytes()) == (path.name not in lie), path
+    assert len(list(target.rglob("*"))) == len(list((tmp_path / "out").rglob("*")))
+    drafts_equal(tmp_path / "out", head)
+
+
+@pytest.mark.parametrize("form", ["glm", "deepseek", "mimo", "multimodal"])
+def test_transformers_loads_the_copy_as_the_target(form: str, tmp_path: Path) -> None:
+    target, folder, _ = make(tmp_path, form)
+    stitch(str(folder), str(target), tmp_path / "out")
+    auto: Any = AutoModelForCausalLM
+    first, second = (auto.from_pretrained(path) for path in (target, tmp_path / "out"))
+    prompt = torch.tensor([[5, 9, 77, 3]])
+    tokens = [model.generate(prompt, max_new_tokens=8, do_sample=False).tolist() for model in (first, second)]
+    assert tokens[0] == tokens[1]
+
+
+def test_transformers_drafts_with_the_modules_of_the_copy(tmp_path: Path) -> None:
+    target, folder, head = make(tmp_path, "glm")
+    stitch(str(folder), str(target), tmp_path / "out")
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "out")
+    theirs: Any = MtpModel.from_pretrained(model).layers[0]
+    own = head.to_checkpoint()
+    for name in ("enorm", "hnorm", "eh_proj"):
+        assert torch.equal(getattr(theirs, name).weight, own[f"{LAYER}{name}.weight"])
+    for e in range(4):
+        gate, up = (own[f"{LAYER}mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up"))
+        assert torch.equal(theirs.mtp_block.mlp.experts.gate_up_proj[e], torch.cat([gate, up]))
+    prompt = torch.tensor([[5, 9, 77, 3]])
+    plain = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(plain, model.generate(prompt, max_new_tokens=8, do_sample=False, use_mtp=True))
+
+
+def without_modules(folder: Path, modules: dict[str, Tensor]) -> None:
+    change_weights(folder, **dict.fromkeys(modules))
+
+
+@pytest.mark.parametrize("form", ["mimo", "qwen_fused", "glm", "multimodal"])
+def test_a_checkpoint_without_modules_gets_a_file_of_them(form: str, tmp_path: Path) -> None:
+    family, changes = FORMS[form]
+    field = "mtp_num_hidden_layers" if family == "qwen_fused" else "num_nextn_predict_layers"
+    target, folder, head = make(tmp_path, form)
+    modules = head.to_checkpoint()
+    shutil.rmtree(target)
+    write_native(target, family, dtype=torch.bfloat16)  # the same weights, by its seed
+    change_weights(target, **dict.fromkeys(modules), **({f"{LAYER}{n}": None for n in SHARED} if form == "glm" else {}))
+    change_config(target, **{field: 0})
+    for change in changes:
+        change(target)
+    assert stitch(str(folder), str(target), tmp_path / "out") == [ADDED, INDEX, "config.json"]
+    before, after = raw(target), raw(tmp_path / "out")
+    assert after.keys() == before.keys() | modules.keys() and all(after[name] == before[name] for name in before)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(len(data) for _, data in after.values())
+    assert {file for name, file in index["weight_map"].items() if name in modules} == {ADDED}
+    assert (tmp_path / "out" / ONLY).is_file() == (changes == [])
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.get("text_config", config)[field] == 1
+    drafts_equal(tmp_path / "out", head)
+
+
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+def test_a_checkpoint_with_recurrent_layers_is_stitched_by_its_files(tmp_path: Path) -> None:
+    """Of files whose other layers nobody reads."""
+    native = write_native(tmp_path / "target", "qwen", dtype=torch.bfloat16)
+    change_config(tmp_path / "target", layer_types=["linear_attention"] * 3 + ["full_attention"])
+    change_weights(tmp_path / "target", model__layers__0__linear_attn__A_log=torch.zeros(2))
+    shard(tmp_path / "target")
+    modules = {name: value + 1 for name, value in native.items()}
+    write_stitched(open_checkpoint(tmp_path / "target"), modules, tmp_path / "out")
+    files, before, after = tensor_files(str(tmp_path / "out")), raw(tmp_path / "target"), raw(tmp_path / "out")
+    assert {name for name in after if after[name] != before[name]} == modules.keys()
+    for name, value in modules.items():
+        with safe_open(files[name], framework="pt") as opened:
+            assert torch.equal(opened.get_tensor(name), value)
+
+
+def refused(tmp_path: Path, head: Path, target: Path, out: str = "out") -> str:
+    """The one line of a refusal that writes nothing."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        stitch(str(head), str(target), tmp_path / out)
+    assert sorted(tmp_path.rglob("*")) == before and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
+    target, folder, _ = make(tmp_path, "mimo")
+    assert "there is something already" in refused(tmp_path, folder, target, "head")
+    assert "no such folder" in refused(tmp_path, folder, tmp_path / "nowhere")
+    write_native(tmp_path / "glm", "glm")
+    assert "trained for target" in refused(tmp_path, folder, tmp_path / "glm")
+    shutil.copytree(target, tmp_path / "other")
+    change_weights(tmp_path / "other", lm_head__weight=torch.ones(V, 32).bfloat16())
+    assert "fingerprint of the weights" in refused(tmp_path, folder, tmp_path / "other")
+    model = load_target(str(target))
+    for kind, settings, words in (
+        ("medusa", {"depth": 2}, "only modules of multi-token prediction"),
+        ("mtp", {}, "q_proj.bias: expected (32,), found none"),
+        ("mtp", {"layout": "qwen"}, "of the layout qwen, the target in"),
+        ("mtp", {"num_modules": 2}, "holds 2 modules"),
+        ("mtp", {"native": True, "draft_vocab_size": 90}, "d2t: expected none"),
+    ):
+        head = build_head(kind, settings, model, torch.ones(V))
+        save_head(head, tmp_path / "bad", target=target_record(model))
+        assert words in refused(tmp_path, tmp_path / "bad", target)
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    target, folder, head = make(tmp_path, "deepseek")
+    index = json.loads((target / INDEX).read_text())
+    name = next(iter(head.to_checkpoint()))
+    for change, words in (
+        ({name: "model-00009-of-00003.safetensors"}, "cannot be read"),
+        ({name: index["weight_map"]["lm_head.weight"]}, f"{name} is said to lie in"),
+        ({"model.absent.weight": index["weight_map"][name]}, "lies in no file"),
+    ):
+        (target / INDEX).write_text(json.dumps({**index, "weight_map": index["weight_map"] | change}))
+        assert words in refused(tmp_path, folder, target)
+    (target / INDEX).write_text("{")
+    assert "cannot be read" in refused(tmp_path, folder, target)
+    (target / INDEX).write_text(json.dumps({"metadata": {}}))
+    assert "cannot be read" in refused(tmp_path, folder, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mlp__up_proj__weight": None}, "up_proj.weight: expected no such tensor"),
+        ({"mlp__up_proj__weight": torch.zeros(32, 48)}, "up_proj.weight: expected (32, 48), found (48, 32)"),
+        ({"extra__weight": torch.zeros(3)}, "extra.weight: expected (3,), found none"),
+        ({"input_proj__weight": None}, "holds a part of a module of mimo"),
+        ({"mlp__up_proj__weight": torch.zeros(48, 32).to(torch.float8_e4m3fn)}, "is stored as F8_E4M3"),
+    ],
+)
+def test_modules_that_do_not_fit_are_named(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:
+    target, folder, _ = make(tmp_path, "mimo")
+    change_weights(target, **{f"model__mtp_layers__0__{name}": value for name, value in change.items()})
+    assert words in refused(tmp_path, folder, target)
+
+
+def test_a_family_without_modules_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
+    model = load_target(str(tiny_target_dir))
+    head = build_head("mtp", {}, model, torch.ones(model.vocab_size))
+    save_head(head, tmp_path / "head", target=target_record(model))
+    assert "no engine loads one of a LlamaForCausalLM" in refused(tmp_path, tmp_path / "head", tiny_target_dir)
