@@ -106,6 +106,7 @@ def test_transformers_drafts_with_the_modules_of_the_copy(tmp_path: Path) -> Non
     stitch(str(folder), str(target), tmp_path / "out")
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "out")
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]  # it knows the published numbers of layers
     theirs: Any = MtpModel.from_pretrained(model).layers[0]
     own = head.to_checkpoint()
     for name in ("enorm", "hnorm", "eh_proj"):
@@ -185,7 +186,7 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
     model = load_target(str(target))
     for kind, settings, words in (
         ("medusa", {"depth": 2}, "only modules of multi-token prediction"),
-        ("mtp", {}, "q_proj.bias: expected (32,), found none"),
+        ("mtp", {}, "k_proj.bias: expected (16,), found none"),
         ("mtp", {"layout": "qwen"}, "of the layout qwen, the target in"),
         ("mtp", {"num_modules": 2}, "holds 2 modules"),
         ("mtp", {"native": True, "draft_vocab_size": 90}, "d2t: expected none"),
@@ -199,9 +200,10 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     target, folder, head = make(tmp_path, "deepseek")
     index = json.loads((target / INDEX).read_text())
     name = next(iter(head.to_checkpoint()))
+    elsewhere = next(file for file in index["weight_map"].values() if file != index["weight_map"][name])
     for change, words in (
         ({name: "model-00009-of-00003.safetensors"}, "cannot be read"),
-        ({name: index["weight_map"]["lm_head.weight"]}, f"{name} is said to lie in"),
+        ({name: elsewhere}, f"{name} is said to lie in"),
         ({"model.absent.weight": index["weight_map"][name]}, "lies in no file"),
     ):
         (target / INDEX).write_text(json.dumps({**index, "weight_map": index["weight_map"] | change}))

@@ -50,7 +50,9 @@ def test_from_scratch(
     assert not [name for name in names if "embed_tokens" in name or "lm_head" in name or "shared_head.head" in name]
 
 
-@pytest.mark.parametrize(("family", "precision"), [("mimo", "bf16"), ("deepseek", "bf16"), ("deepseek", "fp32")])
+@pytest.mark.parametrize(
+    ("family", "precision"), [("mimo", "bf16"), ("deepseek", "bf16"), ("glm", "fp32"), ("qwen_fused", "fp32")]
+)
 def test_a_checkpoints_own_modules_are_fine_tuned(
     family: str, precision: str, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
@@ -65,6 +67,7 @@ def test_a_checkpoints_own_modules_are_fine_tuned(
     moved = [name for name, value in native.items() if not torch.equal(value, saved[name])]
     fixed = {name for name in native if "e_score_correction_bias" in name}  # no gradient reaches the choice of experts
     assert set(native) - set(moved) <= fixed | {name for name in native if ".experts." in name}
+    assert all(saved[name].dtype == value.dtype for name, value in native.items())
     assert all((saved[name] - native[name]).abs().max() < 0.01 for name in native)
 
 
