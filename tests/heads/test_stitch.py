@@ -16,8 +16,9 @@ from transformers.modeling_layers import MtpModel
 from eval.command import exit_status
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
+from heads.formats.mtp import SHARED
 from heads.formats.source import tensor_files
-from heads.published import read_published
+from heads.published import read_published, start_from
 from heads.registry import build_head
 from heads.stitch import ADDED, INDEX, ONLY, open_checkpoint, stitch, write_stitched
 from heads.target.frozen import load_target
@@ -119,35 +120,36 @@ def test_transformers_drafts_with_the_modules_of_the_copy(tmp_path: Path) -> Non
     assert torch.equal(plain, model.generate(prompt, max_new_tokens=8, do_sample=False, use_mtp=True))
 
 
-def without_modules(folder: Path, modules: dict[str, Tensor]) -> None:
-    change_weights(folder, **dict.fromkeys(modules))
-
-
 @pytest.mark.parametrize("form", ["mimo", "qwen_fused", "glm", "multimodal"])
-def test_a_checkpoint_without_modules_gets_a_file_of_them(form: str, tmp_path: Path) -> None:
+def test_a_fine_tune_that_lost_its_modules_gets_a_file_of_them(form: str, tmp_path: Path) -> None:
     family, changes = FORMS[form]
     field = "mtp_num_hidden_layers" if family == "qwen_fused" else "num_nextn_predict_layers"
-    target, folder, head = make(tmp_path, form)
-    modules = head.to_checkpoint()
-    shutil.rmtree(target)
-    write_native(target, family, dtype=torch.bfloat16)  # the same weights, by its seed
-    change_weights(target, **dict.fromkeys(modules), **({f"{LAYER}{n}": None for n in SHARED} if form == "glm" else {}))
+    base, target, folder = (tmp_path / name for name in ("base", "target", "head"))
+    native = write_native(base, family, dtype=torch.bfloat16)
+    shutil.copytree(base, target)
+    lost = [*native, *(f"{LAYER}{name}" for name in SHARED)]
+    change_weights(target, model__norm__weight=torch.ones(32), **dict.fromkeys(lost))
     change_config(target, **{field: 0})
     for change in changes:
         change(target)
+    model = load_target(str(target))
+    head = start_from(str(base), "mtp", {}, model)
+    save_head(head, folder, target=target_record(model))
     assert stitch(str(folder), str(target), tmp_path / "out") == [ADDED, INDEX, "config.json"]
     before, after = raw(target), raw(tmp_path / "out")
-    assert after.keys() == before.keys() | modules.keys() and all(after[name] == before[name] for name in before)
+    assert after.keys() == before.keys() | native.keys() and all(after[name] == before[name] for name in before)
+    assert all(after[name] == raw(base)[name] for name in native)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(len(data) for _, data in after.values())
-    assert {file for name, file in index["weight_map"].items() if name in modules} == {ADDED}
+    assert index["weight_map"] == {name: file.name for name, file in tensor_files(str(tmp_path / "out")).items()}
+    assert {file for name, file in index["weight_map"].items() if name in native} == {ADDED}
     assert (tmp_path / "out" / ONLY).is_file() == (changes == [])
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config.get("text_config", config)[field] == 1
     drafts_equal(tmp_path / "out", head)
-
-
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+    auto: Any = AutoModelForCausalLM
+    copy = auto.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, copy[name]) for name, value in auto.from_pretrained(target).state_dict().items())
 
 
 def test_a_checkpoint_with_recurrent_layers_is_stitched_by_its_files(tmp_path: Path) -> None:
