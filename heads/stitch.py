@@ -19,12 +19,13 @@ from torch import Tensor
 
 from heads.checkpoint import CONFIG, sync
 from heads.errors import UserError, first_line
-from heads.formats.base import Shapes, tensors
+from heads.formats.base import tensors
 from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, module_names, module_shapes
 from heads.formats.source import DAMAGE, INDEX, tensor_files
 from heads.mtp import Mtp
 from heads.published import open_any
 from heads.target.frozen import load_target
+from heads.target.hub import is_here
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Names in safetensors files of the dtypes that modules are stored in."""
@@ -55,14 +56,11 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]
+    layers: int
+    """Decoder layers of the target."""
     entries: Mapping[str, Entry]
     index: dict[str, Any] | None
-    """None for a checkpoint of one file."""
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the target."""
-        return int(self.config.get("text_config", self.config)["num_hidden_layers"])
+    """Metadata and files of the tensors; None for a checkpoint of one file."""
 
 
 def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False) -> list[str]:
@@ -88,15 +86,16 @@ def stitch(head: str, target: str, out: Path, *, trust_remote_code: bool = False
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json, the index and the headers of the tensors' files. UserError where they are damaged or do not
     agree."""
-    if not folder.is_dir():
+    if not is_here(str(folder)) or not folder.is_dir():
         raise UserError(f"{folder}: no such folder; fetch the target's checkpoint and name its folder")
     files, index_file = tensor_files(str(folder)), folder / INDEX
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         index = json.loads(index_file.read_text(encoding="utf-8")) if index_file.is_file() else None
-        int(config.get("text_config", config)["num_hidden_layers"])
-    except DAMAGE as error:
-        raise UserError(f"{folder / CONFIG}: damaged ({first_line(error)}); fetch the checkpoint again") from error
+        layers = int(config.get("text_config", config)["num_hidden_layers"])
+        index = index and {"metadata": {**index.get("metadata", {})}, "weight_map": index["weight_map"]}
+    except (*DAMAGE, RecursionError) as error:
+        raise UserError(f"{folder}: {CONFIG} or {INDEX} is damaged ({first_line(error)}); fetch it again") from error
     if index is not None and index["weight_map"] != {name: file.name for name, file in files.items()}:
         wrong = {name for name, file in files.items() if index["weight_map"].get(name) != file.name}
         name = min(wrong or index["weight_map"].keys() - files.keys())
@@ -107,7 +106,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     entries: dict[str, Entry] = {}
     for file in sorted(set(files.values())):
         entries |= _entries(file)
-    return Checkpoint(folder, config, entries, index)
+    return Checkpoint(folder, config, layers, entries, index)
 
 
 def _entries(file: Path) -> dict[str, Entry]:
@@ -128,13 +127,12 @@ def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -
     it has, or what it would have by its Hugging Face `config`."""
     folder, layers = checkpoint.folder, checkpoint.layers
     layout, count = find_modules(checkpoint.entries, layers)
-    expected: Shapes
     if count:
         names = module_names(checkpoint.entries, LAYOUTS[layout], count, layers)
         own = {name: checkpoint.entries[name] for name in names if not name.endswith(SHARED)}
         for name, entry in own.items():
             if entry.dtype not in STORED:
-                raise UserError(f"{folder}: {name} is stored as {entry.dtype}; modules that are quantised stay theirs")
+                raise UserError(f"{folder}: {name} is stored as {entry.dtype}; expected modules that are not quantised")
         head.stored = {name: STORED[entry.dtype] for name, entry in own.items()}
         expected = {name: entry.shape for name, entry in own.items()}
     else:
@@ -155,7 +153,7 @@ def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -
 
 def loader_of(checkpoint: Checkpoint) -> MtpLoader:
     """Return the way in which engines load modules of the target's class. UserError where they load none."""
-    name = (checkpoint.config.get("architectures") or [None])[0]
+    name = str((checkpoint.config.get("architectures") or [None])[0])
     if name not in MTP:
         raise UserError(
             f"{checkpoint.folder}: has no module of multi-token prediction, and no engine loads one of a {name}; "
@@ -168,8 +166,9 @@ def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: P
     """Copy the checkpoint into the folder `out` with `modules`, which fit it: each in the place of the tensor of its
     name, or all in a file of their own. Return the names of the files that differ."""
     fresh, folder = out.with_name(f".{out.name}.stitching"), checkpoint.folder
-    copied = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_cache(path.relative_to(folder))]
-    room = sum(path.stat().st_size for path in copied) + sum(value.nbytes for value in modules.values())
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [file for file in files if file.parts[0] not in NOT_COPIED]
+    room = sum((folder / file).stat().st_size for file in files) + sum(value.nbytes for value in modules.values())
     parent = next(place for place in out.parents if place.exists())
     if (free := shutil.disk_usage(parent).free) < room:
         raise UserError(
@@ -178,12 +177,11 @@ def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: P
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         fresh.mkdir(parents=True)
-        for path in copied:
-            place = fresh / path.relative_to(folder)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place)
+        for file in files:
+            (fresh / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, fresh / file)
         change = _overwrite if modules.keys() <= checkpoint.entries.keys() else _add
-        files = change(checkpoint, modules, fresh)
+        differ = change(checkpoint, modules, fresh)
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         fresh.rename(out)
@@ -194,11 +192,7 @@ def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: P
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return files
-
-
-def _is_cache(path: Path) -> bool:
-    return path.parts[0] in NOT_COPIED
+    return differ
 
 
 def _overwrite(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:
@@ -220,15 +214,17 @@ def _add(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> 
     """Write the modules into a file of their own, name it in the index, and their number in config.json."""
     save_file({name: value.contiguous() for name, value in modules.items()}, fresh / ADDED, metadata={"format": "pt"})
     (fresh / ADDED).chmod(0o644)  # safetensors leaves it readable by its owner alone
-    index = checkpoint.index or {}
-    if checkpoint.index is None:
+    index = checkpoint.index
+    if index is None:
         (only,) = {entry.file.name for entry in checkpoint.entries.values()}
         (fresh / only).rename(fresh / ONLY)
-        index = {"weight_map": dict.fromkeys(checkpoint.entries, ONLY)}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.entries, ONLY)}
     sizes = [entry.size for entry in checkpoint.entries.values()] + [value.nbytes for value in modules.values()]
-    index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
-    index["weight_map"] = {**index["weight_map"], **dict.fromkeys(modules, ADDED)}
-    (fresh / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    whole = {
+        "metadata": index["metadata"] | {"total_size": sum(sizes)},
+        "weight_map": index["weight_map"] | dict.fromkeys(modules, ADDED),
+    }
+    (fresh / INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
     _, count = find_modules(modules, checkpoint.layers)
     config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
     config.get("text_config", config)[loader_of(checkpoint).count] = count

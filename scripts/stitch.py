@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import Parser, exit_status
+from eval.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from heads.stitch import stitch
 
+    check_folder(options.out, "OUT")
     files = stitch(options.head, options.target, options.out, trust_remote_code=options.trust_remote_code)
     print(f"written to {options.out}; what differs from {options.target}: {', '.join(files)}")
     return 0

@@ -17,10 +17,10 @@ from eval.command import exit_status
 from heads.checkpoint import load_head, save_head, target_record
 from heads.errors import UserError
 from heads.formats.mtp import SHARED
-from heads.formats.source import tensor_files
+from heads.formats.source import INDEX, tensor_files
 from heads.published import read_published, start_from
 from heads.registry import build_head
-from heads.stitch import ADDED, INDEX, ONLY, open_checkpoint, stitch, write_stitched
+from heads.stitch import ADDED, ONLY, open_checkpoint, stitch, write_stitched
 from heads.target.frozen import load_target
 from scripts.stitch import main
 from tests.native_mtp import V, change_config, change_weights, make_multimodal, shard, write_native
@@ -176,10 +176,17 @@ def refused(tmp_path: Path, head: Path, target: Path, out: str = "out") -> str:
     return str(caught.value)
 
 
+def test_the_command_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for out in ("x" * 300, __file__, f"{__file__}/out"):
+        assert exit_status(lambda out=out: main(["head", str(tmp_path), out])) == 2  # type: ignore[misc]
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
     target, folder, _ = make(tmp_path, "mimo")
     assert "there is something already" in refused(tmp_path, folder, target, "head")
-    assert "no such folder" in refused(tmp_path, folder, tmp_path / "nowhere")
+    for place in ("nowhere", "x" * 300, "head/config.json"):
+        assert "no such folder" in refused(tmp_path, folder, tmp_path / place)
     write_native(tmp_path / "glm", "glm")
     assert "trained for target" in refused(tmp_path, folder, tmp_path / "glm")
     shutil.copytree(target, tmp_path / "other")
@@ -210,10 +217,16 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     ):
         (target / INDEX).write_text(json.dumps({**index, "weight_map": index["weight_map"] | change}))
         assert words in refused(tmp_path, folder, target)
-    (target / INDEX).write_text("{")
-    assert "cannot be read" in refused(tmp_path, folder, target)
-    (target / INDEX).write_text(json.dumps({"metadata": {}}))
-    assert "cannot be read" in refused(tmp_path, folder, target)
+    for text, words in (
+        ("{", "cannot be read"),
+        (json.dumps({"metadata": {}}), "cannot be read"),
+        (json.dumps({**index, "metadata": [1]}), "is damaged"),
+    ):
+        (target / INDEX).write_text(text)
+        assert words in refused(tmp_path, folder, target)
+    (target / INDEX).write_text(json.dumps(index))
+    (target / "config.json").write_text("[]")
+    assert "is damaged" in refused(tmp_path, folder, target)
 
 
 @pytest.mark.parametrize(
