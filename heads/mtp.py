@@ -3,7 +3,7 @@
     u^k_t = M_k [norm(h^{k-1}_t) ; norm(e(x_{t+k}))]    h^0_t: the target's last hidden state, after its final norm
     h^k_t = norm(block_k(u^k_t))                        predicts x_{t+k+1} through the target's own output head
 
-The engines' classes for DeepSeek and MiMo read the token at position 0 as zeros, and so does ours in their layouts.
+vLLM's classes for DeepSeek, GLM and MiMo read the token at position 0 as zeros, and so does ours in their layouts.
 Module k is of its own (DeepSeek, num_modules = depth), or one module is applied at every step (FastMTP, arXiv
 2509.18362, num_modules = 1; its training lets step k see the step-k keys of all slots, ours what drafting will see, as
 `heads.recurrent` explains). Embedding and output head are the target's, frozen and not stored. Loss = sum over k of
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
-from heads.formats.base import check_tensors
+from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
 from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
@@ -212,7 +212,7 @@ class Mtp(Recurrent):
     def load_modules(self, weights: dict[str, Tensor]) -> None:
         """Load tensors under the family's names. UserError unless they are the modules', none more and none fewer."""
         if self.config.native:
-            self.stored = {name: value.dtype for name, value in weights.items()}
+            self.stored = {name: value.dtype for name, value in weights.items() if value.dtype in FLOATS}
         check_tensors(self.modules_by_field(), weights)
         self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
 

@@ -1,10 +1,13 @@
 """The tensors of multi-token prediction under the names of the families that have them, and back; read from a target.
 
     mimo      model.mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, block beside them
-    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block beside them; n: the target's layers
+    deepseek  model.layers.{n + i}.{enorm, hnorm, eh_proj, shared_head.norm}, block beside them; n: the target's layers.
+              GLM-4.5's and GLM-4.7-Flash's, too
     qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, block in mtp.layers.0; one module
 
-A model class of transformers drops these tensors when it loads, so they are read from the target's files.
+A block is a decoder layer of the target's own class (`heads.target.block`), its experts in one tensor or one each, as
+the checkpoint has them. A model class of transformers drops these tensors when it loads, so they are read from the
+target's files.
 
 A saved head is a folder that engines load beside the target: its config.json is the target's own, and its weights are
 the modules alone, under the names of the target's family. Embedding table and output head are the target's.
@@ -56,7 +59,7 @@ class Layout:
     hidden_first: bool
     """True if the first half of the projection reads the hidden state."""
     zero_first: bool = False
-    """True if engines read the token at position 0 as zeros: vLLM does for both families, SGLang for MiMo's."""
+    """True if engines read the token at position 0 as zeros: vLLM does in both layouts, SGLang in MiMo's alone."""
 
     def of_module(self, i: int, layers: int) -> str:
         return self.prefix.format(i=i, n=layers + i)

@@ -73,6 +73,25 @@ def test_the_checkpoints_modules_come_back_bit_for_bit(name: str, targets: Targe
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in head.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mlp.experts.gate_up_proj", None),
+        ("mlp.experts.down_proj", torch.zeros(4, 16, 32)),
+        ("mlp.experts.0.down_proj.weight", torch.zeros(32, 16)),
+        ("self_attn.q_proj.weight", torch.zeros(2 * 4 * 16, 32, dtype=torch.int64)),
+    ],
+)
+def test_a_head_with_other_tensors_is_refused(
+    name: str, change: Tensor | None, targets: Targets, tmp_path: Path
+) -> None:
+    target, _ = targets["qwen_fused1"]
+    save_head(build_head("mtp", {"native": True}, target, COUNTS), tmp_path, target=target_record(target))
+    change_weights(tmp_path, **{f"mtp__layers__0__{name.replace('.', '__')}": change})
+    with pytest.raises(UserError, match=rf"tensor mtp\.layers\.0\.{name.rpartition('.')[0]}"):
+        load_head(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen1", "qwen_fused1", "qwen_dense1"])
 def test_qwens_states_are_those_of_a_layer_of_transformers(name: str, targets: Targets) -> None:
     """Embedding first, norms that store their scale less one, the family's own layer behind the projection."""
