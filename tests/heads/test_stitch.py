@@ -1,6 +1,7 @@
 """Modules put into a copy of the target's checkpoint: what is not theirs stays byte for byte, and theirs draft."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,7 @@ def drafts_equal(folder: Path, head: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_only_the_modules_tensors_differ(form: str, tmp_path: Path) -> None:
     target, folder, head = make(tmp_path, form)
+    (tmp_path / ".out.stitching/left").mkdir(parents=True)  # by a command that was killed
     assert exit_status(lambda: main([str(folder), str(target), str(tmp_path / "out")])) == 0
     before, after, modules = raw(target), raw(tmp_path / "out"), head.to_checkpoint()
     assert before.keys() == after.keys()
@@ -88,6 +90,7 @@ def test_only_the_modules_tensors_differ(form: str, tmp_path: Path) -> None:
         copy = tmp_path / "out" / path.relative_to(target)
         assert (path.read_bytes() == copy.read_bytes()) == (path.name not in lie), path
     assert len(list(target.rglob("*"))) == len(list((tmp_path / "out").rglob("*")))
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "head", "out"}
     drafts_equal(tmp_path / "out", head)
 
 
@@ -187,6 +190,10 @@ def test_bad_folders_and_heads_are_named(tmp_path: Path) -> None:
     assert "there is something already" in refused(tmp_path, folder, target, "head")
     for place in ("nowhere", "x" * 300, "head/config.json"):
         assert "no such folder" in refused(tmp_path, folder, tmp_path / place)
+    (target / "huge.bin").touch()
+    os.truncate(target / "huge.bin", 2**43)  # of no bytes on the disk
+    assert "needs 8,192.0 GiB" in refused(tmp_path, folder, target)
+    (target / "huge.bin").unlink()
     write_native(tmp_path / "glm", "glm")
     assert "trained for target" in refused(tmp_path, folder, tmp_path / "glm")
     shutil.copytree(target, tmp_path / "other")
