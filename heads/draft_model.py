@@ -52,6 +52,7 @@ from heads.target.smaller_model import (
     keep_layers,
     load_smaller,
     model_record,
+    own_weights,
 )
 from heads.tree import Proposal, TreeShape, check_width, is_chain, level_widths, scratch_slots
 
@@ -194,14 +195,7 @@ class Draft(nn.Module, DraftHead):
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        """Hugging Face's names; a tied weight once."""
-        seen: set[int] = set()
-        weights = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                weights[name] = tensor.detach()
-            seen.add(id(tensor))
-        return weights
+        return own_weights(self.model)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Draft":
         """Rotary frequencies keep their dtype when the weights are converted: in bfloat16, positions some hundreds

@@ -39,13 +39,14 @@ ANCHORED = frozenset({"num_anchors", "gamma", "weights"})
 
 HEADS = {
     "eagle3": Method(Eagle3, Eagle3Settings, eagle3.FORMAT),
-    "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
     "medusa": Method(Medusa, MedusaSettings, medusa.FORMAT, frozenset({"depth_decay", "loss", "tree_nodes"})),
     "mtp": Method(Mtp, MtpSettings, mtp.FORMAT),
     "dflash": Method(DFlash, DFlashSettings, dflash.DFLASH, ANCHORED | {"loss"}),
     "dspark": Method(DSpark, DSparkSettings, dflash.DSPARK, ANCHORED | {"ce_weight", "kl_weight", "l1_weight"}),
+    "draft": Method(Draft, DraftSettings, draft_model.FORMAT, frozenset({"loss", "beta", "lora"})),
 }
-"""The methods by their kind, which recipes and saved heads name."""
+"""The methods by their kind, which recipes and saved heads name. Published heads are read by the first that knows them,
+and as draft models last: other heads' folders look like models, too."""
 
 UNTRAINED: dict[str, type[Any]] = {"lookup": Lookup, "early_exit": EarlyExit}
 """kind -> a class that fulfils `heads.base.Drafter` and is made from a number and a target, by `for_target`."""

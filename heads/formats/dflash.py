@@ -1,19 +1,43 @@
 """The folders of DFlash and DSpark: config.json as vLLM and SGLang read it, and the tensors under the names they load.
 
 Both are Qwen3 configurations with more fields, DFlash's inside `dflash_config`, DSpark's beside the others. Layers are
-named by the stream that leaves them, one less than ours. Embedding and output head are the target's, and not in the
-file; no reader knows a draft vocabulary here.
+named by the stream that leaves them, one less than ours; speculators alone names them as we do. Embedding and output
+head are the target's, and not in the file; SGLang knows no draft vocabulary here.
 
 Letters: D hidden, V vocabulary, L auxiliary layers, r rank of the Markov head.
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Command, Folder, Format, Shapes, fields, gated_mlp, sizes, tensors, vllm
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heads.errors import UserError, shown
+from heads.formats.base import (
+    SGLANG,
+    VLLM,
+    Command,
+    Folder,
+    Format,
+    Reading,
+    Shapes,
+    check_same,
+    fields,
+    gated_mlp,
+    sizes,
+    tensors,
+    vllm,
+)
+from heads.formats.decoder import decoder_settings, is_same_table, refuse_settings
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked
+from heads.formats.source import Source
+from heads.target.aux_layers import spread_layer_ids
+from heads.target.frozen import FrozenTarget
 
 HOOKS_OF_SGLANG = """
 DeepseekV2 DeepseekV3 Gemma4 Glm4MoeLite GptOss Laguna Lfm2 Lfm2Moe Llama MiMoV2 MiMoV2Flash Mistral NemotronH Phi3
@@ -192,12 +216,152 @@ def sglang_block(algorithm: str) -> Command:
     return run
 
 
+DFLASH_KIND, DSPARK_KIND = "dflash", "dspark"
+CLASSES = {
+    "DFlashDraftModel": DFLASH_KIND,
+    "DFlashSpeculator": DFLASH_KIND,
+    "Qwen3DSparkModel": DSPARK_KIND,
+    "DSparkDraftModel": DSPARK_KIND,
+    "DSparkSpeculator": DSPARK_KIND,
+}
+"""Classes that config.json names, of z-lab's, DeepSpec's, SpecForge's and speculators' forms."""
+OWN_FIELDS = {
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
+    *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
+    *("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
+}
+"""Fields of `dflash_config` that are read, or change nothing. Any other may be another head's."""
+UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq|d2t|t2d")
+"""Tensors of the target, and of no meaning, that files hold; the tables are those of a whole vocabulary."""
+
+
+def block_kind(source: Source) -> str | None:
+    """The kind of the head that a folder holds; None for none that drafts a block."""
+    speculators = source.config.get("speculators_model_type")
+    names = [str(name) for name in source.config.get("architectures") or ()]
+    if speculators in (DFLASH_KIND, DSPARK_KIND):
+        return str(speculators)
+    name = next((name for name in names if re.search("dflash|dspark", f"{name} {speculators}", re.IGNORECASE)), None)
+    if name is not None and (speculators or name not in CLASSES):
+        raise UserError(f"{source.path}: config.json: a {name} is not read here; these are: {', '.join(CLASSES)}")
+    return None if name is None else CLASSES[name]
+
+
+def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | None:
+    """A head that drafts a block. Every field may stand in `dflash_config` or beside the others."""
+    if block_kind(source) != kind:
+        return None
+    raw, path = source.config, source.path
+    nested: Mapping[str, Any] = raw.get("dflash_config") or {}
+    own = {**raw, **nested}
+    layer = raw.get("transformer_layer_config")
+    qwen, block = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
+    width = own.get("target_hidden_size") or qwen.hidden_size
+    check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
+    spark = kind == DSPARK_KIND
+    refuse_settings(
+        source,
+        {
+            "layer_types": set(getattr(qwen, "layer_types", None) or ()) - {"full_attention"},
+            "attention_bias": getattr(qwen, "attention_bias", False),
+            "rope_parameters": block.pop("rope_scaling"),
+            "target_hidden_size": width != qwen.hidden_size,
+            "draft_vocab_size": own.get("draft_vocab_size") not in (None, qwen.vocab_size),
+            "is_neox_style": own.get("is_neox_style") is False,
+            "causal": spark and own.get("causal"),
+            "sample_from_anchor": bool(own.get("sample_from_anchor", spark)) is not spark,
+            "projector_type": own.get("projector_type") not in (None, kind),
+            "markov_rank": spark and not own.get("markov_rank"),
+            "markov_head_type": spark and own.get("markov_head_type", "vanilla") != "vanilla",
+            **{f"dflash_config.{name}": value for name, value in nested.items() if name not in OWN_FIELDS},
+        },
+    )
+    ids, mask = captured(source, own, target, qwen.num_hidden_layers), own.get("mask_token_id")
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
+        raise UserError(
+            f"{path}: config.json: mask_token_id: expected an id below {target.vocab_size}, the rows of the target's "
+            f"embedding, found {shown(mask)}"
+        )
+    if type(own.get("block_size")) is not int:
+        raise UserError(f"{path}: config.json: block_size: expected a number of rows, found {own.get('block_size')!r}")
+    config = {
+        **block,
+        "num_layers": qwen.num_hidden_layers,
+        "block_size": own["block_size"],
+        "aux_layer_ids": ids,
+        "mask_token_id": mask,
+    }
+    weights = block_weights(source, target)
+    if spark:
+        name, rank = "confidence_head.proj.weight", own["markov_rank"]
+        config |= {"markov_rank": rank, "confidence_weight": float(own.get("enable_confidence_head", name in weights))}
+        if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
+            weights[name] = pad(weights[name], (0, rank))
+    else:
+        config["causal"] = bool(own.get("causal"))
+    form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
+    return Reading(form, config, weights, tuple(block_misread(source, config)))
+
+
+def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_layers: int) -> tuple[int, ...]:
+    """The residual streams that a head reads, by the layer that each enters."""
+    name, offset = "target_layer_ids", 1
+    if "transformer_layer_config" in own:
+        name, offset = "aux_hidden_state_layer_ids", 0
+    elif own.get(name) is None:
+        return spread_layer_ids(target.num_layers, num_layers)
+    ids = own.get(name)
+    if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+        raise UserError(f"{source.path}: config.json: {name}: expected ascending numbers of layers, found {shown(ids)}")
+    entered = tuple(k + offset for k in ids)
+    if not 0 <= entered[0] <= entered[-1] <= target.num_layers:
+        raise UserError(
+            f"{source.path}: reads the streams that enter layers {list(entered)}, but {target.name} has "
+            f"{target.num_layers} layers; measure it on its own target"
+        )
+    return entered
+
+
+def block_weights(source: Source, target: FrozenTarget) -> dict[str, Tensor]:
+    """A head's own tensors, under their names. UserError for embeddings or an output head that are not the target's."""
+    embed: Any = target.shared.embed_tokens
+    shared = {"embed_tokens.weight": embed.weight, "lm_head.weight": target.lm_head_weight}
+    weights = {}
+    for name, value in source.read().items():
+        if name in shared and not is_same_table(value, shared[name]):
+            raise UserError(
+                f"{source.path}: {name} is not the target's own; only heads that share the target's embeddings and "
+                "output head are read"
+            )
+        if name not in shared and not UNUSED.fullmatch(name):
+            weights[name.removeprefix("logit_head.")] = value  # SpecForge's earliest had it
+    return weights
+
+
+def block_misread(source: Source, config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each thing that engines read otherwise than `read_block`."""
+    raw, said = source.config, []
+    if config["num_target_layers"] in config["aux_layer_ids"]:
+        said.append(f"{SGLANG} never captures the output of the last layer")
+    if 0 in config["aux_layer_ids"]:
+        said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
+    if config.get("causal"):
+        said.append(f"{SGLANG} does not read causal: another head would run")
+    if "transformer_layer_config" in raw:
+        return [*said, f"{SGLANG} does not read speculators' form"]
+    if "DSparkDraftModel" in raw["architectures"]:
+        said.append(f"{VLLM} takes a DSparkDraftModel for DeepSeek-V4's: Qwen3DSparkModel is its name of this one")
+    return said
+
+
 DFLASH = Format(
+    read=partial(read_block, DFLASH_KIND),
     engine_config=dflash_engine_config,
     readers={VLLM: vllm("dflash"), SGLANG: sglang_block("DFLASH")},
     check=BlockForm("DFlashDraftModel", nested=True).check,
 )
 DSPARK = Format(
+    read=partial(read_block, DSPARK_KIND),
     engine_config=dspark_engine_config,
     readers={VLLM: vllm("dspark"), SGLANG: sglang_block("DSPARK")},
     check=BlockForm("Qwen3DSparkModel", nested=False, sizes=("markov_rank", "num_anchors"), markov=True).check,

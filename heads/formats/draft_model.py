@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Folder, Format, fields, sglang, vllm
-from heads.target.frozen import load_tokenizer
+from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, sglang, vllm
+from heads.formats.source import Source
+from heads.target.frozen import FrozenTarget, load_tokenizer
+from heads.target.smaller_model import fit_vocabulary, load_smaller, model_record, own_weights
 
 
 def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -24,7 +26,26 @@ def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     return lacks, fields(folder.config, {"vocab_size": folder.target["vocab_size"]})
 
 
+def read_draft(source: Source, target: FrozenTarget) -> Reading | None:
+    """A causal LM with the target's tokenizer, as it is."""
+    names = [str(name) for name in source.config.get("architectures") or ()]
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+        return None
+    model: Any = load_smaller(source.path, target)
+    rows = model.get_output_embeddings().weight.shape[0]
+    common = fit_vocabulary(model, target.vocab_size)
+    differs = [f"{VLLM} takes no draft model of {rows} tokens for a target of {target.vocab_size}"]
+    config = {
+        "path": source.path,
+        "model": model_record(model),
+        "vocab_size": target.vocab_size,
+        "common_size": common,
+    }
+    return Reading("language model", config, own_weights(model), tuple(differs if rows != target.vocab_size else ()))
+
+
 FORMAT = Format(
+    read=read_draft,
     engine_config=draft_engine_config,
     readers={VLLM: vllm("draft_model"), SGLANG: sglang("STANDALONE")},
     check=check_draft,

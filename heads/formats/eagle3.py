@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from heads.errors import UserError, first_line, shown
+from heads.errors import UserError, shown
 from heads.formats.base import (
     SGLANG,
     VLLM,
@@ -35,6 +34,7 @@ from heads.formats.base import (
     tensors,
     vllm,
 )
+from heads.formats.decoder import decoder_settings, is_same_table, refuse_settings
 from heads.formats.source import Source
 from heads.target.aux_layers import low_middle_high
 from heads.target.frozen import FrozenTarget
@@ -239,40 +239,17 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
     if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
         return None
-    wanted = dict(raw if layer is None else layer)
-    wanted.setdefault("model_type", "llama")
-    try:
-        llama: Any = AutoConfig.for_model(**wanted)
-        V, Vd = llama.vocab_size, raw.get("draft_vocab_size") or llama.vocab_size
-        rope = dict(llama.rope_parameters or {})
-        theta, scaled = float(rope.pop("rope_theta", 10_000.0)), rope.get("rope_type", "default")
-        block = {
-            "hidden_size": llama.hidden_size,
-            "vocab_size": V,
-            "num_target_layers": target.num_layers,
-            "max_position_embeddings": llama.max_position_embeddings,
-            "intermediate_size": llama.intermediate_size,
-            "num_attention_heads": llama.num_attention_heads,
-            "num_key_value_heads": getattr(llama, "num_key_value_heads", None) or llama.num_attention_heads,
-            "head_dim": getattr(llama, "head_dim", None) or llama.hidden_size // llama.num_attention_heads,
-            "rms_norm_eps": llama.rms_norm_eps,
-            "rope_theta": theta,
-            "rope_scaling": None if scaled == "default" else rope,
-        }
-    except Exception as error:  # each family's config refuses in its own way
-        raise UserError(f"{path}: config.json describes no decoder layer ({first_line(error)})") from error
+    llama, block = decoder_settings(source, raw if layer is None else layer, "llama", target)
+    V, Vd = llama.vocab_size, raw.get("draft_vocab_size") or llama.vocab_size
     check_same(source, target, width=raw.get("target_hidden_size") or llama.hidden_size, vocabulary=V)
     said = raw.get("eagle_config")
     nested: dict[str, Any] = said if isinstance(said, dict) else {}
-    unknown = {
-        "hidden_act": getattr(llama, "hidden_act", "silu") != "silu",
-        "rope_parameters": scaled not in SCALINGS or rope.get("partial_rotary_factor", 1) != 1,
+    unread = {
         "norm_before_fc": raw.get("norm_before_fc"),
         "eagle_config.use_aux_hidden_state": nested.get("use_aux_hidden_state") is False,
         "target_hidden_size": llama.hidden_size != target.hidden_size,
     }
-    if bad := [name for name, is_so in unknown.items() if is_so]:
-        raise UserError(f"{path}: config.json: {bad[0]}: heads with such a setting are not read here")
+    refuse_settings(source, unread)
     if "fc.weight" not in source.files:
         raise UserError(f"{path}: tensor fc.weight: expected the fusion of the target's layers, found none")
     weights = source.read()
@@ -281,8 +258,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
         raise UserError(f"{path}: {further[0]}: a head of several layers, and heads of one alone are read here")
     for name in DROPPED:
         weights.pop(name, None)
-    own = weights.get(EMBEDDING)
-    if own is not None and is_targets_own(own, target):
+    embed: Any = target.shared.embed_tokens
+    if EMBEDDING in weights and is_same_table(weights[EMBEDDING], embed.weight):
         del weights[EMBEDDING]
     sort_vocab(path, weights, V, Vd)
     config = {
@@ -297,19 +274,6 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     if Vd == V and "d2t" in source.files:
         differs.append(f"{VLLM} refuses a file with the d2t of a whole vocabulary")
     return Reading(form, config, weights, tuple(differs))
-
-
-SCALINGS = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary positions of a Llama that do not depend on the length of the text."""
-
-
-def is_targets_own(table: Tensor, target: FrozenTarget) -> bool:
-    """Return True for the target's embeddings, in whatever precision either of the two was saved."""
-    embed: Any = target.shared.embed_tokens
-    ours = embed.weight.detach().cpu()
-    if table.shape != ours.shape:
-        return False
-    return torch.equal(table.to(ours.dtype), ours) or torch.equal(ours.to(table.dtype), table)
 
 
 def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from heads.errors import UserError, first_line
@@ -148,6 +148,17 @@ def model_record(model: PreTrainedModel) -> dict[str, Any]:
     for name in ("dtype", "_name_or_path"):
         record.pop(name, None)
     return record
+
+
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's tensors under Hugging Face's names; a tied weight once."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            weights[name] = tensor.detach()
+        seen.add(id(tensor))
+    return weights
 
 
 def _own_config(target: FrozenTarget) -> Any:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heads.dflash import DFlash, DFlashConfig
+from heads.dspark import DSpark, DSparkConfig
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.medusa import Medusa, MedusaConfig
 from heads.vocab import build_vocab
@@ -49,6 +51,23 @@ def medusa(**changes: Any) -> Medusa:
     return made
 
 
+BLOCKS: dict[str, Any] = BLOCK | dict(
+    num_target_layers=LAYERS, num_layers=2, rope_theta=70_000.0, block_size=4, aux_layer_ids=(2, 4, 6), mask_token_id=5
+)
+
+
+def dflash(**changes: Any) -> DFlash:
+    """A random DFlash head of the tiny target."""
+    made: DFlash = filled(DFlash(DFlashConfig(**BLOCKS | changes)))
+    return made
+
+
+def dspark(**changes: Any) -> DSpark:
+    """A random DSpark head of the tiny target."""
+    made: DSpark = filled(DSpark(DSparkConfig(**BLOCKS | {"markov_rank": 6, **changes})))
+    return made
+
+
 def write(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], file: str = "model.safetensors"
 ) -> str:
@@ -80,3 +99,35 @@ SPECULATORS: dict[str, Any] = dict(
 def layers_0(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors under the names of a list of layers."""
     return {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+
+
+QWEN3: dict[str, Any] = BLOCK | dict(
+    model_type="qwen3", num_hidden_layers=2, layer_types=["full_attention"] * 2, hidden_act="silu", rope_theta=70_000.0,
+    attention_bias=False, attention_dropout=0.0, tie_word_embeddings=False, use_sliding_window=False, dtype="float32",
+)  # fmt: skip
+ZLAB: dict[str, Any] = QWEN3 | dict(
+    architectures=["DFlashDraftModel"], auto_map={"AutoModel": "dflash.DFlashDraftModel"}, block_size=4,
+    num_target_layers=LAYERS, dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 3, 5]),
+)  # fmt: skip
+"""config.json of a DFlash head, by z-lab and SpecForge."""
+MARKOV: dict[str, Any] = dict(
+    markov_rank=6, markov_head_type="vanilla", enable_confidence_head=True, confidence_head_with_markov=True
+)
+SPECFORGE_DSPARK: dict[str, Any] = ZLAB | dict(
+    architectures=["DSparkDraftModel"], auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+    dflash_config=ZLAB["dflash_config"] | MARKOV
+    | dict(attention_mode="gqa", projector_type="dspark", confidence_head_alpha=1.0),
+)  # fmt: skip
+DEEPSPEC: dict[str, Any] = QWEN3 | MARKOV | dict(
+    architectures=["Qwen3DSparkModel"], block_size=4, num_target_layers=LAYERS, target_layer_ids=[1, 3, 5],
+    mask_token_id=5, num_anchors=512,
+)  # fmt: skip
+SPECULATORS_DFLASH: dict[str, Any] = dict(
+    architectures=["DFlashDraftModel"], speculators_model_type="dflash", speculators_version="0.6.0", block_size=4,
+    transformer_layer_config=QWEN3, draft_vocab_size=V, aux_hidden_state_layer_ids=[2, 4, 6], mask_token_id=5,
+    sample_from_anchor=False, sliding_window_non_causal=False, target_hidden_size=None, dtype="float32",
+    speculators_config=dict(algorithm="dflash", verifier=dict(name_or_path="org/target")),
+)  # fmt: skip
+SPECULATORS_DSPARK: dict[str, Any] = SPECULATORS_DFLASH | MARKOV | dict(
+    architectures=["DSparkDraftModel"], speculators_model_type="dspark", sample_from_anchor=True
+)  # fmt: skip

@@ -310,8 +310,9 @@ def test_medusa_heads_that_do_not_fit(name: str, value: Tensor | None, target: F
     refused(read_published, write(tmp_path / "head", {"medusa_num_heads": 3}, weights), target)
 
 
-def test_a_model_that_is_no_head(target: FrozenTarget, tiny_target_dir: Path) -> None:
-    assert "eagle3" in refused(read_published, str(tiny_target_dir), target)
+def test_a_model_that_is_no_head(target: FrozenTarget, tmp_path: Path) -> None:
+    path = write(tmp_path / "encoder", {"architectures": ["BertModel"]}, {"x": torch.ones(2)})
+    assert "eagle3" in refused(read_published, path, target)
 
 
 @pytest.mark.parametrize("ours", [True, False])

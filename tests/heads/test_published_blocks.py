@@ -1,0 +1,230 @@
+"""DFlash and DSpark heads in other projects' forms, and plain models, draft what the same weights draft in ours, and
+whatever does not fit is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.checkpoint import load_head, save_head, target_record
+from heads.draft_block import DraftBlockHead
+from heads.published import is_published, open_any, read_published, start_from
+from heads.registry import build_head
+from heads.target.frozen import FrozenTarget, load_target
+from tests.conftest import make_tiny_tokenizer
+from tests.heads.published_heads import (
+    DEEPSPEC,
+    SPECFORGE_DSPARK,
+    SPECULATORS_DFLASH,
+    SPECULATORS_DSPARK,
+    ZLAB,
+    D,
+    V,
+    dflash,
+    dspark,
+    write,
+)
+from tests.heads.test_published import Change, drafts_equal, refused, set_in, transposed
+
+FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
+    "z-lab": (dflash, ZLAB),
+    "DeepSpec": (dspark, DEEPSPEC),
+    "SpecForge's DSpark": (dspark, SPECFORGE_DSPARK),
+    "speculators' DFlash": (dflash, SPECULATORS_DFLASH),
+    "speculators' DSpark": (dspark, SPECULATORS_DSPARK),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+def tables(target: FrozenTarget) -> dict[str, Tensor]:
+    """The target's own, as other projects save them beside a head."""
+    embed: Any = target.shared.embed_tokens
+    return {"embed_tokens.weight": embed.weight.bfloat16(), "lm_head.weight": target.lm_head_weight}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_is_read_as_its_project_meant_it(form: str, target: FrozenTarget, tmp_path: Path) -> None:
+    make, config = FORMS[form]
+    head = make()
+    path = write(tmp_path / "head", config, {**head.to_checkpoint(), **tables(target)})
+    assert is_published(path)
+    found = read_published(path, target)
+    drafts_equal(found, head, target)
+    assert found.origin.form == form.replace("z-lab", "DFlash").replace("DeepSpec", "DSpark").replace(
+        "SpecForge's DSpark", "DSpark"
+    )
+    assert bool(found.origin.differs) is (form not in ("z-lab", "DeepSpec"))  # of these two engines load the files
+
+
+LAST = {"mask_token_id": 5, "target_layer_ids": [1, 3, 7]}
+ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
+    ("block size inside", {}, {"block_size": None, "dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}, False),
+    ("default layers", {"aux_layer_ids": (2, 6)}, {"dflash_config": {"mask_token_id": 5}}, False),
+    ("rope", {}, {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, False),
+    ("causal", {"causal": True}, {"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, True),
+    ("last", {"aux_layer_ids": (2, 4, 8)}, {"dflash_config": LAST}, True),
+    ("dtype", {}, {"dtype": None, "torch_dtype": "float32", "num_target_layers": None}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "config", "differs"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
+def test_oddities_of_a_dflash_head(
+    settings: dict[str, Any], config: dict[str, Any], differs: bool, target: FrozenTarget, tmp_path: Path
+) -> None:
+    head = dflash(**settings)
+    found = read_published(write(tmp_path / "head", ZLAB | config, head.to_checkpoint()), target)
+    drafts_equal(found, head, target)
+    assert bool(found.origin.differs) is differs
+
+
+def test_confidence_that_does_not_look_at_the_token_before(target: FrozenTarget, tmp_path: Path) -> None:
+    head = dspark()
+    assert head.confidence_head is not None
+    with torch.no_grad():
+        head.confidence_head.proj.weight[:, D:] = 0
+    weights = head.to_checkpoint()
+    weights["confidence_head.proj.weight"] = weights["confidence_head.proj.weight"][:, :D]
+    config = DEEPSPEC | {"confidence_head_with_markov": False}
+    drafts_equal(read_published(write(tmp_path / "head", config, weights), target), head, target)
+
+
+def test_a_head_without_confidence(target: FrozenTarget, tmp_path: Path) -> None:
+    head = dspark(confidence_weight=0.0)
+    config = DEEPSPEC | {"enable_confidence_head": False}
+    drafts_equal(read_published(write(tmp_path / "head", config, head.to_checkpoint()), target), head, target)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, tmp_path: Path) -> None:
+    make, config = FORMS[form]
+    found = read_published(write(tmp_path / "head", config, make().to_checkpoint()), target)
+    save_head(found, tmp_path / "ours", target=target_record(target))
+    drafts_equal(load_head(tmp_path / "ours"), found, target)
+    record = json.loads((tmp_path / "ours/config.json").read_text())
+    del record["draftsmith"]
+    (tmp_path / "ours/config.json").write_text(json.dumps(record))
+    again = read_published(str(tmp_path / "ours"), target)
+    drafts_equal(again, found, target)
+    assert again.origin.differs == ()
+
+
+def set_inside(**changes: Any) -> Change:
+    return lambda config, weights: config.update(dflash_config=config["dflash_config"] | changes)
+
+
+BAD: dict[str, tuple[Change, str]] = {
+    "missing": (lambda config, weights: weights.pop("hidden_norm.weight"), "hidden_norm.weight"),
+    "extra": (lambda config, weights: weights.update(strange=torch.ones(2)), "strange"),
+    "renamed": (lambda config, weights: weights.update(gone=weights.pop("norm.weight")), "gone"),
+    "transposed": (transposed("layers.1.mlp.down_proj.weight"), "layers.1.mlp.down_proj.weight"),
+    "fusion transposed": (transposed("fc.weight"), "fc.weight"),
+    "not finite": (lambda config, weights: weights["norm.weight"].fill_(torch.nan), "norm.weight"),
+    "more layers than said": (set_in(num_hidden_layers=1, layer_types=["full_attention"]), "layers.1."),
+    "embeddings of its own": (
+        lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(V, D)}), "embed_tokens.weight"
+    ),
+    "width": (set_in(hidden_size=64), "width"),
+    "vocabulary": (set_in(vocab_size=256), "vocabulary"),
+    "depth": (set_in(num_target_layers=36), "number of layers 36"),
+    "layers": (set_inside(target_layer_ids=[1, 9, 33]), "layers"),
+    "count of layers": (set_inside(target_layer_ids=[1, 3]), "fc.weight"),
+    "order of layers": (set_inside(target_layer_ids=[3, 1, 5]), "ascending"),
+    "mask outside the embedding": (set_inside(mask_token_id=V), "mask_token_id: expected an id below 128"),
+    "no mask": (set_inside(mask_token_id=None), "mask_token_id"),
+    "no block size": (set_in(block_size=None), "block_size"),
+    "block of one": (set_in(block_size=1), "block_size"),
+    "sliding windows": (set_in(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    "biases": (set_in(attention_bias=True), "attention_bias"),
+    "scaled positions": (set_in(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters"),
+    "convolutions": (set_inside(conv_kernel_size=2, conv_group_size=16), "conv_kernel_size"),
+    "selector": (set_inside(selector_rank=256, selector_top_k=16), "selector_rank"),
+    "Domino": (set_inside(projector_type="domino"), "projector_type"),
+    "DFlash2": (set_in(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+    "architectures": (set_in(architectures=5), "config.json"),
+    "no object": (set_in(dflash_config=[1]), "config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_dflash_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
+    config, weights = dict(ZLAB), {key: value.clone() for key, value in dflash().to_checkpoint().items()}
+    change, words = BAD[name]
+    change(config, weights)
+    path = write(tmp_path / "head", config, weights)
+    text = refused(read_published, path, target)
+    assert path in text and words in text
+
+
+BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "Markov head": (DEEPSPEC, {"markov_head_type": "gated"}, "markov_head_type"),
+    "no Markov head": (DEEPSPEC, {"markov_rank": 0}, "markov_rank"),
+    "rank": (DEEPSPEC, {"markov_rank": 7}, "confidence_head.proj.weight"),
+    "anchor": (SPECULATORS_DSPARK, {"sample_from_anchor": False}, "sample_from_anchor"),
+    "Gemma's": (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
+    "draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "draft_vocab_size"),
+    "layers": (SPECULATORS_DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 9]}, "layers"),
+    "unknown": (SPECULATORS_DSPARK, {"speculators_model_type": "dspark2"}, "DSparkDraftModel"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DSPARK)
+def test_a_dspark_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
+    config, changes, words = BAD_DSPARK[name]
+    path = write(tmp_path / "head", config | changes, dspark().to_checkpoint())
+    text = refused(read_published, path, target)
+    assert path in text and words in text
+
+
+@pytest.mark.parametrize("form", ["z-lab", "DeepSpec"])
+def test_training_starts_from_a_head(form: str, target: FrozenTarget, tmp_path: Path) -> None:
+    make, config = FORMS[form]
+    head = make()
+    path = write(tmp_path / "head", config, head.to_checkpoint())
+    kind = head.__class__.__name__.lower()
+    made = start_from(path, kind, {"num_anchors": 3, "gamma": 2.0, "block_size": 4}, target)
+    assert (made.config.num_anchors, made.config.gamma) == (3, 2.0)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in head.state_dict().items())
+    for key, value in {"block_size": 5, "num_layers": 3, "aux_layer_ids": [1, 2, 3], "mask_token_id": 6}.items():
+        assert f"head.{key}: " in refused(start_from, path, kind, {key: value}, target)
+
+
+@pytest.fixture(scope="module")
+def model_dir(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model of the target's tokenizer, with tied embeddings."""
+    folder = tmp_path_factory.mktemp("small-model")
+    fresh = {"num_hidden_layers": 2, "hidden_size": 16, "tie_word_embeddings": True}
+    model: Any = build_head("draft", {"fresh": fresh}, target, torch.ones(V)).model
+    model.save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_plain_model_is_a_draft(model_dir: Path, target: FrozenTarget) -> None:
+    expected = build_head("draft", {"path": str(model_dir)}, target, torch.ones(V))
+    assert is_published(str(model_dir))
+    found = open_any(str(model_dir), target)
+    drafts_equal(found, expected, target)
+    assert found.origin.form == "language model" and list(found.origin.files) == ["model.safetensors"]
+    made = start_from(str(model_dir), "draft", {"loss": "labels"}, target)
+    assert made.config.loss == "labels"
+
+
+def test_a_plain_model_of_another_tokenizer_is_refused(model_dir: Path, target: FrozenTarget, tmp_path: Path) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    record = json.loads((tmp_path / "tokenizer.json").read_text())
+    ids = record["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(record))
+    assert "its tokenizer is not that of" in refused(read_published, str(tmp_path), target)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    refused(read_published, str(tmp_path), target)
