@@ -7,7 +7,7 @@ import pytest
 
 from eval import bench, chat
 from eval.command import exit_status
-from tests.heads.published_heads import RAW, eagle3, medusa, write
+from tests.heads.published_heads import DEEPSPEC, RAW, dspark, eagle3, medusa, write
 
 
 def run(*arguments: str) -> int:
@@ -39,10 +39,12 @@ def test_published_heads_are_measured_on_the_target_that_is_named(
     assert origin["form"] == "raw EAGLE-3" and origin["files"] == {"model.safetensors": found["head"]["sha256"]}
     assert origin["differs"][0] in said and origin["differs"][0] in (file.parent / "report.html").read_text()
     options[-1] = f"--out={tmp_path}/several"
-    assert run(raw, f"{pickled}/medusa_lm_head.pt", "lookup:2", *options) == 0
+    spark = write(tmp_path / "dspark", DEEPSPEC, dspark().to_checkpoint())
+    assert run(raw, f"{pickled}/medusa_lm_head.pt", spark, str(tiny_target_dir), "lookup:2", *options) == 0
     (file,) = (tmp_path / "several").rglob("compare.json")
     heads = {head["kind"]: head["origin"] for head in json.loads(file.read_text())["heads"]}
     assert heads["lookup"] is None and list(heads["medusa"]["files"]) == ["medusa_lm_head.pt"]
+    assert heads["dspark"]["form"] == "DSpark" and heads["draft"]["form"] == "language model"
     capsys.readouterr()
     words = [raw, f"--target={tiny_target_dir}", "--prompt=the sea", "--max-new-tokens=8", "--tree=chain:2"]
     assert exit_status(lambda: chat.main(words)) == 0

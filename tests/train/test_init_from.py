@@ -1,13 +1,14 @@
 """Training from a head that is there already."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from heads.checkpoint import load_head
-from tests.heads.published_heads import RAW, eagle3, write
+from tests.heads.published_heads import DEEPSPEC, RAW, ZLAB, dflash, dspark, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
 from train.entry import attempt
 from train.recipe import load_recipe
@@ -37,6 +38,20 @@ def test_a_run_from_a_published_head_and_one_from_that_run(small: Settings, writ
     assert attempt("eagle", [str(folder / "recipe.yaml"), "output_dir=" + str(folder.parent / "again")]) == 0
     words = [str(write_recipe(small)), "output_dir=" + str(folder.parent / "from-run"), f"head.init_from={folder}"]
     assert attempt("eagle", words) == 0
+
+
+@pytest.mark.parametrize(("kind", "config", "make"), [("dflash", ZLAB, dflash), ("dspark", DEEPSPEC, dspark)])
+def test_a_run_from_a_published_block_head(
+    kind: str, config: Settings, make: Any, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    path = write(tmp_path / kind, config, make().to_checkpoint())
+    small["head"] = {"kind": kind, "num_anchors": 8, "init_from": path}
+    small["eval"]["tree"] = "chain:3"
+    assert attempt(kind, [str(write_recipe(small))]) == 0
+    saved = load_file(Path(small["output_dir"]) / "checkpoints/step-2/head.safetensors")
+    for name, value in make().state_dict().items():
+        torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
+    assert not torch.equal(saved["fc.weight"], make().fc.weight)
 
 
 @pytest.mark.parametrize("setting", ["head.draft_vocab_size=64", "head.fc_norm=true", "head.init_from=nothing/here/at"])
