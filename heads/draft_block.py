@@ -18,8 +18,8 @@ cache slots, E of them shown, H heads, d head dimension.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from heads.target.aux_layers import aux_scales, check_aux_layer_ids, spread_laye
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget, block_settings, check_one_width
 from heads.target.mask_token import mask_token
-from heads.tree import MOST_NODES, Proposal, TreeShape, check_width
+from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, is_chain
 
 EXPONENTIAL, D_PACE = "exponential", "d_pace"
 MOST_LAYERS = 64
@@ -258,6 +258,10 @@ class DraftBlockHead(nn.Module, DraftHead):
         """Logits (..., V) of a block's row for the token behind `previous` (...)."""
         return logits
 
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
+        """`Proposal.confidence` (B, K) of the draft tokens behind `previous` (B, K), from states (B, K, D)."""
+        return None
+
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         blocks = draw_blocks(batch.loss_mask, batch.documents, self.config.num_anchors)
         slots, valid = (x.flatten(0, 1) for x in blocks.labels(batch.loss_mask, batch.documents, self.depth))  # (M, K)
@@ -377,22 +381,23 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
-        logits = state.lm_head(self.draft_states(state))  # (B, K, V)
+        states = self.draft_states(state)
+        logits = state.lm_head(states)  # (B, K, V)
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
             given: Tensor = state.head.conditioned(logits[:, level, None], tokens)
             return given.expand(-1, tokens.shape[1], -1)
 
         first = state.head.conditioned(logits[:, :1], state.root[:, None])
-        return grow(state.shape, state.root, state.length, first, pick, expand, None, state.backend.select)
+        proposal = grow(state.shape, state.root, state.length, first, pick, expand, None, state.backend.select)
+        if not is_chain(state.shape):
+            return proposal
+        return replace(proposal, confidence=state.head.confidence(states, proposal.tokens[:, :-1]))
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
         """The layers and the output head are read once to draft, what makes the context's keys once to extend."""
-        width = state.lm_head.product.weight_bytes
-        layers: Any = self.layers
-        keys = sum(
-            p.numel() for layer in layers for p in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight)
-        )
+        width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)
+        keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
         V = self.config.vocab_size
         return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)

@@ -113,3 +113,9 @@ class DSpark(DraftBlockHead):
     def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
         markov = self.markov_head
         return logits + markov.markov_w2(markov.markov_w1(previous).to(logits.dtype))  # type: ignore[no-any-return]
+
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
+        if self.confidence_head is None:
+            return None
+        latent = self.markov_head.markov_w1(previous)
+        return self.confidence_head(states, latent).float().sigmoid()  # type: ignore[no-any-return]

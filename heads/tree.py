@@ -60,6 +60,9 @@ class Proposal:
     expanded: Tensor | None = None
     """(B, N) int64: the index of each node among those that `grow` expanded, in order; -1 for the root and nodes that
     were not expanded. None for a chain, where node j is number j - 1, and the last is not expanded."""
+    confidence: Tensor | None = None
+    """(B, K) float32, of a chain: the head's estimate of how likely each draft token is accepted if those before it
+    are. It depends on the tokens drafted before that one alone. None from heads that make no estimate."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,22 @@ grows, the machine slows down): where the cost of the current one changes, the o
 same factor until they are measured again. And a round costs no more than one that drafts more: where the clock says
 otherwise, something else held up the cheaper one.
 
-The choice depends on past rounds and on the clock, never on the round to come. Under the rule `match` it cannot change
-a token. Under the rules that compare two distributions it keeps the target's distribution too, by induction from the
-last round backwards: a round of any shape, continued by draws from the target, is a draw from the target, and the noise
-of a round is keyed by its root's position, which no earlier round of the request had. But that holds only as long as no
-two requests share a seed, because the choice carries the effect of one request's noise into rounds of the next; and the
-text would depend on the clock, so that none could be repeated. Those rules are therefore refused:
-`eval.runtime.sampling.check_adaptive`.
+Where a head says of each draft token how likely it is accepted (`heads.tree.Proposal.confidence`), a round verifies its
+chain only so far as
+
+    P(accepted up to here) > seconds that one more token takes to verify * tokens a second
+
+which is the most tokens a second in the long run. A token that was left out counts as one that was refused, so that the
+candidate is judged by what it gives. The confidence is scaled by what came of it so far. The decision on a token knows
+the tokens drafted before it and no more, so that what is verified is still a draw from the draft's distribution.
+
+The choice of a candidate depends on past rounds and on the clock, never on the round to come. Under the rule `match` it
+cannot change a token. Under the rules that compare two distributions it keeps the target's distribution too, by
+induction from the last round backwards: a round of any shape, continued by draws from the target, is a draw from the
+target, and the noise of a round is keyed by its root's position, which no earlier round of the request had. But that
+holds only as long as no two requests share a seed, because the choice carries the effect of one request's noise into
+rounds of the next; and the text would depend on the clock, so that none could be repeated. Those rules are therefore
+refused: `eval.runtime.sampling.check_adaptive`.
 """
 
 from collections.abc import Sequence
@@ -114,6 +123,43 @@ class Cost:
         return self.seconds / before if settled else 1.0
 
 
+@dataclass
+class Slope:
+    """Running estimate of the seconds that one more token adds to a round, by the line through rounds of different
+    lengths."""
+
+    weight: float = 0.0
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(4))
+    """Of length, seconds, length * length, and length * seconds."""
+
+    def add(self, length: float, seconds: float, rounds: int) -> None:
+        """Add `rounds` of `seconds` each; old ones decay."""
+        fade = max(1 - rounds / EVIDENCE, 0.0)
+        self.weight = self.weight * fade + rounds
+        self.sums = self.sums * fade + rounds * np.array([length, seconds, length**2, length * seconds])
+
+    def estimate(self, guess: float) -> float:
+        """Return the slope, with `guess` as the prior, worth lengths that vary by one token."""
+        if not self.weight:
+            return guess
+        length, seconds, square, product = self.sums / self.weight
+        variance = square - length**2
+        return max(float((product - length * seconds + guess) / (variance + 1)), 0.0)
+
+
+@dataclass
+class Calibration:
+    """Running ratio of the draft tokens that were accepted to the number that the head foresaw."""
+
+    kept: float = 1.0
+    foreseen: float = 1.0
+
+    def add(self, kept: float, foreseen: float) -> None:
+        """Add the counts of some rounds; old ones decay."""
+        fade = max(1 - foreseen / EVIDENCE, 0.0)
+        self.kept, self.foreseen = self.kept * fade + kept, self.foreseen * fade + foreseen
+
+
 class Span(NamedTuple):
     """Rounds with one draft between two polls by the host."""
 
@@ -123,6 +169,10 @@ class Span(NamedTuple):
     """Number of tokens tested at each depth, in all rows."""
     kept: Sequence[int] = ()
     """Number of tokens accepted at each depth."""
+    length: float | None = None
+    """Mean number of draft tokens verified, where that is decided by the draft."""
+    foreseen: float = 0.0
+    """Number of tested tokens that the head foresaw to be accepted."""
 
 
 @dataclass
@@ -143,6 +193,8 @@ class Controller:
         known = {kind: Acceptance([0.0] * depth, [0.0] * depth) for kind in kinds}
         self.acceptance = [known[kind] for kind in kinds]
         self.costs = [Cost() for _ in self.shapes]
+        self.slopes = [Slope() for _ in self.shapes]
+        self.calibration = Calibration()
         self.rounds = [0] * len(self.shapes)
         self.last_tried = [0] * len(self.shapes)
         self.spans: list[Span] = []  # not yet learnt from
@@ -156,6 +208,21 @@ class Controller:
     def none(self) -> int:
         """Index of the candidate that drafts nothing."""
         return len(self.shapes) - 1
+
+    def length(self, confidence: np.ndarray) -> int:
+        """Return the number of draft tokens to verify of chains with this confidence (B, K): at least one, and none
+        behind the first that is not worth it."""
+        ratio = self.calibration.kept / self.calibration.foreseen
+        reached = np.minimum(confidence * ratio, 1).cumprod(1).mean(0)
+        return max(int((reached > self.price()).cumprod().sum()), 1)
+
+    def price(self) -> float:
+        """Return the tokens that the time to verify one more token of a chain is worth."""
+        candidate, plain = self.candidate, self.costs[self.none].seconds
+        if plain is None or self.costs[candidate].seconds is None:
+            return 0.0
+        guess = max(self.seconds(candidate) - plain, 0.0) / self.shapes[candidate].depth
+        return self.slopes[candidate].estimate(guess) * self.speed(candidate)
 
     def note(self, span: Span) -> None:
         """Add the results of the current candidate, and choose the next."""
@@ -179,9 +246,15 @@ class Controller:
             untested = [0] * (len(self.acceptance[candidate].tested) - depth)
             self.acceptance[candidate].add([*span.tested, *untested], [*span.kept, *untested])
             self.stay_tests += span.tested[0]
+            if span.length is not None:
+                self.calibration.add(sum(span.kept), span.foreseen)
         if not self.fresh:
             self.measured = True
-            factor = self.costs[candidate].add(span.seconds / span.rounds, span.rounds)
+            seconds = span.seconds / span.rounds
+            if span.length is not None:
+                usual = self.costs[candidate].seconds or seconds
+                self.slopes[candidate].add(span.length, min(seconds, OUTLIER * usual), span.rounds)
+            factor = self.costs[candidate].add(seconds, span.rounds)
             for other in range(len(self.costs)):
                 known = self.costs[other].seconds
                 if other != candidate and known is not None:

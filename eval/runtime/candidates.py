@@ -11,7 +11,7 @@ before they are needed.
 Letters: B rows, K depth, R rounds of a span, S tokens kept of each row, M of them read at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from eval.runtime.adaptive import Controller, Span, candidates
 from eval.runtime.round import Decoder
 from heads.backends.torch.commit import RoundState
 from heads.base import Observation, Pick
-from heads.tree import ROOT_ONLY, Proposal, TreeShape, parse_shape
+from heads.tree import ROOT_ONLY, Proposal, TreeShape, is_chain, parse_shape
 
 PENDING = 64
 """Number of tokens that a head reads at once: a power of two."""
@@ -149,6 +149,25 @@ class Candidates:
         self.candidates = [self._candidate(decoder, shape) for shape in shapes]
         self.controller = Controller(shapes)
         self.before = torch.zeros_like(decoder.state.rounds)
+        self.chains = {
+            depth: self._candidate(decoder, parse_shape(f"chain:{depth}")) for depth in range(1, decoder.shape.depth)
+        }
+        """Decoders for the chains that are verified in part, by their length."""
+        self.confidences: list[tuple[int, Tensor]] = []
+        """Of each round since `begin`: the tokens verified, and the confidence (B, K) of the draft."""
+
+    def shorten(self, decoder: Decoder, proposal: Proposal) -> tuple[Decoder, Proposal]:
+        """`Decoder.shorten`, by the draft's confidence and the controller's measured times."""
+        if proposal.confidence is None:
+            return decoder, proposal
+        live = ~decoder.state.done
+        rows = proposal.confidence[live] if bool(live.any()) else proposal.confidence
+        length = self.controller.length(rows.numpy())
+        self.confidences.append((length, proposal.confidence))
+        if length == decoder.shape.depth:
+            return decoder, proposal
+        parts = (proposal.tokens, proposal.parents, proposal.depths, proposal.scores)
+        return self.chains[length], Proposal(*(part[:, : length + 1].contiguous() for part in parts))
 
     def _candidate(self, decoder: Decoder, shape: TreeShape) -> Decoder:
         drafts = shape is not ROOT_ONLY
@@ -160,6 +179,8 @@ class Candidates:
             head_state=replace(decoder.head_state, shape=shape) if drafts else None,
             rule=make_rule("match", shape, decoder.sampling, decoder.backend),
             update=decoder.backend.commit(decoder.state, decoder.update.eos, shape.depth),
+            # A graph holds a whole round, and on a device the host would wait for the draft.
+            shorten=self.shorten if decoder.backend.on_host and is_chain(shape) and shape.depth > 1 else None,
         )
 
     @property
@@ -172,6 +193,7 @@ class Candidates:
         """Return the candidate of the next rounds, at most PENDING of them, ready to run. Pending tokens are counted
         here, on the host."""
         candidate, pending = self.candidates[self.controller.candidate], self.paused.pending
+        self.confidences.clear()
         if candidate is not self.idle:
             self.paused.catch_up()
             self.before.copy_(candidate.state.rounds)
@@ -183,16 +205,27 @@ class Candidates:
     def end(self, rounds: int, seconds: float) -> str:
         """Report the results of these rounds to the controller. Return the name of their draft."""
         candidate = self.candidates[self.controller.candidate]
-        outcomes = () if candidate is self.idle else self._outcomes(candidate, rounds)
-        self.controller.note(Span(rounds, seconds, *outcomes))
+        if candidate is self.idle:
+            self.controller.note(Span(rounds, seconds))
+        else:
+            self.controller.note(self._outcomes(candidate, rounds, seconds))
         return str(candidate.shape)
 
-    def _outcomes(self, candidate: Decoder, rounds: int) -> Sequence[list[int]]:
-        """Return, by depth, the tokens tested in the last rounds and the tokens accepted."""
+    def _outcomes(self, candidate: Decoder, rounds: int, seconds: float) -> Span:
+        """Return the last rounds, with the tokens tested and accepted at each depth. A token behind an accepted one
+        counts as tested even if it was not verified."""
         state = candidate.state
         indices = self.before[:, None] + torch.arange(rounds, device=self.before.device)  # (B, R)
         depth = torch.arange(1, candidate.shape.depth + 1, device=indices.device)
         took_part = (indices < state.rounds[:, None])[..., None]
-        counts = [record.gather(1, indices)[..., None] >= depth for record in (state.reached, state.accepted)]
-        tested, kept = torch.stack([(count & took_part).sum(dim=(0, 1)) for count in counts]).tolist()
-        return tested, kept
+        reached, accepted = (record.gather(1, indices)[..., None] for record in (state.reached, state.accepted))
+        kept = (accepted >= depth) & took_part  # (B, R, K)
+        tested = (reached >= depth) & took_part
+        length, foreseen = None, 0.0
+        if self.confidences:
+            lengths = torch.tensor([verified for verified, _ in self.confidences])
+            length = float(lengths.double().mean())
+            foreseen = float((torch.stack([made for _, made in self.confidences], 1) * tested).sum())
+            tested |= (accepted == lengths[:, None]) & (depth == lengths[:, None] + 1) & took_part
+        tests, passes = torch.stack([tested.sum(dim=(0, 1)), kept.sum(dim=(0, 1))]).tolist()
+        return Span(rounds, seconds, tests, passes, length, foreseen)

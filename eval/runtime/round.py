@@ -178,6 +178,9 @@ class Decoder:
     zeros: Tensor  # (B, 1) int64
     pinned: int = 1
     """Number of nodes of a plain step, all but the root of them padding."""
+    shorten: "Callable[[Decoder, Proposal], tuple[Decoder, Proposal]] | None" = None
+    """Leave out the part of a draft that is not worth verifying: what is left, and the decoder for drafts of that
+    size. By the draft alone, each token by those before it."""
 
     @property
     def depth(self) -> int:
@@ -186,9 +189,16 @@ class Decoder:
 
     def round(self, extent: int, mark: Mark = lambda phase: None) -> None:
         """Advance every row that is not done; attention sees `extent` slots, at least length + N of every row."""
-        state, shape = self.state, self.shape
         proposal = self.propose()
+        decoder = self
+        if self.shorten is not None:
+            decoder, proposal = self.shorten(self, proposal)
         mark("draft")
+        decoder.judge(proposal, extent, mark)
+
+    def judge(self, proposal: Proposal, extent: int, mark: Mark) -> None:
+        """Verify drafts of this decoder's shape, accept and commit."""
+        state, shape = self.state, self.shape
         reads = self.step.decoder.reads_masks or self.rule.needs_distribution
         above = ancestors(proposal.parents, shape.depth) if reads and not is_chain(shape) else None
         features = self.step.verify(proposal, above, state.length, extent, self.depth)

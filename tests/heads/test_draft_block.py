@@ -390,6 +390,18 @@ def test_each_method_reads_the_rows_that_it_is_trained_on() -> None:
             new_state(head, batch, f"chain:{head.depth + 1}")
 
 
+def test_confidence_of_a_chain_is_that_of_training_at_what_was_drafted() -> None:
+    head, batch = make_head("dspark"), make_batch([[20], [20]])
+    assert isinstance(head, DSpark) and head.confidence_head is not None
+    state = seen(head, batch, "chain:4", [9, 14])
+    proposal = head.propose(state, greedy)
+    logits = head.beside(head.draft_states(state), proposal.tokens[:, :-1])["confidence"]
+    assert proposal.confidence is not None
+    torch.testing.assert_close(proposal.confidence, logits.sigmoid().float())
+    assert head.propose(seen(head, batch, "tree:2x2x4", [9, 14]), greedy).confidence is None
+    assert make_head("dflash").propose(seen(make_head("dflash"), batch, "chain:3", [9, 14]), greedy).confidence is None
+
+
 def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None:
     """In every node of a tree: its score is the sum of the conditioned log q along its path."""
     head, batch = make_head("dspark"), make_batch([[20]])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eval.runtime.adaptive import LONGEST_INTERVAL, Controller, Span, candidates
@@ -171,6 +172,67 @@ def test_a_head_that_turns_good_again_is_found(shape: str) -> None:
     assert world.controller.current == 0
     world.run(16000)
     assert 7000 / (world.seconds - before) > 1.8
+
+
+@dataclass
+class Foreseen(World):
+    """Rounds of a head that knows how hard the text is: each token is accepted with probability `good` or `bad`, by
+    turns of chance, and the head says `scale` times that."""
+
+    good: float = 0.95
+    bad: float = 0.25
+    scale: float | None = 1.0
+    """None: the head says nothing."""
+
+    def run(self, tokens: int) -> "Foreseen":
+        while self.tokens < tokens * self.batch_size:
+            controller = self.controller
+            shape = controller.shapes[controller.candidate]
+            sizes = (self.batch_size, shape.depth)
+            chance = [[self.chance.choice((self.good, self.bad)) for _ in range(sizes[1])] for _ in range(sizes[0])]
+            said = self.scale is not None and shape.depth > 1
+            length = controller.length(np.array(chance) * (self.scale or 0)) if said else shape.depth
+            draft = self.cost(shape) - self.level * shape.depth
+            seconds = (draft + self.level * length) * (1 + self.noise * self.chance.random())
+            tested, kept, foreseen = [0] * shape.depth, [0] * shape.depth, 0.0
+            for row in chance:
+                self.tokens += 1
+                for k in range(shape.depth):
+                    tested[k] += 1
+                    foreseen += (self.scale or 0) * row[k] * (k < length)
+                    if k == length or self.chance.random() >= row[k]:
+                        break
+                    kept[k] += 1
+                    self.tokens += 1
+            self.plain_seconds += PLAIN * (1 + self.noise / 2)
+            self.seconds += seconds
+            self.candidates[str(shape)] += 1
+            more = (length, foreseen) if said else ()
+            controller.note(Span(1, seconds, tested, kept, *more))
+        return self
+
+
+@pytest.mark.parametrize("level", [0.15, 0.3])
+@pytest.mark.parametrize("scale", [1.0, 0.6])
+def test_confidence_saves_the_time_to_verify_what_will_be_refused(scale: float, level: float) -> None:
+    """Even if the head says too little: what came of it so far corrects that."""
+    silent, told = (
+        Foreseen("chain:7", lambda *at: 0.0, level, scale=said).run(8000).against_plain() for said in (None, scale)
+    )
+    assert told > 1.04 * silent
+
+
+def test_confidence_that_says_nothing_costs_nothing() -> None:
+    silent, told = (
+        Foreseen("chain:7", lambda *at: 0.0, 0.05, good=0.8, bad=0.8, scale=said).run(8000).against_plain()
+        for said in (None, 1.0)
+    )
+    assert told > 0.97 * silent
+
+
+def test_a_useless_head_with_confidence_is_left_alone() -> None:
+    world = Foreseen("chain:7", lambda *at: 0.0, 0.15, good=0.02, bad=0.02).run(4000)
+    assert world.against_plain() > 0.96
 
 
 def test_an_outlier_moves_nothing() -> None:

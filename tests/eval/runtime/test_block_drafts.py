@@ -1,18 +1,23 @@
 """Blocks of DFlash and DSpark under the rules that need q: the distribution of what comes out, by enumeration."""
 
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from eval.runtime.acceptance import Rejection
+from eval.runtime.adaptive import Controller
 from heads.backends.selection import TORCH
+from heads.backends.torch.sampling import RowSampling
 from heads.base import Observation, SharedLayers
 from heads.dflash import DFlash, DFlashConfig
 from heads.draft_block import DraftBlockHead
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
-from tests.eval.runtime.test_rejection import EXACT, distance, outcome
+from tests.eval.runtime.test_rejection import EXACT, distance, draws_of, outcome
 from tests.heads.small_heads import BLOCK_SIZES
 
 D, V = 8, 3
@@ -71,3 +76,58 @@ def test_what_comes_out_has_the_targets_distribution(
     distribution, tokens = outcome(drafted, every_draw, tree, rule)
     assert distance(drafted, distribution, tree) < EXACT
     assert 1 < tokens <= tree.depth + 1
+
+
+class Priced(Controller):
+    """A controller to whom a token is always worth the same."""
+
+    def price(self) -> float:
+        return 0.25
+
+
+def shortened_outcome(drafted: Drafted, every_draw: Any, rule: str, *, peeks: bool) -> tuple[Tensor, set[int]]:
+    """The distribution of what comes out of chains of 3 that are verified only so far as the confidence says, and the
+    lengths that there were. `peeks`: the confidence in a token knows the token."""
+    K, whole = 3, parse_shape("chain:3")
+    pick = every_draw(draws_of(whole), V, replace=False)
+    proposal, prefixes = drafted.grow(whole, pick, len(pick.ways))
+    assert proposal.confidence is not None
+    confidence = proposal.confidence.detach().numpy()
+    if peeks:
+        confidence = np.where(proposal.tokens[:, 1:].numpy() == 1, 0.9, 0.1)
+    controller = Priced([whole, parse_shape("none")])
+    lengths = torch.tensor([controller.length(row[None]) for row in confidence])
+    total = torch.zeros(V ** (K + 1), dtype=torch.float64)
+    for length in lengths.unique().tolist():
+        ways, nodes = (lengths == length).nonzero()[:, 0], slice(0, length + 1)
+        fields = (proposal.tokens, proposal.parents, proposal.depths, proposal.scores)
+        part = Proposal(*(field[ways, nodes] for field in fields))
+        sampling = RowSampling(len(ways))
+        sampling.temperature.fill_(1.0)
+        judging = Rejection(rule, parse_shape(f"chain:{length}"), sampling)
+        judging.draws.distributions = [level[ways] for level in pick.distributions[:length]]
+        own = prefixes[ways, nodes]
+        verdict = judging.weigh(part, drafted.toy.at(own, part.depths))
+        for passed in product([False, True], repeat=length):
+            tests = torch.tensor([True, *passed]).expand(len(ways), -1)
+            weight = pick.weight[ways] * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
+            accepted, path = judging.decide(tests, part, None)
+            end = path.gather(1, accepted[:, None])
+            rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0] * weight[:, None]
+            for n in range(length + 1):
+                made = torch.zeros(V**n, V, dtype=torch.float64)
+                made.index_add_(
+                    0, own.gather(1, end)[:, 0] % V**n, torch.where(accepted == n, 1.0, 0.0)[:, None] * rest
+                )
+                total += drafted.toy.complete(made.flatten(), K + 1)
+    return total, set(lengths.tolist())
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block"])
+def test_chains_shortened_by_confidence_keep_the_targets_distribution(rule: str, toy: Any, every_draw: Any) -> None:
+    """By the confidence of a token, which knows those before it alone; one that knew the token would not."""
+    shape, drafted = parse_shape("chain:3"), Drafted(toy(V, 4, 7), make_head("dspark"))
+    distribution, lengths = shortened_outcome(drafted, every_draw, rule, peeks=False)
+    assert len(lengths) > 1
+    assert distance(drafted, distribution, shape) < EXACT
+    assert distance(drafted, shortened_outcome(drafted, every_draw, rule, peeks=True)[0], shape) > 1e-3

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from tests.small_targets import open_engine
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=3))
-KINDS = ("eagle3", "mtp", "medusa", "draft", "lookup", "early_exit")
+KINDS = ("eagle3", "mtp", "medusa", "draft", "lookup", "early_exit", "dspark")
 
 
 @dataclass
@@ -33,6 +34,9 @@ class Restless(Controller):
         if self.chance.random() < 0.5:
             self.spans.clear()
             self._change_to(self.chance.randrange(len(self.shapes)))
+
+    def length(self, confidence: np.ndarray) -> int:
+        return min(self.chance.randrange(1, 5), confidence.shape[1])
 
 
 def make_restless(engine: Engine, block: int, room: int) -> Engine:
@@ -52,6 +56,7 @@ def make_head(kind: str, target: FrozenTarget) -> Any:
         "eagle3": {"aux_layer_ids": [1, 2, 3]},
         "draft": {"layers": [0, 2]},
         "mtp": {"num_modules": 2, "depth": 3},
+        "dspark": {"aux_layer_ids": [1, 2], "num_layers": 2, "markov_rank": 4, "block_size": 4, "mask_token_id": 5},
     }
     head = build_head(kind, known.get(kind, {}), target, torch.ones(target.vocab_size))
     return head.to(target.dtype)
