@@ -174,6 +174,8 @@ class DraftHead(Drafter, Protocol):
     complete. What a recipe leaves out follows the target, and stands here."""
     depth_weights: tuple[float, ...]
     """The weight of each depth in the training loss, K of them."""
+    weighs_rows: bool = False
+    """True if `loss` gives `HeadLoss.weight`, by which a step divides its gradients."""
 
     @classmethod
     def for_target(cls, settings: Any, target: FrozenTarget, token_counts: Tensor) -> Self:

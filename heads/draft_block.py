@@ -146,8 +146,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
         self.depth = config.block_size - self.first_row
-        self.pace = config.weights == D_PACE
-        self.depth_weights = tuple(1.0 if self.pace else math.exp(-k / config.gamma) for k in range(self.depth))
+        self.weighs_rows = config.weights == D_PACE
+        self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(self.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
@@ -218,7 +218,7 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     def loss_scale(self, counts: Tensor) -> Tensor:
         weights = counts.new_tensor(self.depth_weights)
-        return torch.ones_like(weights) if self.pace else weights / (weights * counts).sum().clamp(min=1)
+        return torch.ones_like(weights) if self.weighs_rows else weights / (weights * counts).sum().clamp(min=1)
 
     def unroll(self, batch: Batch, blocks: Blocks, rows: int) -> Tensor:
         """(B, N, R, D): the states of blocks of `rows`, after the final norm."""
@@ -278,7 +278,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             target_logits=batch.shared.lm_head,
             weights=scale,
             terms=self.terms,
-            pace=self.pace,
+            pace=self.weighs_rows,
             confidence_weight=self.confidence_weight,
         )
         beside = self.beside(states, batch.tokens.flatten()[before])
@@ -290,7 +290,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             "overlap": found.overlap.sum(0),
         }
         metrics = {name: value.float() for name, value in metrics.items()}
-        return HeadLoss(found.loss, found.sums, metrics, found.weight if self.pace else None)
+        return HeadLoss(found.loss, found.sums, metrics, found.weight if self.weighs_rows else None)
 
     @torch.no_grad()
     def foresees(self, batch: Batch, depth: int) -> Tensor:

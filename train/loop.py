@@ -34,7 +34,7 @@ from train.measuring import Evaluation, Measured
 from train.opening import Run
 from train.optim import lr_factor
 from train.recipe import Recipe, Train, plain_settings
-from train.step import Stepper
+from train.step import Stepper, check_mode
 from train.trained import Trained
 
 
@@ -62,6 +62,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         print_line(contention(accelerator.device))
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+    check_mode(unfilled, accelerator.distributed_type)
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
     outcome = Outcome(recipe, target, tokenizer)
     record = tracker.record = plain_settings(recipe)

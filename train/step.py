@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
@@ -25,6 +26,15 @@ from train.recipe import Train
 from train.trained import Trained
 
 SEED_STRIDE = 1_000_003
+
+
+def check_mode(head: DraftHead, mode: DistributedType) -> None:
+    """Refuse heads whose gradients a step divides in a mode of launch that does not hand them out."""
+    if head.weighs_rows and mode == DistributedType.DEEPSPEED:
+        raise UserError(
+            "head.weights: d_pace divides a step's gradients, which DeepSpeed does not hand out; use exponential, or "
+            "launch without DeepSpeed"
+        )
 
 
 class Stepper:
@@ -93,10 +103,6 @@ class Stepper:
 
     def _divide_gradients(self, weight: Tensor) -> None:
         """Divide the step's gradients by the weight () of its rows, of all processes."""
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise UserError(
-                "head.weights: d_pace divides a step's gradients, which DeepSpeed does not hand out; use exponential"
-            )
         if self.accelerator.num_processes > 1:
             weight = self.accelerator.reduce(weight, reduction="sum")
         for parameter in self.model.parameters():

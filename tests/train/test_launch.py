@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from heads.errors import UserError
+from tests.heads.published_heads import dflash
 from train.fast_dtype import fastest_dtype
 from train.launch import make_accelerator
 from train.recipe import Train
+from train.step import check_mode
 
 SETTINGS = Train(max_steps=1)
 
@@ -29,6 +32,13 @@ def test_wrong_launches(environment: dict[str, str], fault: str, monkeypatch: py
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=fault):
         make_accelerator(SETTINGS)
+
+
+def test_deepspeed_does_not_hand_out_the_gradients_that_d_pace_divides() -> None:
+    check_mode(dflash(), DistributedType.DEEPSPEED)
+    check_mode(dflash(weights="d_pace"), DistributedType.MULTI_GPU)
+    with pytest.raises(UserError, match=r"head\.weights: d_pace .* use exponential"):
+        check_mode(dflash(weights="d_pace"), DistributedType.DEEPSPEED)
 
 
 def test_the_recipe_decides_precision_and_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
