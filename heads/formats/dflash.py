@@ -269,7 +269,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "draft_vocab_size": own.get("draft_vocab_size") not in (None, qwen.vocab_size),
             "is_neox_style": own.get("is_neox_style") is False,
             "causal": spark and own.get("causal"),
-            "sample_from_anchor": bool(own.get("sample_from_anchor", spark)) is not spark,
+            # speculators' first DSpark heads knew no such field, and did not.
+            "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
             "markov_head_type": spark and own.get("markov_head_type", "vanilla") != "vanilla",

@@ -168,6 +168,7 @@ BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no Markov head": (DEEPSPEC, {"markov_rank": 0}, "markov_rank"),
     "rank": (DEEPSPEC, {"markov_rank": 7}, "confidence_head.proj.weight"),
     "anchor": (SPECULATORS_DSPARK, {"sample_from_anchor": False}, "sample_from_anchor"),
+    "anchor, early": (SPECULATORS_DSPARK, {"sample_from_anchor": None}, "sample_from_anchor"),
     "Gemma's": (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
     "draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "draft_vocab_size"),
     "layers": (SPECULATORS_DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 9]}, "layers"),
