@@ -88,6 +88,7 @@ def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     return {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(config, target, dtype),
+        "is_causal": config.causal,
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": left_layer_ids(config),
@@ -189,6 +190,10 @@ class BlockForm:
                 faults.append(
                     "config.json: confidence_head_with_markov: the confidence head reads the Markov head's state"
                 )
+        causal = own.get("causal")
+        read = config.get("is_causal", None if reader == SGLANG else causal)  # vLLM falls back on the other
+        if bool(read) is not bool(causal):
+            faults.append(f"config.json: is_causal: expected {bool(causal)}, found {read!r}: another head would run")
         mask, ids = own.get("mask_token_id"), own.get("target_layer_ids")
         if type(mask) is not int or not 0 <= mask < config["vocab_size"]:
             faults.append(f"config.json: {where}mask_token_id: expected an id of the embedding, found {mask!r}")
@@ -259,6 +264,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
     spark = kind == DSPARK_KIND
+    causal = bool(own.get("causal") if own.get("is_causal") is None else own["is_causal"])
     refuse_settings(
         source,
         {
@@ -268,7 +274,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "target_hidden_size": width != qwen.hidden_size,
             "draft_vocab_size": own.get("draft_vocab_size") not in (None, qwen.vocab_size),
             "is_neox_style": own.get("is_neox_style") is False,
-            "causal": spark and own.get("causal"),
+            "use_gemma_norm": own.get("use_gemma_norm"),
+            "causal": spark and causal,
             # speculators' first DSpark heads knew no such field, and did not.
             "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
@@ -299,7 +306,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
         if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
             weights[name] = pad(weights[name], (0, rank))
     else:
-        config["causal"] = bool(own.get("causal"))
+        config["causal"] = causal
     form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
     return Reading(form, config, weights, tuple(block_misread(source, config)))
 
@@ -346,9 +353,11 @@ def block_misread(source: Source, config: Mapping[str, Any]) -> list[str]:
         said.append(f"{SGLANG} never captures the output of the last layer")
     if 0 in config["aux_layer_ids"]:
         said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
-    if config.get("causal"):
-        said.append(f"{SGLANG} does not read causal: another head would run")
+    if config.get("causal") and not raw.get("is_causal"):
+        said.append(f"{SGLANG} reads no causal but is_causal beside the other fields: another head would run")
     if "transformer_layer_config" in raw:
+        if "causal" in config and raw.get("sliding_window_non_causal") is False:
+            said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")
         return [*said, f"{SGLANG} does not read speculators' form"]
     if "DSparkDraftModel" in raw["architectures"]:
         said.append(f"{VLLM} takes a DSparkDraftModel for DeepSeek-V4's: Qwen3DSparkModel is its name of this one")

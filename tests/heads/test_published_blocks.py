@@ -70,6 +70,7 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("default layers", {"aux_layer_ids": (2, 6)}, {"dflash_config": {"mask_token_id": 5}}, False),
     ("rope", {}, {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, False),
     ("causal", {"causal": True}, {"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, True),
+    ("is causal", {"causal": True}, {"is_causal": True}, False),
     ("last", {"aux_layer_ids": (2, 4, 8)}, {"dflash_config": LAST}, True),
     ("dtype", {}, {"dtype": None, "torch_dtype": "float32", "num_target_layers": None}, False),
 ]  # fmt: skip

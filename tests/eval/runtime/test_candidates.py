@@ -36,7 +36,7 @@ class Restless(Controller):
             self._change_to(self.chance.randrange(len(self.shapes)))
 
     def length(self, confidence: np.ndarray) -> int:
-        return min(self.chance.randrange(1, 5), confidence.shape[1])
+        return min(self.chance.randrange(1, 5), len(confidence[0]))
 
 
 def make_restless(engine: Engine, block: int, room: int) -> Engine:
