@@ -130,7 +130,7 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                 probs.append(logq[token].exp().detach())
             reached = [math.prod(0.5 + 0.5 * float(q) for q in probs[: k + 1]) for k in range(len(probs))]
             for k, loss in enumerate(losses):
-                weight = sum(reached[k:]) if head.pace else math.exp(-k / config.gamma)
+                weight = sum(reached[k:]) if head.weighs_rows else math.exp(-k / config.gamma)
                 weighted = weighted + weight * loss * torch.eye(K)[k]
                 weights[k] += weight
                 plain[k] += loss.detach()
@@ -158,7 +158,7 @@ def test_loss_and_gradients_equal_the_plain_formula(kind: str, changes: dict[str
     found = head.loss(batch, head.loss_scale(head.counts(batch.loss_mask, batch.documents).double()))
     found.loss.backward()
     divisor = 1.0 if found.weight is None else float(found.weight)
-    assert (found.weight is None) == (not head.pace)
+    assert (found.weight is None) == (not head.weighs_rows)
     torch.testing.assert_close(
         found.loss.detach() / divisor, (weighted.sum() / weights.sum()).detach(), rtol=1e-6, atol=0
     )
@@ -199,7 +199,7 @@ def small_chunks(head: DraftBlockHead, batch: Batch, scale: Tensor, chunk: int |
         target_logits=batch.shared.lm_head,
         weights=scale,
         terms=head.terms,
-        pace=head.pace,
+        pace=head.weighs_rows,
     )
     return block_loss(states, lm_head(batch), task, chunk=chunk)
 
