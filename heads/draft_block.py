@@ -283,12 +283,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         )
         beside = self.beside(states, batch.tokens.flatten()[before])
         found = block_loss(states, batch.shared.lm_head_weight, task, **beside)
-        metrics = {
-            "correct": found.correct.sum(0),
-            "accepted": found.correct.cumprod(1).sum(0),
-            "chains": valid.sum(0),
-            "overlap": found.overlap.sum(0),
-        }
+        metrics = {"correct": found.correct.sum(0), "accepted": found.correct.cumprod(1).sum(0)}
+        metrics |= {"chains": valid.sum(0), "overlap": found.overlap.sum(0)}
         metrics = {name: value.float() for name, value in metrics.items()}
         return HeadLoss(found.loss, found.sums, metrics, found.weight if self.weighs_rows else None)
 
