@@ -109,6 +109,16 @@ def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: 
     assert all(verdict.faults[0].startswith("hidden_norm.weight") for verdict in verdicts(folder).values())
 
 
+def test_causality_is_said_where_each_engine_reads_it(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "dflash", block_size=5, num_layers=2, causal=True)
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+    change_config(folder, lambda c: c.pop("is_causal"))
+    found = verdicts(folder)
+    assert serving(found) == {VLLM} and "is_causal" in found[SGLANG].reason
+    change_config(folder, lambda c: c.update(is_causal=False))
+    assert serving(verdicts(folder)) == set()
+
+
 @pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
 def test_an_eagle3_head_is_what_every_reader_loads(
     settings: dict[str, Any], target: FrozenTarget, tmp_path: Path
