@@ -41,7 +41,7 @@ class Batch:
 
     tokens: Tensor  # (B, T) int64
     loss_mask: Tensor  # (B, T) bool, indexed by the label: True where token x_t is to be predicted
-    positions: Tensor  # (B, T) int64, counted from the start of each document
+    positions: Tensor  # (B, T) int64, counted from the start of each document, which may lie in another row
     documents: Tensor  # (B, T) int64, the number of the document in its row; -1 = padding
     embeddings: Tensor  # (B, T, D) the target's input embeddings of `tokens`
     aux_hidden_states: Tensor  # (B, T, L * D) the auxiliary hidden states, side by side, ascending

@@ -235,7 +235,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             rotation(positions, config.head_dim, config.rope_theta, x.dtype)
             for positions in (batch.positions, own_positions)
         )
-        sight = Sight(blocks.starts(batch.positions), anchors, rows, T, self.causal)
+        sight = Sight(blocks.starts(batch.documents), anchors, rows, T, self.causal)
         attends = [self.attend_in_training(layer, context, known, sight) for layer in self.layers]
         return self.run(x, own, attends).view(B, N, rows, -1)
 

@@ -134,6 +134,14 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fresh_data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is tokenised already, as an earlier version of the code would have done it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path_factory.mktemp("data-cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random 8-layer Llama: hidden 32, 4 heads over 2 key-value heads, 128 tokens, context 512."""

@@ -28,7 +28,7 @@ from heads.formats.base import ENGINES
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.frozen import load_target, load_tokenizer
-from train.data.chats import encode_chat
+from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe

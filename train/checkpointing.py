@@ -22,12 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from eval.files import is_full_disk
+from eval.files import begin_folder, is_full_disk, temporary_of, whole_folder
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
 from train.averages import Sums
 from train.launch import SHARDED, on_main
-from train.run_folder import begin_folder, temporary_of, whole_folder
 
 Say = Callable[[str], None]
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"

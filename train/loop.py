@@ -31,7 +31,7 @@ from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import load_recipe_target, on_main
 from train.measuring import Evaluation, Measured
-from train.opening import Run
+from train.opening import Run, open_reader
 from train.optim import lr_factor
 from train.recipe import Recipe, Train, plain_settings
 from train.step import Stepper, check_mode
@@ -76,9 +76,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         check_adapter(recipe.target.adapter, target, unfilled, accelerator)
 
     # Data
-    mixture, samples = load_data(
-        recipe.data, seed, unfilled, target, tokenizer, run.folder.path, accelerator, tracker.say, tracker.answering
-    )
+    reader = open_reader(recipe.data, tokenizer, run)
+    mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path, tracker.answering)
     del unfilled  # the run has no room for a second head
 
     # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.

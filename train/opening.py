@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
 from train.checkpointing import begun_in
+from train.data.loading import Data, has_date
+from train.data.reader import Reader
+from train.data.sources import Rendering
 from train.interrupts import Interrupts
 from train.launch import die_with_launcher, make_accelerator, on_main
 from train.recipe import Recipe
@@ -40,3 +44,9 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
         finally:
             tracker.finish(code=1)  # nothing is left to finish where all went well
             folder.unlock()
+
+
+def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
+    """The reader of a run's sources. A chat template that writes the date sees the day on which the run began."""
+    day = on_main(run.accelerator, run.folder.first_day) if has_date(data, tokenizer) else None
+    return Reader(Rendering(tokenizer, data.template, day), run.accelerator, run.tracker.say)

@@ -253,6 +253,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
             useless["data", name, "seed"] = f"at data.{name}.temperature 0"
     if recipe.head.kind != "draft":
         useless["data", "on_policy"] = f"with head.kind {recipe.head.kind}: only a draft model writes text"
+    if all(source.kind != "chat" for source in recipe.data.sources):
+        useless["data", "template"] = "without a source of kind chat"
     for n, source in enumerate(recipe.data.sources):
         if source.weight is None or len(recipe.data.sources) == 1:
             useless["data", "sources", n, "weight"] = "with one source"

@@ -1,19 +1,19 @@
 """The run directory: its files, its lock, and writes that are complete or absent."""
 
 import fcntl
+import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from eval.benchmark.environment import device_facts, versions
-from eval.files import check_folder, sync_folder, write_json, write_text
+from eval.files import check_folder, write_json, write_text
 from eval.reporting.card import check_card
-from heads.errors import UserError, shown
+from heads.errors import UserError, first_line, shown
 from heads.target.frozen import FrozenTarget
 from train.recipe import dump_recipe
 from train.strict_yaml import read_settings
@@ -44,6 +44,7 @@ class RunFolder:
         self.head = path / "head"
         self.metrics = path / "metrics.jsonl"
         self.provenance = path / "provenance.json"
+        self.data = path / "data.json"
         self.results = path / "results.json"
         self.card = path / "README.md"
         self._lock: int | None = None
@@ -83,6 +84,18 @@ class RunFolder:
                     path.rmdir()
         os.close(self._lock)
         self._lock = None
+
+    def first_day(self) -> date:
+        """The date on which a run in this folder first read its data."""
+        if not self.data.is_file():
+            write_json(self.data, {"date": str(date.today())})
+        try:
+            return date.fromisoformat(json.loads(self.data.read_bytes())["date"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(
+                f"{self.data}: does not say on which day the run began ({first_line(error)}); restore it, or name "
+                "another output_dir"
+            ) from None
 
     def check_recipe(self, record: dict[str, Any]) -> None:
         """Refuse to go on with a run that was begun with other settings than those of `record`, a recipe's plain
@@ -151,35 +164,6 @@ def differences(old: Any, new: Any, key: tuple[str, ...] = ()) -> Iterator[tuple
             yield from differences(old.get(name), new.get(name), (*key, str(name)))
     elif old != new:
         yield key, old, new
-
-
-def temporary_of(final: Path) -> Path:
-    """The folder in which `final` is written until it is whole."""
-    return final.with_name(f".{final.name}.tmp")
-
-
-def begin_folder(final: Path) -> None:
-    """Make the temporary folder of `final`, empty."""
-    shutil.rmtree(temporary_of(final), ignore_errors=True)
-    temporary_of(final).mkdir(parents=True)
-
-
-@contextmanager
-def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
-    """A temporary folder that becomes `final` if all goes well, and vanishes if not. `begun`: it is there already."""
-    temporary = temporary_of(final)
-    if not begun:
-        begin_folder(final)
-    try:
-        yield temporary
-        sync_folder(temporary)
-        if final.exists():  # a broken one of the same step: only now that its successor is whole
-            shutil.rmtree(final)
-        temporary.replace(final)
-        sync_folder(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _shown(value: Any) -> str:

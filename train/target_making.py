@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.benchmark.metrics import is_loop
-from eval.files import check_folder, write_text
+from eval.files import check_folder, whole_folder, write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import load_target
@@ -27,7 +27,6 @@ from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tok
 from train.launch import make_accelerator, on_main
 from train.optim import Paired
 from train.recipe import Train
-from train.run_folder import whole_folder
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 
 CONTEXT = 512

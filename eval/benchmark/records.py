@@ -5,7 +5,9 @@ Every fault is named by file and line. A conversation is `messages`, `conversati
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import hashlib
 import json
 import re
 import zlib
@@ -13,7 +15,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from eval.files import is_file, read_given
 from heads.errors import UserError, first_line, shown
@@ -30,6 +32,12 @@ JSON_FILES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FORMS = ".jsonl, .json, .jsonl.gz, .json.gz, .parquet or .txt file"
 BLANK = re.compile(r"\s*")
 DECODER = json.JSONDecoder()
+CHUNK = 1 << 20
+"""Bytes of an array that are read at a time, until they hold a whole record."""
+ROWS = 256
+"""Rows of a Parquet file that are held at a time."""
+CUT_SHORT = 16
+"""A fault this near to the end of what is read may be that the rest is not read yet."""
 
 CONVERSATIONS = ("messages", "conversations")
 QUESTIONS = ("instruction", "question", "prompt")
@@ -48,15 +56,42 @@ def read_hub(called: str, /, **arguments: Any) -> Iterator[Record]:
     said, beside which `arguments` may hold a `name` of their own."""
     from datasets import load_dataset  # only what is not a file here needs the network and a second of imports
 
+    number = 0
     try:
-        table = load_dataset(**arguments)
+        for record in load_dataset(**arguments):
+            number += 1
+            yield f"{called}:{number}", dict(record)
     except Exception as error:  # no such data set, no network, no such split, a broken file: each its own kind
         reason = first_line(error)
+        where = f", broken off after record {number}" if number else ""
         raise UserError(
-            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}); "
+            f"{called}: no data set that can be loaded, split {arguments['split']} ({reason}{where}); "
             "without a network, name a file"
         ) from None
-    return ((f"{called}:{number}", dict(record)) for number, record in enumerate(table, start=1))
+
+
+def content_hash(path: str, *, split: str = "train") -> str:
+    """A hash that changes with the records that `read_records` gives."""
+    if is_file(path):
+        try:
+            with Path(path).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); expected a {FORMS}") from None
+    _check_hub_name(path)
+    from datasets import load_dataset_builder
+
+    try:
+        return f"{load_dataset_builder(path).hash} {split}"
+    except Exception as error:  # as above
+        raise UserError(
+            f"{path}: no data set that can be loaded ({first_line(error)}); without a network, name a file"
+        ) from None
+
+
+def _check_hub_name(path: str) -> None:
+    if Path(path).is_absolute() or path.count("/") > 1 or Path(path).suffix or is_here(path):
+        raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
 
 
 def _read(path: str, split: str) -> Iterator[Record]:
@@ -73,9 +108,12 @@ def _read(path: str, split: str) -> Iterator[Record]:
         if name.endswith(".parquet"):
             return _read_parquet(file)
         raise UserError(f"{path}: expected a {FORMS}")
-    if file.is_absolute() or path.count("/") > 1 or file.suffix or is_here(path):
-        raise UserError(f"{path}: no such file; expected a {FORMS}, or a hub data set")
-    return read_hub(path, path=path, split=split)
+    _check_hub_name(path)
+    from datasets import config
+
+    # A stream needs the network, and knows no parts of splits.
+    streaming = not config.HF_HUB_OFFLINE and split.isidentifier()
+    return read_hub(path, path=path, split=split, streaming=streaming)
 
 
 def _read_json(file: Path) -> Iterator[Record]:
@@ -84,7 +122,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not found and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                    yield from _read_array(file, line + lines.read())
+                    yield from _read_array(file, line, lines)
                     return
                 if line.strip():
                     found = True
@@ -98,29 +136,83 @@ def _read_json(file: Path) -> Iterator[Record]:
         raise UserError(f"{file}: the file is empty; expected one JSON record a line")
 
 
-def _read_array(file: Path, data: bytes) -> Iterator[Record]:
-    """The records of an array, parsed one by one: only its text is held whole."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: expected UTF-8 text ({error.reason} at byte {error.start} of the array)") from None
+class _Text:
+    """The text of a file from `at` on, of which little more than one record is held."""
 
-    def skip_blank(at: int) -> int:
-        return BLANK.match(text, at).end()  # type: ignore[union-attr]  # matches nothing, too
+    def __init__(self, file: Path, opening: bytes, rest: IO[bytes]) -> None:
+        self.file, self.rest, self.text, self.at = file, rest, "", 0
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.bytes, self.ended = 0, False
+        """Bytes decoded, and whether the file is read to its end."""
+        self.lines = self.columns = 0
+        """What is dropped: newlines, and characters of the line that `text` begins in."""
+        self._decode(opening)
 
-    count, at = 0, skip_blank(text.index("[") + 1)
-    while text[at : at + 1] != "]":
+    def more(self) -> None:
+        """Read on, as much as is held already, and drop what stands before `at`."""
+        dropped, held = self.text[: self.at], self.text[self.at :]
+        *lines, last = dropped.split("\n")
+        self.lines, self.columns = self.lines + len(lines), len(last) + (0 if lines else self.columns)
+        self.text, self.at = held, 0
+        self._decode(self.rest.read(max(CHUNK, len(held))))
+
+    def _decode(self, data: bytes) -> None:
+        self.ended = not data
+        try:
+            self.text += self.decoder.decode(data, final=self.ended)
+        except UnicodeDecodeError as error:
+            at = self.bytes + error.start
+            raise UserError(f"{self.file}: expected UTF-8 text ({error.reason} at byte {at} of the array)") from None
+        self.bytes += len(data)
+
+    def next_character(self) -> str:
+        """The character after blanks, at which `at` then stands; none at the end of the file."""
+        while True:
+            self.at = BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # matches nothing, too
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.more()
+
+    def record(self) -> tuple[Any, bool]:
+        """The JSON value at `at`, and whether it is written with escapes. ValueError or RecursionError for none."""
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                begun = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - CUT_SHORT
+                if not begun or self.ended:
+                    error.colno += self.columns if error.lineno == 1 else 0
+                    error.lineno += self.lines
+                    raise
+                self.more()
+                continue
+            if end < len(self.text) or self.ended:  # a number goes on, perhaps
+                escaped, self.at = "\\u" in self.text[self.at : end], end
+                return value, escaped
+            self.more()
+
+
+def _read_array(file: Path, opening: bytes, rest: IO[bytes]) -> Iterator[Record]:
+    """The records of an array, parsed one by one as they are read."""
+    text = _Text(file, opening, rest)
+    text.next_character()
+    text.at += 1
+    count = 0
+    while (character := text.next_character()) != "]":
         if count > 0:
-            if text[at : at + 1] != ",":
+            if character != ",":
                 raise UserError(f"{file}: expected a comma or ] after record {count} of the array")
-            at = skip_blank(at + 1)
-        count, begin = count + 1, at
+            text.at += 1
+            text.next_character()
+        count += 1
         place = f"{file}: record {count}"
-        record, at = _parse(place, lambda: DECODER.raw_decode(text, begin))  # noqa: B023 - called at once
-        yield place, _check(place, record, escaped="\\u" in text[begin:at])
-        at = skip_blank(at)
-    if rest := text[at + 1 :].strip():
-        raise UserError(f"{file}: expected the end of the file after the array, got {shown(rest)}")
+        record, escaped = _parse(place, text.record)
+        yield place, _check(place, record, escaped=escaped)
+    text.at += 1
+    if text.next_character():
+        raise UserError(
+            f"{file}: expected the end of the file after the array, got {shown(text.text[text.at :].strip())}"
+        )
     if count == 0:
         raise UserError(f"{file}: the array is empty; expected JSON records")
 
@@ -150,20 +242,19 @@ def _check(place: str, record: Any, *, escaped: bool) -> dict[str, Any]:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
-    from datasets import Dataset
-    from datasets.utils import logging
+    from pyarrow import ArrowException, parquet
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # it says of a broken file what is raised here anyway
+    number = 0
     try:
-        table = Dataset.from_parquet(str(file))
-    except Exception as error:  # pyarrow and datasets raise many kinds for a broken file
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=ROWS):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{file}: row {number}", record
+    except (ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable Parquet file ({first_line(error)}); fetch it again") from None
-    finally:
-        logging.set_verbosity(level)
-    if len(table) == 0:
+    if number == 0:
         raise UserError(f"{file}: the file holds no rows; expected one record a row")
-    return ((f"{file}: row {number}", dict(record)) for number, record in enumerate(table, start=1))
 
 
 class RecordError(UserError):

@@ -22,9 +22,12 @@ class Blocks:
     anchors: Tensor  # (B, N) int64, the slot of each root
     live: Tensor  # (B, N) bool; False for a block without an anchor, which stands at slot 0 and has no labels
 
-    def starts(self, positions: Tensor) -> Tensor:
-        """(B, N) int64: the first slot of each root's document; positions (B, T) count from there."""
-        return self.anchors - positions.gather(1, self.anchors)
+    def starts(self, documents: Tensor) -> Tensor:
+        """(B, N) int64: the first slot of each root's document, documents (B, T)."""
+        slots = torch.arange(documents.shape[1], device=documents.device)
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        return (slots * begins).cummax(1).values.gather(1, self.anchors)
 
     def labels(self, loss_mask: Tensor, documents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The slots of the tokens that each block predicts, (B, N, K) int64, clamped to the row, and (B, N, K) bool:

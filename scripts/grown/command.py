@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from eval.benchmark.loading import load_pair
-from eval.files import check_folder
+from eval.files import check_folder, whole_folder
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import SHAPES, ModelShape
 from scripts.grown.target import Growth, grow_llama, shape_of
-from train.run_folder import whole_folder
 
 CHECKED_TOKENS = 64
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}

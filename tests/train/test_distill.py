@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,6 +13,7 @@ from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from tests.chats import reader_of
 from tests.faults import signal_at
 from tests.runs import Settings, WriteRecipe, same, the_error, weights
 from tests.runs import train_in as run
@@ -169,8 +169,7 @@ def test_samples_are_the_drafts_own_and_are_learnt_from(
     data, tokenizer = load_recipe(recipe).data, load_tokenizer(target.name)
     head: Any = build_head("draft", {"layers": [0, 7]}, target, torch.ones(128))
     head.load_state_dict(weights(folder, 4))
-    accelerator = Accelerator(cpu=True)
-    _, written = load_data(data, 0, head, target, tokenizer, folder, accelerator, print, print)
+    _, written = load_data(data, 0, head, target, reader_of(tokenizer), folder, print)
     assert written is not None
     pool = written.mixture(4).pools[0]
     rows = [pool.row(n).tokens[0] for n in range(len(pool))]

@@ -16,8 +16,8 @@ from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.encoder_decoder import give_template
 from heads.target.frozen import load_tokenizer
+from tests.chats import encode_chat
 from tests.runs import Settings, WriteRecipe, audit, lines, train
-from train.data.chats import encode_chat
 
 WORDS = ["the sea", "ten birds in the den", "a stone", "trees on the sand", "there it is", "read on", "so", "no end"]
 

@@ -186,6 +186,7 @@ from train.entry import run_entry
 from heads.errors import UserError
 
 rank, make_batch = os.environ["RANK"], step.make_batch
+os.environ["LOCAL_RANK"] = "0"
 os.chdir(f"machine-{rank}")
 
 def make(*arguments):

@@ -15,7 +15,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.packing import Document
+from train.data.corpus import Document
 from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Progress = Callable[[int, int, int], None]

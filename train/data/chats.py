@@ -1,70 +1,142 @@
-"""Conversations as token ids with a label mask, by rendering the tokenizer's own chat template turn by turn.
+"""Conversations as token ids with a label mask, from the chat template's own text.
 
-What the template adds around an answer is never guessed. The prompt of turn i is the template over the turns before it,
-with the generation prompt; the answer is what the template over the turns up to i adds to that. A template that
-rewrites earlier turns (one that drops the reasoning of past answers) gives every answer a document of its own, as the
-model sees it when it answers.
+What the template adds around an answer is never guessed. The prompt of turn i is the template's text of the turns
+before it, with the opening of an answer; the answer is what the text of the turns up to i adds to that. Where each of
+these texts begins the next, the last holds them all: it alone is tokenised, and the answers are found in it by the
+offsets of its tokens. A template that rewrites earlier turns (one that drops the reasoning of past answers) gives every
+answer a document of its own, as the model sees it when it answers.
 
-Templates differ in how they want the arguments of a tool call: as a mapping, or as JSON text. The first form in which
-the template renders the calls of a conversation is taken.
+Offsets tell what the turns' own tokens would only where a token begins at each of the bounds: then no merge has crossed
+one. Every other conversation is tokenised turn by turn.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmark.records import Message, RecordError, apply_template
-from heads.errors import UserError, shown
-from train.data.packing import Document
+from eval.benchmark.records import Message, RecordError
+from train.data.corpus import Document
+from train.data.templates import ChatTemplate
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a turn in which records keep the reasoning that precedes an answer."""
+REASONING_END = "</think>"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer of a conversation, as the template writes it."""
+
+    before: Sequence[Message]
+    """The turns that it answers."""
+    prompt: str
+    """The text up to the answer, its opening included."""
+    whole: str
+    """The text of the conversation that ends with this answer."""
+    marked: tuple[int, int] | None
+    """The part of `whole` that the template marks as the answer, in characters, if it marks any."""
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The part of `whole` that is the answer, in characters; None where only tokens can tell."""
+        if self.marked is not None:
+            return self.marked
+        return (len(self.prompt), len(self.whole)) if self.whole.startswith(self.prompt) else None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation with the turns that are trained on."""
+
+    turns: Sequence[Turn]
+    place: str
+    tools: Any = None
+
+    def __len__(self) -> int:
+        """Characters of the texts that are held."""
+        return sum(len(turn.prompt) + len(turn.whole) for turn in self.turns)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterator[Document]:
     """Plain text with the special tokens the tokenizer itself adds, closed by end-of-text; every token is a label."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for start in range(0, len(texts), 256):
-        for ids in tokenizer(list(texts[start : start + 256]), return_attention_mask=False, verbose=False)["input_ids"]:
-            whole = np.array(ids if end and ids[-1:] == end else [*ids, *end], dtype=np.int32)
-            yield Document(whole, np.ones(len(whole), dtype=np.bool_))
+    for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else ():
+        whole = np.array(ids if end and ids[-1:] == end else [*ids, *end], dtype=np.int32)
+        yield Document(whole, np.ones(len(whole), dtype=np.bool_))
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, place: str = "conversation", **options: Any
-) -> list[Document]:
-    """Documents of a conversation whose labels are the assistant's answers; none if it holds no answer. `options`:
-    those of the template, `chat_template` in place of the tokenizer's own and `tools`.
+def read_conversation(
+    template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None, last_only: bool = False
+) -> Conversation:
+    """Render the answers of a conversation, or only its last. RecordError for one that cannot be trained on."""
+    messages = template.prepared(messages, place=place, tools=tools)
+    answers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = []
+    for turn in answers[-1:] if last_only else answers:
+        before, until = messages[:turn], messages[: turn + 1]
+        prompt = template.render(before, place=place, tools=tools, answer_next=True)
+        whole = template.render(until, place=place, tools=tools)
+        marked = template.generated(until, tools=tools)
+        # A template may mark an answer in parts, or none of the answers that call tools: then the prompt tells.
+        found = Turn(before, prompt, whole, marked[-1] if len(marked) == answers.index(turn) + 1 else None)
+        for reasoning in _reasoning(messages[turn]):
+            start, stop = found.span or (0, len(whole))
+            if reasoning not in whole[start:stop]:
+                raise RecordError(
+                    f"{place}: the chat template drops the reasoning of turn {turn + 1}, which the target would "
+                    "write; give the source a chat_template that keeps it, or records without",
+                    "with reasoning that the chat template drops",
+                )
+        turns.append(found)
+    return Conversation(turns, place, tools)
 
-    One document, unless the template renders a turn differently once others follow. RecordError for a conversation that
-    cannot be trained on.
-    """
-    options["place"] = place
-    messages = _prepared(tokenizer, messages, options)
+
+def encode_conversations(
+    template: ChatTemplate, conversations: Sequence[Conversation]
+) -> Iterator[list[Document] | RecordError]:
+    """The documents of each conversation, whose labels are its answers, or the reason why it has none."""
+    tokenizer = template.tokenizer
+    groups = [_joined(conversation.turns) if tokenizer.is_fast else None for conversation in conversations]
+    encodings = iter(_encodings(tokenizer, [turns[-1].whole for found in groups for turns in found or ()]))
+    for conversation, found in zip(conversations, groups, strict=True):
+        # Each takes its encodings before it looks at any, so that the next one finds its own.
+        pairs = [(turns, next(encodings)) for turns in found or ()]
+        labelled = [_labelled(turns, encoding, tokenizer.eos_token_id) for turns, encoding in pairs]
+        documents = [document for document in labelled if document is not None]
+        try:
+            told = found is not None and len(documents) == len(found)
+            yield documents if told else encode_turn_by_turn(template, conversation)
+        except RecordError as error:
+            yield error
+
+
+def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> list[Document]:
+    """The documents of a conversation by the tokens of each turn's own texts. RecordError where they do not tell."""
+    tokenizer, place = template.tokenizer, conversation.place
     ids: list[int] = []
     labels: list[bool] = []
     documents: list[Document] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _render(tokenizer, messages[:turn], options, answer_next=True)
-        whole = _render(tokenizer, messages[: turn + 1], options)
+    for turn in conversation.turns:
+        prompt, whole = _ids(tokenizer, turn.prompt), _ids(tokenizer, turn.whole)
         start = _common_prefix(prompt, whole)
-        if start < len(prompt) and start < len(_render(tokenizer, messages[:turn], options)):
-            raise RecordError(
-                f"{place}: the chat template rewrites what stands before the answer of turn {turn + 1}, so its labels "
-                "cannot be found; give the source a chat_template that only appends",
-                "rewritten by the chat template",
-            )
+        if start < len(prompt):
+            before = template.render(turn.before, place=place, tools=conversation.tools)
+            if start < len(_ids(tokenizer, before)):
+                raise RecordError(
+                    f"{place}: the chat template rewrites what stands before the answer of turn "
+                    f"{len(turn.before) + 1}, so its labels cannot be found; give the source a chat_template that only "
+                    "appends",
+                    "rewritten by the chat template",
+                )
         if whole[: len(ids)] != ids:
             documents.append(_document(ids, labels))
             ids, labels = [], []
-        # Between the last answer and this one stands the prompt: seen, never a label. What a template adds after the
-        # end of the turn (ChatML's newline) is never generated either.
-        end = next(
-            (n + 1 for n in range(len(whole) - 1, start - 1, -1) if whole[n] == tokenizer.eos_token_id), len(whole)
-        )
+        # Between the last answer and this one stands the prompt: seen, never a label.
+        end = _answer_end(whole, start, len(whole), tokenizer.eos_token_id)
         labels = labels + [False] * (start - len(labels))
         labels += [n < end for n in range(len(labels), len(whole))]
         ids = whole
@@ -72,82 +144,74 @@ def encode_chat(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, place: str = "conversation", **options: Any
+    template: ChatTemplate, messages: Sequence[Message], *, place: str, tools: Any = None
 ) -> list[int] | None:
     """The conversation up to its last answer, ready to be answered anew; None if it holds no answer."""
-    options["place"] = place
-    messages = _prepared(tokenizer, messages, options)
+    messages = template.prepared(messages, place=place, tools=tools)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    return _render(tokenizer, messages[: turns[-1]], options, answer_next=True) if turns else None
+    if not turns:
+        return None
+    text = template.render(messages[: turns[-1]], place=place, tools=tools, answer_next=True)
+    return _ids(template.tokenizer, text)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse chat data for a tokenizer that has no chat template."""
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"{name}: the target's tokenizer has no chat template, which chat data needs; "
-            "give the source a chat_template file, or use kind text"
-        )
+def _reasoning(message: Message) -> Iterator[str]:
+    """The reasoning that a turn of a record holds."""
+    yield from (message[key].strip() for key in REASONING if isinstance(message.get(key), str))
+    content = message["content"]
+    if REASONING_END in content:
+        yield content.split(REASONING_END)[0].split("<think>")[-1].strip()
 
 
-def _prepared(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: dict[str, Any]
-) -> Sequence[Message]:
-    """The conversation, with its calls of tools in a form that the template renders. RecordError where there is none,
-    and for an answer to nothing."""
-    place = options["place"]
-    opening = next((message["role"] for message in messages if message["role"] != "system"), None)
-    if opening == "assistant":
-        raise RecordError(f"{place}: begins with an answer; expected what it answers", "beginning with an answer")
-    if not any("tool_calls" in message for message in messages):
-        return messages
-    fault = RecordError(f"{place}: the chat template renders no tool calls; leave it out", "tool calls not rendered")
-    silent = None
-    plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
-    with suppress(RecordError):
-        silent = apply_template(plain, tokenizer, **options)
-    for as_json in (False, True):
-        form = [_with_arguments(message, as_json, place) for message in messages]
-        try:
-            if apply_template(form, tokenizer, **options) != silent:
-                return form
-        except RecordError as error:
-            fault = error
-    raise fault
+def _joined(turns: Sequence[Turn]) -> list[list[Turn]] | None:
+    """The turns whose texts begin one another, together; None where the texts do not tell where an answer begins."""
+    found: list[list[Turn]] = []
+    for turn in turns:
+        if turn.span is None:
+            return None
+        if found and turn.whole.startswith(found[-1][-1].whole):
+            found[-1].append(turn)
+        else:
+            found.append([turn])
+    return found
 
 
-def _with_arguments(message: Message, as_json: bool, place: str) -> Message:
-    """A turn with the arguments of its calls as JSON, or as mappings."""
-    if "tool_calls" not in message:
-        return message
-    calls = message["tool_calls"]
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RecordError(
-            f"{place}: expected tool_calls to be a list of calls, got {shown(calls)}", "unreadable tool calls"
-        )
-
-    def arguments(given: Any) -> Any:
-        if as_json:
-            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        try:
-            return json.loads(given) if isinstance(given, str) else given
-        except (ValueError, RecursionError):
-            return given
-
-    formed = []
-    for call in calls:
-        function = call["function"] if isinstance(call.get("function"), dict) else call
-        function = {**function, "arguments": arguments(function.get("arguments", {}))}
-        formed.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": formed}
+def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Document | None:
+    """The document of turns that share a text; None where no token begins at one of the turns' bounds."""
+    ids = encoding.ids
+    labels = np.zeros(len(ids), dtype=np.bool_)
+    for turn in turns:
+        assert turn.span is not None
+        bounds = [_token_at(encoding, at, len(turns[-1].whole)) for at in (*turn.span, len(turn.whole))]
+        if None in bounds:
+            return None
+        start, stop, _ = (bound for bound in bounds if bound is not None)
+        labels[start : _answer_end(ids, start, stop, eos)] = True
+    return Document(np.array(ids, dtype=np.int32), labels)
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: dict[str, Any], answer_next: bool = False
-) -> list[int]:
-    if not messages and not answer_next:
+def _token_at(encoding: Encoding, at: int, length: int) -> int | None:
+    """The token that begins at a character of a text; one beyond the last at the end of the text."""
+    if at == length:
+        return len(encoding.ids)
+    token: int | None = encoding.char_to_token(at)
+    return None if token is None or encoding.token_to_chars(token)[0] != at else token
+
+
+def _answer_end(ids: Sequence[int], start: int, stop: int, eos: int | None) -> int:
+    """The end of an answer in ids[start:stop]. What a template adds after the end of the turn (ChatML's newline) is
+    never generated, and no label."""
+    return next((n + 1 for n in range(stop - 1, start - 1, -1) if ids[n] == eos), stop)
+
+
+def _encodings(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[Encoding]:
+    if not texts:
         return []
-    text = apply_template(messages, tokenizer, add_generation_prompt=answer_next, **options)
+    batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+    return batch.encodings or []
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 

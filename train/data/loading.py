@@ -3,17 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-from accelerate import Accelerator
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
+from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.data.answers import Answers, Progress, Regenerate, answer_documents, make_answers
+from train.data.corpus import Corpus, corpus_of
 from train.data.on_policy import OnPolicy, Samples
-from train.data.packing import Document, Mixture, Pool, shares
-from train.data.sources import AnySource, Say
+from train.data.packing import Mixture, Pool, shares
+from train.data.reader import Reader
+from train.data.sources import AnySource, ChatSource, Rendering, describe_skipped
 from train.strict_yaml import Settings
 
 
@@ -23,7 +25,10 @@ class Data(Settings):
     sources: Annotated[list[AnySource], Field(min_length=1)]
     """Sources of the text: one or more of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
+    """Tokens of one training row. Documents are packed into rows; attention does not cross documents. A longer
+    conversation is cut behind answers, and positions go on; a longer text is cut into texts."""
+    template: dict[str, bool | int | float | str] = Field(default={})
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
     regenerate: Regenerate | None = None
     """Answers of the target to train on. Null: the sources as they are."""
     on_policy: OnPolicy | None = None
@@ -53,19 +58,19 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             )
 
 
-def silent(_: str) -> None:
-    """Say nothing."""
+def has_date(data: Data, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if a chat template of the data writes the date."""
+    rendering = Rendering(tokenizer, data.template)
+    return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
 def read_prompts(
-    data: Data,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Answers,
-    name: str,
-    say: Say = silent,
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, quiet: bool = False
 ) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight."""
+    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight.
+
+    quiet: say nothing of records left out.
+    """
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
@@ -73,13 +78,17 @@ def read_prompts(
     prompts: list[list[int]] = []
     wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
     for source, count in zip(data.sources, wanted, strict=True):
-        found = source.prompts(tokenizer, settings.prompt_tokens, count, seed, say)
+        found = reader.prompts(source, settings.prompt_tokens, count, seed)
+        if len(found) < count:  # the whole source is read
+            source.check(found.tally)
+        if found.tally.skipped and not quiet:
+            reader.say(describe_skipped(found.tally, str(source)))
         if len(found) < count:
             raise UserError(
                 f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
                 f"expected {count}; lower prompts or raise prompt_tokens"
             )
-        prompts += found
+        prompts += [found.tokens[start:end].tolist() for start, end in found.spans()]
     too_long = max(map(len, prompts)) + settings.new_tokens
     if too_long > data.context_length:
         raise UserError(
@@ -89,15 +98,31 @@ def read_prompts(
     return prompts
 
 
+def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
+    """The documents of a source, called `name` in the recipe, and a line for what is to be known of them. UserError
+    where there is nothing to train on."""
+    corpus = reader.documents(source)
+    source.check(corpus.tally)
+    if corpus.tally.skipped:
+        reader.say(describe_skipped(corpus.tally, str(source)))
+    if corpus.num_labels == 0:
+        raise UserError(f"{source}: no token to train on in its {len(corpus)} texts; give longer ones")
+    if 0 < corpus.tally.last_tokens < len(corpus.tokens):
+        factor = len(corpus.tokens) / corpus.tally.last_tokens
+        reader.say(
+            f"{name}: the chat template rewrites earlier turns, so answers are documents of their own: {factor:.2f} "
+            f"times the conversations' tokens; {name}.answers=last trains on their last answers alone"
+        )
+    return corpus
+
+
 def load_data(
     data: Data,
     seed: int,
     head: DraftHead,
     target: FrozenTarget,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: Reader,
     folder: Path,
-    accelerator: Accelerator,
-    say: Say,
     progress: Progress,
 ) -> tuple[Mixture, Samples | None]:
     """The packed rows of the sources, of the target's answers to prompts from them, or of both; and the source of the
@@ -108,15 +133,18 @@ def load_data(
             f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
             f"{len(head.depth_weights)}; raise it, or let the head draft less"
         )
-    regenerate = data.regenerate
+    regenerate, accelerator = data.regenerate, reader.accelerator
     pools: list[Pool] = []
     weights: list[float] = []
     kept = 1.0 if regenerate is None else 1 - regenerate.share
+    num_positions = target.context_length
+    if head.language_model is not None:
+        num_positions = min(num_positions, positions_of(head.language_model.config.get_text_config()))
 
-    def add(documents: list[Document], weight: float | None, name: str) -> None:
-        pool = Pool(documents, data.context_length)
-        say(
-            f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, "
+    def add(corpus: Corpus, weight: float | None, name: str) -> None:
+        pool = Pool(corpus, data.context_length, num_positions)
+        reader.say(
+            f"{name}: {len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, "
             f"{len(pool)} rows"
         )
         pools.append(pool)
@@ -124,14 +152,12 @@ def load_data(
 
     if kept > 0:
         for number, source in enumerate(data.sources):
-            documents = source.documents(tokenizer, say)
-            if not any(document.labels.any() for document in documents):
-                raise UserError(f"{source}: no token to train on in its {len(documents)} texts; give longer ones")
-            add(documents, source.weight, f"data.sources.{number}")
+            name = f"data.sources.{number}"
+            add(read_source(source, name, reader), source.weight, name)
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # Of sources that are rows too, the records left out are said already.
-        prompts = read_prompts(data, seed, tokenizer, regenerate, "data.regenerate", silent if pools else say)
+        prompts = read_prompts(data, seed, regenerate, "data.regenerate", reader, quiet=bool(pools))
         requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(
             target,
@@ -144,20 +170,20 @@ def load_data(
             progress=progress,
         )
         documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
-        add(documents, regenerate.share, "data.regenerate")
+        add(corpus_of(documents), regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
-    check_reserved(head, mixture, tokenizer)
+    check_reserved(head, mixture, reader.rendering.tokenizer)
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    prompts = read_prompts(data, seed, tokenizer, data.on_policy, "data.on_policy")
+    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader, quiet=True)
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 
 def check_reserved(head: DraftHead, mixture: Mixture, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse data with a token that the head has a use of its own for."""
     for token in head.reserved_ids:
-        if any((pool.tokens == token).any() for pool in mixture.pools):
+        if any(token < len(seen) and seen[token] for seen in (pool.corpus.counts[0] for pool in mixture.pools)):
             raise UserError(
                 f"head.mask_token_id: the data has the token {token}, {tokenizer.convert_ids_to_tokens(token)!r}; name "
                 "one that it does not have"

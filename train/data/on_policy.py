@@ -16,6 +16,7 @@ from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.data.answers import Answers, answer_documents, read_answers, write_answers
+from train.data.corpus import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.strict_yaml import Count, Share, Temperature
 
@@ -86,7 +87,7 @@ class Samples:
         if len(answers) != len(prompts):
             raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
         pool = Pool(
-            answer_documents(prompts, answers, train_on_prompts=settings.train_on_prompts),
+            corpus_of(answer_documents(prompts, answers, train_on_prompts=settings.train_on_prompts)),
             self.base.pools[0].row_length,
         )
         if settings.share == 1:

@@ -5,7 +5,7 @@ The order of the data is a pure function of (seed, step, process), so a resumed 
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,19 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from train.data.corpus import Corpus
+
 PATTERN = 1000
 """Rows over which the shares of several pools are met exactly."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids and, for each of them, whether it is a label: a token that the head learns to foresee."""
-
-    ids: NDArray[np.int32]
-    labels: NDArray[np.bool_]
-
-    def __post_init__(self) -> None:
-        assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class Rows:
 
     tokens: Tensor  # (B, T) int64; 0 in the padding
     loss_mask: Tensor  # (B, T) bool, indexed by the label
-    positions: Tensor  # (B, T) int64, from 0 in each document
+    positions: Tensor  # (B, T) int64, from 0 in each document; in a later part of one, from its place there
     documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
 
 
@@ -50,16 +41,23 @@ def empty_rows(B: int, T: int) -> Rows:
 
 
 class Pool:
-    """Documents of one source, packed into as few rows as best fit finds; no token is left out."""
+    """Documents of one source, packed into as few rows as best fit finds; no label is left out.
 
-    def __init__(self, documents: Sequence[Document], row_length: int):
-        self.row_length = row_length
-        self.tokens = np.concatenate([document.ids for document in documents])
-        self.labels = np.concatenate([document.labels for document in documents])
-        self.rows = best_fit([len(document.ids) for document in documents], row_length)
+    Pieces are (start, length, position, context): the place of the first token in the corpus, the number of tokens, the
+    position of the first, and the number of tokens that only lead up to the piece's labels.
+    """
+
+    def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None):
+        """num_positions: those that the models have; None: at least as many as any document."""
+        self.corpus, self.row_length = corpus, row_length
+        pieces = _pieces(corpus, row_length, num_positions or int(corpus.ends[-1]))
+        rows = best_fit(pieces[:, 1], row_length)
+        order = np.argsort(rows, kind="stable")
+        self.pieces = pieces[order]
+        self.ends = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 1), side="right")
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.ends)
 
     def row(self, index: int) -> Rows:
         """One packed row by itself."""
@@ -70,49 +68,89 @@ class Pool:
     def fill(self, index: int, row: int, out: Rows) -> None:
         """Write packed row `index` into row `row` of `out`."""
         at = 0
-        for number, (start, length) in enumerate(self.rows[index]):
+        pieces = self.pieces[self.ends[index - 1] if index else 0 : self.ends[index]]
+        for number, (start, length, position, context) in enumerate(pieces.tolist()):
             piece = slice(at, at + length)
-            out.tokens[row, piece] = torch.from_numpy(self.tokens[start : start + length].astype(np.int64))
-            out.loss_mask[row, piece] = torch.from_numpy(self.labels[start : start + length])
-            out.positions[row, piece] = torch.arange(length)
+            tokens, labels = (part[start : start + length] for part in (self.corpus.tokens, self.corpus.labels))
+            out.tokens[row, piece] = torch.from_numpy(tokens.astype(np.int64))
+            out.loss_mask[row, piece] = torch.from_numpy(labels.copy())
+            out.loss_mask[row, at : at + context] = False
+            out.positions[row, piece] = torch.arange(position, position + length)
             out.documents[row, piece] = number
             at += length
 
     def digest(self) -> str:
         """A hash of every token, label and boundary."""
-        digest = hashlib.sha256(self.tokens.tobytes() + self.labels.tobytes())
-        digest.update(np.array([self.row_length, *map(len, self.rows)]).tobytes())
-        digest.update(np.array([piece for row in self.rows for piece in row]).tobytes())
-        return digest.hexdigest()
+        parts = np.array([self.row_length, *self.pieces.shape, *self.ends]).tobytes() + self.pieces.tobytes()
+        return hashlib.sha256(self.corpus.digest.encode() + parts).hexdigest()
 
 
-def best_fit(lengths: Sequence[int], row_length: int) -> list[list[tuple[int, int]]]:
-    """Rows of (start, length) pieces; `start` counts from the first document's first token.
+def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> NDArray[np.int64]:
+    """(P, 4): the pieces that the documents are cut into, longest first."""
+    lengths = np.diff(corpus.ends, prepend=0)
+    starts = corpus.ends - lengths
+    short = lengths <= row_length
+    whole = np.stack([starts[short], lengths[short], *np.zeros((2, short.sum()), dtype=np.int64)], axis=1)
+    cut = [
+        (start + begin, end - begin, *rest)
+        for start, length in zip(starts[~short].tolist(), lengths[~short].tolist(), strict=True)
+        for begin, end, *rest in cut_document(corpus.labels[start : start + length], row_length, num_positions)
+    ]
+    pieces = np.concatenate([whole, np.array(cut, dtype=np.int64).reshape(-1, 4)])
+    return pieces[np.lexsort((pieces[:, 0], -pieces[:, 1]))]
 
-    A document longer than a row is cut into whole rows and a rest. Longest first, each piece goes to the fullest row
-    that still holds it: fewer documents are cut than by cutting one long stream, at a few per cent of padding.
+
+def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int) -> Iterator[tuple[int, int, int, int]]:
+    """(begin, end, position, context) of the parts of a document longer than a row, which has these labels.
+
+    A text, of which every token is a label, is cut into whole rows and a rest. A conversation is cut behind answers.
+    Each part but the first begins with up to half a row of what precedes its own tokens, again from behind an answer
+    where one ends there, and positions go on through all of them. Parts without labels are left out. An answer that no
+    row holds is cut inside.
     """
-    pieces, start = [], 0
-    for length in lengths:
-        pieces += [(start + at, min(row_length, length - at)) for at in range(0, length, row_length)]
-        start += length
-    pieces.sort(key=lambda piece: (-piece[1], piece[0]))
-    rows: list[list[tuple[int, int]]] = []
+    if labels.all():
+        yield from ((at, min(at + row_length, len(labels)), 0, 0) for at in range(0, len(labels), row_length))
+        return
+    length = min(len(labels), num_positions)
+    behind = np.append(np.flatnonzero(labels[: length - 1] & ~labels[1:length]) + 1, length)
+    begin = done = 0
+    while done < length:
+        fitting = behind[(behind > done) & (behind <= begin + row_length)]
+        end = int(fitting[-1]) if len(fitting) else begin + row_length
+        if labels[done:end].any():
+            yield begin, end, begin, done - begin
+        done = end
+        # The next answer comes before its context, where a row does not hold both.
+        later = behind[behind > done]
+        room = int(later[0]) - row_length if len(later) and later[0] - row_length <= done else 0
+        begin = max(done - row_length // 2, room)
+        behind_others = behind[(behind >= begin) & (behind < done)]
+        begin = int(behind_others[0]) if len(behind_others) else begin
+
+
+def best_fit(lengths: NDArray[np.int64], row_length: int) -> NDArray[np.int64]:
+    """The row of each piece, for pieces of at most `row_length` tokens, longest first.
+
+    Each piece goes to the fullest row that still holds it: fewer documents are cut than by cutting one long stream, at
+    a few per cent of padding.
+    """
+    rows = np.empty(len(lengths), dtype=np.int64)
+    count = 0
     open_rows: dict[int, list[int]] = {}  # free space -> the rows that have it
     spaces: list[int] = []  # the keys of open_rows, ascending
-    for piece in pieces:
-        found = bisect_left(spaces, piece[1])
+    for piece, length in enumerate(lengths.tolist()):
+        found = bisect_left(spaces, length)
         if found == len(spaces):
-            row, space = len(rows), row_length
-            rows.append([])
+            row, space = count, row_length
+            count += 1
         else:
             space = spaces[found]
             row = open_rows[space].pop()
             if not open_rows[space]:
                 del open_rows[space]
                 spaces.pop(found)
-        rows[row].append(piece)
-        if left := space - piece[1]:
+        rows[piece] = row
+        if left := space - length:
             if left not in open_rows:
                 open_rows[left] = []
                 insort(spaces, left)
@@ -158,7 +196,8 @@ class Mixture:
         """(V,) int64: how often each token is a label, over all pools."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for pool in self.pools:
-            counts += np.bincount(pool.tokens[pool.labels], minlength=vocab_size)
+            seen = pool.corpus.counts[1]
+            counts[: len(seen)] += seen
         return torch.from_numpy(counts)
 
     def digest(self) -> str:

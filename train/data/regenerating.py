@@ -8,7 +8,7 @@ from heads.errors import UserError
 from train.data.answers import make_answers
 from train.data.loading import check_data, read_prompts
 from train.launch import load_recipe_target
-from train.opening import open_run
+from train.opening import open_reader, open_run
 from train.recipe import load_recipe
 
 
@@ -22,7 +22,8 @@ def regenerate(arguments: Sequence[str]) -> int:
         folder, say = run.folder.path, run.tracker.say
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
-        prompts = read_prompts(recipe.data, recipe.train.seed, tokenizer, settings, "data.regenerate", say)
+        reader = open_reader(recipe.data, tokenizer, run)
+        prompts = read_prompts(recipe.data, recipe.train.seed, settings, "data.regenerate", reader)
         requests = [settings.request(prompt, n) for n, prompt in enumerate(prompts)]
         answers = make_answers(target, requests, settings.batch_size, folder, progress=run.tracker.answering)
         records = [

@@ -1,7 +1,9 @@
 """The recipe's sources: what each kind reads, as documents and as prompts for the target to answer."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,11 +13,25 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.python_source import read_split
-from eval.benchmark.records import Message, RecordError, read_messages, read_records, read_text, read_tools
+from eval.benchmark.records import (
+    RecordError,
+    content_hash,
+    read_messages,
+    read_records,
+    read_text,
+    read_tools,
+)
 from eval.files import is_file, read_given
 from heads.errors import UserError
-from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
-from train.data.packing import Document
+from train.data.chats import (
+    Conversation,
+    encode_conversations,
+    encode_prompt,
+    encode_text,
+    read_conversation,
+)
+from train.data.corpus import Document, Tally
+from train.data.templates import ChatTemplate
 from train.strict_yaml import Count, Name, Settings, Weight
 
 Say = Callable[[str], None]
@@ -23,6 +39,21 @@ T = TypeVar("T")
 MIN_PROMPT_CHARACTERS = 40
 MOST_REASONS = 5
 """Named of the reasons for leaving records out, the commonest first."""
+BATCH = 256
+"""Texts tokenised together."""
+BATCH_CHARACTERS = 2**22
+"""Characters of texts, from which on they are tokenised though they are fewer."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The recipe's way from records to tokens, the same for all sources."""
+
+    tokenizer: PreTrainedTokenizerBase
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template."""
+    day: date | None = None
+    """The date that the chat template sees. None: the clock's."""
 
 
 class Texts:
@@ -32,20 +63,17 @@ class Texts:
         """Each text, in order."""
         raise NotImplementedError
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
+    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
         """Every text as a document."""
-        return list(encode_text(tokenizer, list(self.texts())))
+        for texts in _together(self.texts(), len):
+            tally.records += len(texts)
+            yield from encode_text(rendering.tokenizer, texts)
 
-    def prompts(
-        self, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int, say: Say
-    ) -> list[list[int]]:
+    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
         """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
         texts = [text for text in islice(self.texts(), wanted) if len(text) >= MIN_PROMPT_CHARACTERS]
-        if not texts:
-            return []
-        random = np.random.default_rng((seed, 3))
-        prompts: list[list[int]] = []
-        for n in range(wanted):
+        tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
+        for n in range(wanted if texts else 0):
             text = texts[n % len(texts)]
             length = int(random.integers(max(1, most // 4), most + 1))
             # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
@@ -56,8 +84,10 @@ class Texts:
             ids = tokenizer(window, return_attention_mask=False, verbose=False)["input_ids"]
             if ids[-1:] == [tokenizer.eos_token_id]:
                 ids = ids[:-1]
-            prompts.append(ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length])
-        return prompts
+            yield ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
+
+    def check(self, tally: Tally) -> None:
+        """Every text can be used."""
 
 
 class PythonSource(Texts, Settings):
@@ -76,6 +106,13 @@ class PythonSource(Texts, Settings):
 
     def texts(self) -> Iterator[str]:
         return (text for _, text in islice(read_split(held_out=False), self.limit))
+
+    def key(self, rendering: Rendering) -> dict[str, Any]:
+        """Plain values on which the documents depend, beside the tokenizer."""
+        content = hashlib.sha256()
+        for text in self.texts():
+            content.update(hashlib.sha256(text.encode()).digest())
+        return {"kind": self.kind, "content": content.hexdigest()}
 
 
 class RecordSource(Settings):
@@ -99,6 +136,10 @@ class RecordSource(Settings):
         """True for a file, False for a data set on the Hub."""
         return is_file(self.path)
 
+    def content(self) -> dict[str, Any]:
+        """Plain values on which the records depend."""
+        return {"content": content_hash(self.path, split=self.split), "limit": self.limit}
+
 
 class TextSource(Texts, RecordSource):
     """Plain text: records with a `text` field, or a .txt file. Every token is a label."""
@@ -109,6 +150,10 @@ class TextSource(Texts, RecordSource):
     def texts(self) -> Iterator[str]:
         return (read_text(record) for record in read_records(self.path, split=self.split, limit=self.limit))
 
+    def key(self, rendering: Rendering) -> dict[str, Any]:
+        """Plain values on which the documents depend, beside the tokenizer."""
+        return {"kind": self.kind, **self.content()}
+
 
 class ChatSource(RecordSource):
     """Conversations: records with `messages`, `conversations`, or `instruction` and `response`. The labels are the
@@ -118,87 +163,107 @@ class ChatSource(RecordSource):
     """The form of the source."""
     chat_template: str | None = None
     """File with a Jinja chat template, used in place of the tokenizer's own."""
+    answers: Literal["all", "last"] = "all"
+    """`last` trains on the last answer of each conversation alone. It saves tokens under a chat template that rewrites
+    earlier turns, which gives every answer a document of its own."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
     chat template. Above it, training does not begin."""
 
-    def documents(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> list[Document]:
-        """Every conversation with an answer, as the documents that the chat template makes of it."""
-        conversations = Conversations(self, tokenizer)
-        documents = [document for found in conversations.read(_answers) for document in found]
-        conversations.check()
-        conversations.report(say)
-        return documents
+    def template(self, rendering: Rendering) -> ChatTemplate:
+        """The chat template of the conversations. UserError where there is none, or one that does not read its
+        arguments."""
+        given = self.chat_template
+        text = None if given is None else read_given(Path(given), "a Jinja chat template")
+        template = ChatTemplate(rendering.tokenizer, text, rendering.arguments, rendering.day)
+        template.check(self.path)
+        return template
 
-    def prompts(
-        self, tokenizer: PreTrainedTokenizerBase, most: int, wanted: int, seed: int, say: Say
-    ) -> list[list[int]]:
+    def key(self, rendering: Rendering) -> dict[str, Any]:
+        """Plain values on which the documents depend, beside the tokenizer."""
+        template = self.template(rendering)
+        return {"kind": self.kind, "answers": self.answers, **self.content(), **template.key()}
+
+    def documents(self, rendering: Rendering, tally: Tally) -> Iterator[Document]:
+        """Every conversation with an answer, as the documents that the chat template makes of it."""
+        template = self.template(rendering)
+
+        def read(place: str, messages: Any, tools: Any) -> Conversation:
+            return read_conversation(template, messages, place=place, tools=tools, last_only=self.answers == "last")
+
+        for conversations in _together(self._read(read, tally), len):
+            for conversation, found in zip(conversations, encode_conversations(template, conversations), strict=True):
+                if isinstance(found, RecordError):
+                    _skip(tally, found)
+                    continue
+                labelled = [document for document in found if document.labels.any()]
+                if not labelled:
+                    what = f"{conversation.place}: expected an answer of the assistant, got none"
+                    _skip(tally, RecordError(what, "without an answer"))
+                    continue
+                tally.last_tokens += len(labelled[-1].ids)
+                yield from labelled
+
+    def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
         """The first conversations up to their last answers that are no longer than `most` tokens."""
-        conversations = Conversations(self, tokenizer)
-        short = (prompt for prompt in conversations.read(encode_prompt) if prompt and len(prompt) <= most)
-        found = list(islice(short, wanted))
-        if len(found) < wanted:  # the whole source is read
-            conversations.check()
-        conversations.report(say)
-        return found
+        template = self.template(rendering)
+
+        def read(place: str, messages: Any, tools: Any) -> list[int] | None:
+            return encode_prompt(template, messages, place=place, tools=tools)
+
+        short = (prompt for prompt in self._read(read, tally) if prompt and len(prompt) <= most)
+        return islice(short, wanted)
+
+    def check(self, tally: Tally) -> None:
+        """UserError where more records cannot be used than the source allows."""
+        most = self.max_skipped
+        if sum(tally.skipped.values()) > most * tally.records:
+            raise UserError(
+                f"{describe_skipped(tally, self.path)}; mend them, or allow more than max_skipped={most:g} of this "
+                "source"
+            )
+
+    def _read(self, encode: Callable[[str, Any, Any], T], tally: Tally) -> Iterator[T]:
+        """Each usable record, as `encode` makes it of its place, its turns and its tools."""
+        for record in read_records(self.path, split=self.split, limit=self.limit):
+            tally.records += 1
+            try:
+                found = encode(record[0], read_messages(record), read_tools(record))
+            except RecordError as error:
+                _skip(tally, error)
+            else:
+                yield found
 
 
 AnySource = Annotated[PythonSource | TextSource | ChatSource, Field(discriminator="kind")]
 
 
-class Conversations:
-    """The records of a chat source; those that cannot be used are counted by reason and left out."""
-
-    def __init__(self, source: ChatSource, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.source, self.tokenizer = source, tokenizer
-        self.template: str | None = None
-        if source.chat_template is None:
-            check_template(tokenizer, source.path)
-        else:
-            self.template = read_given(Path(source.chat_template), "a Jinja chat template")
-        self.total = 0
-        self.left_out: Counter[str] = Counter()
-        """Records by the reason why."""
-        self.first: RecordError | None = None
-
-    def read(self, encode: Callable[..., T]) -> Iterator[T]:
-        """Each usable record, encoded by `encode`, which is called as `encode_chat` is."""
-        for record in read_records(self.source.path, split=self.source.split, limit=self.source.limit):
-            self.total += 1
-            try:
-                messages, tools = read_messages(record), read_tools(record)
-                found = encode(self.tokenizer, messages, place=record[0], chat_template=self.template, tools=tools)
-            except RecordError as error:
-                self.left_out[error.reason] += 1
-                self.first = self.first or error
-            else:
-                yield found
-
-    def report(self, say: Say) -> None:
-        """Say how many of the records read so far cannot be used, if any."""
-        if self.first is not None:
-            say(self._summary())
-
-    def check(self) -> None:
-        """UserError where more cannot be used than the source allows."""
-        most = self.source.max_skipped
-        if self.left_out.total() > most * self.total:
-            raise UserError(f"{self._summary()}; mend them, or allow more than max_skipped={most:g} of this source")
-
-    def _summary(self) -> str:
-        named = self.left_out.most_common(MOST_REASONS)
-        reasons = ", ".join(f"{count} {reason}" for reason, count in named)
-        rest = self.left_out.total() - sum(count for _, count in named)
-        more = f", {rest} others" if rest else ""
-        return (
-            f"{self.source.path}: {self.left_out.total()} of {self.total} records are left out: {reasons}{more}; "
-            f"the first is {self.first}"
-        )
+def describe_skipped(tally: Tally, name: str) -> str:
+    """The records of a source that are left out, by reason, in one line."""
+    named = sorted(tally.skipped.items(), key=lambda pair: -pair[1])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in named[:MOST_REASONS])
+    rest = sum(count for _, count in named[MOST_REASONS:])
+    more = f", {rest} others" if rest else ""
+    return (
+        f"{name}: {sum(tally.skipped.values())} of {tally.records} records are left out: {reasons}{more}; "
+        f"the first is {tally.first_skipped}"
+    )
 
 
-def _answers(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> list[Document]:
-    """The documents of a conversation that have labels. RecordError if none has."""
-    found = [document for document in encode_chat(tokenizer, messages, **options) if document.labels.any()]
-    if not found:
-        raise RecordError(f"{options['place']}: expected an answer of the assistant, got none", "without an answer")
-    return found
+def _skip(tally: Tally, error: RecordError) -> None:
+    tally.skipped[error.reason] = tally.skipped.get(error.reason, 0) + 1
+    tally.first_skipped = tally.first_skipped or str(error)
+
+
+def _together(texts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """The texts in lists long enough to be tokenised by several threads, each text of `size` characters."""
+    held: list[T] = []
+    characters = 0
+    for text in texts:
+        held.append(text)
+        characters += size(text)
+        if len(held) == BATCH or characters >= BATCH_CHARACTERS:
+            yield held
+            held, characters = [], 0
+    if held:
+        yield held

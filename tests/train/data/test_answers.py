@@ -10,8 +10,9 @@ import pytest
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from tests.chats import reader_of
 from train.data.answers import Regenerate, answer_documents, answers_key, make_answers
-from train.data.loading import read_prompts
+from train.data.loading import read_prompts, read_source
 from train.recipe import load_recipe
 
 PROMPTS = [[0, 40 + n, 50, 60 + n] for n in range(9)]
@@ -124,7 +125,8 @@ def test_prompts_come_from_every_source_by_weight(
     def read() -> list[list[int]]:
         recipe = load_recipe(write_recipe(settings))
         assert recipe.data.regenerate is not None
-        return read_prompts(recipe.data, recipe.train.seed, tokenizer, recipe.data.regenerate, "data.regenerate")
+        reader = reader_of(tokenizer)
+        return read_prompts(recipe.data, recipe.train.seed, recipe.data.regenerate, "data.regenerate", reader)
 
     prompts = read()
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
@@ -143,4 +145,4 @@ def test_a_file_whose_every_label_is_masked_is_refused(
     settings["head"] = {"kind": "eagle3"}
     source = load_recipe(write_recipe(settings)).data.sources[0]
     with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
-        source.documents(load_tokenizer(str(tiny_target_dir)), lambda _: None)
+        read_source(source, "data.sources.0", reader_of(load_tokenizer(str(tiny_target_dir))))

@@ -8,7 +8,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.benchmark.records import RecordError, read_messages, read_tools
 from heads.errors import UserError
-from train.data.chats import check_template, encode_chat, encode_prompt, encode_text
+from tests.chats import encode_chat
+from train.data.chats import encode_prompt, encode_text
+from train.data.templates import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
@@ -141,7 +143,8 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
     given: Any
     for given in ([{"name": "look"}], '[{"name": "look"}]'):
         found = read_tools(("f:1", {"tools": given}))
-        prompt = encode_prompt(tokenizer, TALK[1:3], chat_template=CALLING.replace("CALLS", ""), tools=found)
+        template = ChatTemplate(tokenizer, CALLING.replace("CALLS", ""))
+        prompt = encode_prompt(template, TALK[1:3], place="f:1", tools=found)
         assert prompt is not None and tokenizer.decode(prompt) == "<tools>look<|user|>hi<|assistant|>"
     for given in ([], None, "", "null"):
         assert read_tools(("f:1", {"tools": given})) is None
@@ -152,17 +155,19 @@ def test_tools_are_what_the_template_is_given(tokenizer: PreTrainedTokenizerBase
 
 @pytest.mark.parametrize("turns", [TALK[2:], [TALK[0], *TALK[2:]]])
 def test_an_answer_to_nothing_is_refused(turns: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
-    for encode in (encode_chat, encode_prompt):
-        with pytest.raises(RecordError, match="f:1: begins with an answer"):
-            encode(tokenizer, turns, place="f:1")
+    with pytest.raises(RecordError, match="f:1: begins with an answer"):
+        encode_chat(tokenizer, turns, place="f:1")
+    with pytest.raises(RecordError, match="f:1: begins with an answer"):
+        encode_prompt(ChatTemplate(tokenizer), turns, place="f:1")
 
 
 def test_a_conversation_without_answer_has_no_document(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_chat(tokenizer, TALK[:2]) == [] and encode_prompt(tokenizer, TALK[:2]) is None
+    assert encode_chat(tokenizer, TALK[:2]) == []
+    assert encode_prompt(ChatTemplate(tokenizer), TALK[:2], place="f:1") is None
 
 
 def test_the_prompt_is_what_stands_before_the_last_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = encode_prompt(tokenizer, TALK)
+    prompt = encode_prompt(ChatTemplate(tokenizer), TALK, place="f:1")
     assert prompt is not None and tokenizer.decode(prompt) == (
         "<s><|system|>be kind<|user|>hi<|assistant|>the sea</s><|user|>and<|assistant|>"
     )
@@ -197,4 +202,4 @@ def test_chat_data_needs_a_template(tiny_target_dir: Path) -> None:
     bare = AutoTokenizer.from_pretrained(tiny_target_dir)
     bare.chat_template = None
     with pytest.raises(UserError, match=r"no chat template.*use kind text"):
-        check_template(bare, "x.jsonl")
+        ChatTemplate(bare).check("x.jsonl")

@@ -7,26 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.data.packing import PATTERN, Document, Mixture, Pool, best_fit, shares
+from train.data.corpus import Corpus, Document, corpus_of
+from train.data.packing import PATTERN, Mixture, Pool, best_fit, shares
 
 
-def documents(lengths: list[int]) -> list[Document]:
-    """Documents whose tokens are all different; every third token is no label."""
+def texts(lengths: list[int]) -> Corpus:
+    """Documents whose tokens are all different, and labels."""
     starts = np.cumsum([0, *lengths])
-    return [
-        Document(np.arange(start, start + length, dtype=np.int32), np.arange(start, start + length) % 3 > 0)
+    return corpus_of(
+        Document(np.arange(start, start + length, dtype=np.int32), np.ones(length, dtype=np.bool_))
         for start, length in zip(starts, lengths, strict=False)
-    ]
+    )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(8, 20))
-def test_every_token_is_packed_once_in_order_with_its_label(lengths: list[int], row_length: int) -> None:
-    pool = Pool(documents(lengths), row_length)
+def test_every_token_of_a_text_is_packed_once_in_order(lengths: list[int], row_length: int) -> None:
+    pool = Pool(texts(lengths), row_length)
     mixture = Mixture([pool], [1.0], seed=0)
     rows = mixture.rows(range(len(pool)))
     real = rows.documents >= 0
     assert sorted(rows.tokens[real].tolist()) == list(range(sum(lengths)))
-    assert (rows.loss_mask[real] == (rows.tokens[real] % 3 > 0)).all() and not rows.loss_mask[~real].any()
+    assert rows.loss_mask[real].all() and not rows.loss_mask[~real].any()
     for row in range(len(pool)):
         for document in set(rows.documents[row].tolist()):
             where = rows.documents[row] == document
@@ -36,23 +37,25 @@ def test_every_token_is_packed_once_in_order_with_its_label(lengths: list[int], 
 
 
 def test_a_document_of_a_whole_row_is_not_cut() -> None:
-    assert best_fit([5, 8, 3], 8) == [[(5, 8)], [(0, 5), (13, 3)]]
+    pool = Pool(texts([5, 8, 3]), 8)
+    assert pool.pieces.tolist() == [[5, 8, 0, 0], [0, 5, 0, 0], [13, 3, 0, 0]] and pool.ends.tolist() == [1, 3]
 
 
 def test_packing_is_tight() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, size=2000).tolist()
-    assert len(best_fit(lengths, 100)) * 100 < 1.02 * sum(lengths)
+    lengths = -np.sort(-np.random.default_rng(0).integers(1, 100, size=2000))
+    rows = best_fit(lengths, 100)
+    assert np.bincount(rows, lengths).max() <= 100 and (rows.max() + 1) * 100 < 1.02 * lengths.sum()
 
 
 def test_an_epoch_shows_every_row_once_and_the_next_in_another_order() -> None:
-    pool = Pool(documents([8] * 50), 8)
+    pool = Pool(texts([8] * 50), 8)
     mixture = Mixture([pool], [1.0], seed=1)
     epochs = [[mixture.locate(i)[1] for i in range(start, start + 50)] for start in (0, 50)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(50)) and epochs[0] != epochs[1]
 
 
 def test_the_order_is_a_function_of_seed_and_place() -> None:
-    pools = [Pool(documents([8] * n), 8) for n in (7, 11)]
+    pools = [Pool(texts([8] * n), 8) for n in (7, 11)]
     a, b = (Mixture(pools, [1.0, 2.0], seed=3) for _ in range(2))
     forward = [a.locate(i) for i in range(3000)]
     assert [b.locate(i) for i in reversed(range(3000))] == forward[::-1]
@@ -60,7 +63,7 @@ def test_the_order_is_a_function_of_seed_and_place() -> None:
 
 
 def test_pools_are_drawn_by_weight_and_each_evenly() -> None:
-    pools = [Pool(documents([8] * n), 8) for n in (10, 20)]
+    pools = [Pool(texts([8] * n), 8) for n in (10, 20)]
     mixture = Mixture(pools, [0.3, 0.7], seed=0)
     drawn = Counter(mixture.locate(i) for i in range(2 * PATTERN))
     assert sum(count for (pool, _), count in drawn.items() if pool == 0) == 600
@@ -70,7 +73,7 @@ def test_pools_are_drawn_by_weight_and_each_evenly() -> None:
 
 @pytest.mark.parametrize(("batch", "micros", "processes"), [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)])
 def test_a_step_sees_the_same_rows_however_it_is_cut_up(batch: int, micros: int, processes: int) -> None:
-    mixture = Mixture([Pool(documents([8] * 30), 8)], [1.0], seed=0)
+    mixture = Mixture([Pool(texts([8] * 30), 8)], [1.0], seed=0)
     seen = []
     for micro in range(micros):
         for process in range(processes):
@@ -80,18 +83,18 @@ def test_a_step_sees_the_same_rows_however_it_is_cut_up(batch: int, micros: int,
 
 
 def test_label_counts_leave_out_what_is_masked() -> None:
-    pool = Pool([Document(np.array([1, 2, 2, 3], dtype=np.int32), np.array([True, True, False, True]))], 8)
-    assert Mixture([pool], [1.0], seed=0).label_counts(5).tolist() == [0, 1, 1, 1, 0]
+    document = Document(np.array([1, 2, 2, 3], dtype=np.int32), np.array([True, True, False, True]))
+    assert Mixture([Pool(corpus_of([document]), 8)], [1.0], seed=0).label_counts(5).tolist() == [0, 1, 1, 1, 0]
 
 
 def test_the_digest_sees_every_token_label_and_boundary() -> None:
     def digest(lengths: list[int], **change: int) -> str:
-        docs = documents(lengths)
+        docs = [Document(np.arange(length, dtype=np.int32), np.arange(length) % 3 > 0) for length in lengths]
         if "token" in change:
             docs[0].ids[0] += 1
         if "label" in change:
             docs[0].labels[0] ^= True
-        return Mixture([Pool(docs, change.get("row", 8))], [1.0], seed=change.get("seed", 0)).digest()
+        return Mixture([Pool(corpus_of(docs), change.get("row", 8))], [1.0], seed=change.get("seed", 0)).digest()
 
     whole = digest([5, 6])
     assert whole == digest([5, 6])

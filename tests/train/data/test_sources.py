@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.errors import UserError
+from tests.chats import documents_of, reader_of
 from tests.runs import Settings, WriteRecipe
 from train.data.answers import Answers
-from train.data.loading import read_prompts
-from train.data.packing import Document
+from train.data.corpus import Document
+from train.data.loading import read_prompts, read_source
 from train.data.sources import ChatSource
 from train.recipe import Recipe, load_recipe
 
@@ -57,7 +58,9 @@ def read(
     path = tmp_path / "chats.json"
     path.write_text(json.dumps(records))
     said: list[str] = []
-    return ChatSource(kind="chat", path=str(path), **settings).documents(tokenizer, said.append), said
+    source = ChatSource(kind="chat", path=str(path), **settings)
+    corpus = read_source(source, "data.sources.0", reader_of(tokenizer, said))
+    return documents_of(corpus), [line for line in said if "tokenised once" not in line]
 
 
 @pytest.mark.parametrize("reason", ODD)
@@ -87,7 +90,8 @@ def test_more_than_the_recipe_allows_is_refused(tmp_path: Path, tokenizer: PreTr
     assert len(read(records, tmp_path, tokenizer, max_skipped=0.2)[0]) == 8
     with pytest.raises(UserError, match=r"max_skipped=0\.19"):
         read(records, tmp_path, tokenizer, max_skipped=0.19)
-    assert read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)[0] == []
+    with pytest.raises(UserError, match="no token to train on in its 0 texts"):
+        read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
 
 
 def chat_recipe(settings: Settings, write_recipe: WriteRecipe, path: Path) -> tuple[Recipe, Answers]:
@@ -110,8 +114,9 @@ def test_prompts_are_read_past_odd_records(
     recipe, wanted = chat_recipe(settings, write_recipe, path)
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
     said: list[str] = []
-    assert len(read_prompts(recipe.data, recipe.train.seed, tokenizer, wanted, "data.regenerate", said.append)) == 4
-    assert len(said) == 1 and "1 of 5 records are left out" in said[0]
+    reader = reader_of(tokenizer, said)
+    assert len(read_prompts(recipe.data, recipe.train.seed, wanted, "data.regenerate", reader)) == 4
+    assert len(said) == 2 and "1 of 5 records are left out" in said[1]
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
     with pytest.raises(UserError, match=r"1 of 2 records are left out"):
-        read_prompts(recipe.data, recipe.train.seed, tokenizer, wanted, "data.regenerate")
+        read_prompts(recipe.data, recipe.train.seed, wanted, "data.regenerate", reader)

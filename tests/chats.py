@@ -1,0 +1,43 @@
+"""One conversation as documents, as a source of conversations makes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmark.records import Message, RecordError
+from train.data.chats import encode_conversations, read_conversation
+from train.data.corpus import Corpus, Document
+from train.data.reader import Reader
+from train.data.sources import Rendering
+from train.data.templates import ChatTemplate
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat_template: str | None = None,
+    *,
+    place: str = "conversation",
+    tools: Any = None,
+    last_only: bool = False,
+    **arguments: Any,
+) -> list[Document]:
+    """The documents of a conversation. RecordError for one that cannot be trained on."""
+    template = ChatTemplate(tokenizer, chat_template, arguments)
+    conversation = read_conversation(template, messages, place=place, tools=tools, last_only=last_only)
+    (found,) = encode_conversations(template, [conversation])
+    if isinstance(found, RecordError):
+        raise found
+    return found
+
+
+def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None, **arguments: Any) -> Reader:
+    """The reader of a run of one process; `said` gathers its lines."""
+    lines = [] if said is None else said
+    return Reader(Rendering(tokenizer, arguments), Accelerator(cpu=True), lines.append)
+
+
+def documents_of(corpus: Corpus) -> list[Document]:
+    return [Document(corpus.tokens[start:end], corpus.labels[start:end]) for start, end in corpus.spans()]

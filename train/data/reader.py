@@ -1,0 +1,71 @@
+"""Sources read once on each node, by its first process; the others wait, and map what it wrote."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from heads.errors import UserError
+from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry, write_once
+from train.data.sources import AnySource, Rendering, Say
+from train.data.templates import tokenizer_key
+from train.interrupts import Interrupted
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What all sources of a run are read with."""
+
+    rendering: Rendering
+    accelerator: Accelerator
+    say: Say
+
+    def documents(self, source: AnySource) -> Corpus:
+        """The documents of a source. Called by every process."""
+        return self._read(source, {}, lambda tally: source.documents(self.rendering, tally))
+
+    def prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> Corpus:
+        """At most `wanted` prompts of at most `most` tokens, as documents without labels. Called by every process."""
+
+        def read(tally: Tally) -> Iterable[Document]:
+            for prompt in source.prompts(self.rendering, tally, most, wanted, seed):
+                yield Document(np.array(prompt, dtype=np.int32), np.zeros(len(prompt), dtype=np.bool_))
+
+        return self._read(source, {"prompts": [most, wanted, seed]}, read)
+
+    def _read(
+        self, source: AnySource, form: dict[str, list[int]], read: Callable[[Tally], Iterable[Document]]
+    ) -> Corpus:
+        def write() -> str:
+            key = {"tokenizer": tokenizer_key(self.rendering.tokenizer), **source.key(self.rendering), **form}
+            name = entry_name(key)
+
+            def begin(tally: Tally) -> Iterable[Document]:
+                self.say(f"{source}: tokenised once, into {cache_root() / name}")
+                return read(tally)
+
+            write_once(name, begin)
+            return name
+
+        names = on_each_node(self.accelerator, write)
+        if len(set(names)) > 1:
+            raise UserError(f"{source}: the machines of this launch read different data; give all of them the same")
+        return open_entry(names[0])
+
+
+def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:
+    """Do something on the first process of each node; all get the results, or the first UserError or interruption, so
+    that none is left waiting."""
+    outcome: list[str | UserError | Interrupted] = []
+    if accelerator.is_local_main_process:
+        try:
+            outcome = [action()]
+        except (UserError, Interrupted) as error:
+            outcome = [error]
+    outcomes = gather_object(outcome) if accelerator.num_processes > 1 else outcome
+    for found in outcomes:
+        if isinstance(found, BaseException):
+            raise found
+    return outcomes
