@@ -145,7 +145,7 @@ class _Text:
         self.bytes, self.ended = 0, False
         """Bytes decoded, and whether the file is read to its end."""
         self.lines = self.columns = 0
-        """What is dropped: newlines, and characters of the line that `text` begins in."""
+        """Newlines dropped, and characters dropped of the line that `text` begins in."""
         self._decode(opening)
 
     def more(self) -> None:

@@ -12,6 +12,7 @@ one. Every other conversation is tokenised turn by turn.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,11 @@ class Turn:
     """The text up to the answer, its opening included."""
     whole: str
     """The text of the conversation that ends with this answer."""
-    marked: tuple[int, int] | None
-    """The part of `whole` that the template marks as the answer, in characters, if it marks any."""
 
     @property
-    def span(self) -> tuple[int, int] | None:
-        """The part of `whole` that is the answer, in characters; None where only tokens can tell."""
-        if self.marked is not None:
-            return self.marked
-        return (len(self.prompt), len(self.whole)) if self.whole.startswith(self.prompt) else None
+    def answer(self) -> str:
+        """The part of `whole` behind the prompt."""
+        return self.whole[len(commonprefix([self.prompt, self.whole])) :]
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,13 @@ def read_conversation(
         before, until = messages[:turn], messages[: turn + 1]
         prompt = template.render(before, place=place, tools=tools, answer_next=True)
         whole = template.render(until, place=place, tools=tools)
-        marked = template.generated(until, tools=tools)
-        # A template may mark an answer in parts, or none of the answers that call tools: then the prompt tells.
-        found = Turn(before, prompt, whole, marked[-1] if len(marked) == answers.index(turn) + 1 else None)
-        for reasoning in _reasoning(messages[turn]):
-            start, stop = found.span or (0, len(whole))
-            if reasoning not in whole[start:stop]:
-                raise RecordError(
-                    f"{place}: the chat template drops the reasoning of turn {turn + 1}, which the target would "
-                    "write; give the source a chat_template that keeps it, or records without",
-                    "with reasoning that the chat template drops",
-                )
-        turns.append(found)
+        turns.append(Turn(before, prompt, whole))
+        if not all(reasoning in turns[-1].answer for reasoning in _reasoning(messages[turn])):
+            raise RecordError(
+                f"{place}: the chat template drops the reasoning of turn {turn + 1}, which the target would write; "
+                "give the source a chat_template that keeps it, or records without",
+                "with reasoning that the chat template drops",
+            )
     return Conversation(turns, place, tools)
 
 
@@ -164,10 +156,10 @@ def _reasoning(message: Message) -> Iterator[str]:
 
 
 def _joined(turns: Sequence[Turn]) -> list[list[Turn]] | None:
-    """The turns whose texts begin one another, together; None where the texts do not tell where an answer begins."""
+    """The turns whose texts begin one another, together; None where a text does not begin with its prompt."""
     found: list[list[Turn]] = []
     for turn in turns:
-        if turn.span is None:
+        if not turn.whole.startswith(turn.prompt):
             return None
         if found and turn.whole.startswith(found[-1][-1].whole):
             found[-1].append(turn)
@@ -181,11 +173,9 @@ def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Doc
     ids = encoding.ids
     labels = np.zeros(len(ids), dtype=np.bool_)
     for turn in turns:
-        assert turn.span is not None
-        bounds = [_token_at(encoding, at, len(turns[-1].whole)) for at in (*turn.span, len(turn.whole))]
-        if None in bounds:
+        start, stop = (_token_at(encoding, len(text), len(turns[-1].whole)) for text in (turn.prompt, turn.whole))
+        if start is None or stop is None:
             return None
-        start, stop, _ = (bound for bound in bounds if bound is not None)
         labels[start : _answer_end(ids, start, stop, eos)] = True
     return Document(np.array(ids, dtype=np.int32), labels)
 

@@ -109,9 +109,15 @@ class _Sums:
     def ends(self) -> NDArray[np.int64]:
         return np.cumsum(np.array(self.lengths, dtype=np.int64))
 
-    def digest(self) -> str:
-        parts = [made.digest() for made in self.hashes.values()]
-        return hashlib.sha256(b"".join([*parts, self.ends.tobytes()])).hexdigest()
+    def files(self) -> dict[str, str]:
+        """The hash of each file that holds the chunks."""
+        rest = {"ends": self.ends, "counts": self.counts}
+        whole = {name: hashlib.sha256(part.data) for name, part in rest.items()}
+        return {name: made.hexdigest() for name, made in (self.hashes | whole).items()}
+
+
+def _digest(files: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def corpus_of(documents: Iterable[Document]) -> Corpus:
@@ -123,7 +129,7 @@ def corpus_of(documents: Iterable[Document]) -> Corpus:
         np.concatenate([np.zeros(0, kind), *parts])
         for kind, parts in ((np.int32, [c.tokens for c in chunks]), (np.bool_, [c.labels for c in chunks]))
     )
-    return Corpus(tokens, labels, sums.ends, sums.counts, sums.digest())
+    return Corpus(tokens, labels, sums.ends, sums.counts, _digest(sums.files()))
 
 
 def cache_root() -> Path:
@@ -164,7 +170,7 @@ def open_entry(name: str) -> Corpus:
     folder = cache_root() / name
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     tokens, labels, ends, counts = (_map(folder / part, kind) for part, kind in TYPES.items())
-    return Corpus(tokens, labels, ends, counts.reshape(2, -1), manifest["digest"], Tally(**manifest["tally"]))
+    return Corpus(tokens, labels, ends, counts.reshape(2, -1), _digest(manifest["files"]), Tally(**manifest["tally"]))
 
 
 def find_fault(folder: Path) -> str | None:
@@ -192,9 +198,7 @@ def _write(folder: Path, documents: Iterable[Document], tally: Tally) -> None:
             os.fsync(file.fileno())
     for name, part in (("ends", sums.ends), ("counts", sums.counts)):
         (folder / name).write_bytes(part.tobytes())
-    hashes = {name: made.hexdigest() for name, made in sums.hashes.items()}
-    hashes |= {name: file_hash(folder / name) for name in ("ends", "counts")}
-    write_json(folder / MANIFEST, {"digest": sums.digest(), "files": hashes, "tally": asdict(tally)})
+    write_json(folder / MANIFEST, {"files": sums.files(), "tally": asdict(tally)})
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[_Chunk]:

@@ -16,7 +16,7 @@ from train.interrupts import Interrupted
 
 @dataclass(frozen=True)
 class Reader:
-    """What all sources of a run are read with."""
+    """The reading of all sources of a run."""
 
     rendering: Rendering
     accelerator: Accelerator

@@ -15,14 +15,14 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from eval.benchmark.records import Message, RecordError, apply_template
 from heads.errors import UserError, shown
 from train.strict_yaml import suggest
 
 GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""The tags around what the model writes, where a template has them."""
+"""The tags around what the model writes, which some templates have and Jinja does not know. They often take in the
+opening of an answer too, which the prompt holds already, so no label is found by them."""
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
 """Names that a template reads and that are no arguments of a recipe."""
@@ -69,22 +69,6 @@ class ChatTemplate:
             add_generation_prompt=answer_next,
             **self.arguments,
         )
-
-    def generated(self, messages: Sequence[Message], *, tools: Any = None) -> list[tuple[int, int]]:
-        """The parts of the text that the template itself marks as generated, in characters; none where it marks
-        none. The text must be known to render."""
-        text = self.source(tools)
-        if not GENERATION.search(text):
-            return []
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        _, marked = render_jinja_template(
-            conversations=[given],
-            tools=tools,
-            chat_template=text,
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **self.arguments},
-        )
-        return [(start, stop) for start, stop in marked[0]]
 
     def check(self, name: str) -> None:
         """Refuse a tokenizer without a template, and arguments that the template does not read. `name`: of the

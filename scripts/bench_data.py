@@ -1,0 +1,99 @@
+"""Speed and memory of tokenising conversations, and of a second start.
+
+    python scripts/bench_data.py --conversations 2000
+
+Conversations of four answers, cut from Python's standard library, in the quickstart target's tokens. Each start is a
+process of its own: the first tokenises, the second maps what it wrote. Memory is the process's own (RssAnon), without
+the pages of mapped files, above what it held before it read anything: the peak, and at the end.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.command import Parser, count, exit_status
+
+TURNS = 4
+START = """
+import sys, threading, time
+from pathlib import Path
+from accelerate import Accelerator
+from heads.target.frozen import load_tokenizer
+from train.data.loading import read_source
+from train.data.packing import Mixture, Pool
+from train.data.reader import Reader
+from train.data.sources import ChatSource, Rendering
+from train.data.target_text import CHAT_TEMPLATE
+
+def own():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+peak = 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, own())
+        time.sleep(0.05)
+
+tokenizer = load_tokenizer("recipes/quickstart/target")
+tokenizer.chat_template = CHAT_TEMPLATE
+reader = Reader(Rendering(tokenizer), Accelerator(cpu=True), lambda _: None)
+before, seconds, cpu = own(), time.perf_counter(), time.process_time()
+threading.Thread(target=watch, daemon=True).start()
+corpus = read_source(ChatSource(kind="chat", path=sys.argv[1]), "source", reader)
+mixture = Mixture([Pool(corpus, 2048)], [1.0], 0)
+mixture.digest()
+mixture.rows(range(8))
+seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
+print(len(corpus), len(corpus.tokens), seconds, cpu, max(peak, own()) - before, own() - before)
+"""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("Measure speed and memory of tokenising conversations.")
+    parser.add_argument("--conversations", type=count, default=2000, help="to tokenise")
+    parser.add_argument("--tokens", type=count, default=2000, help="of a conversation, roughly")
+    return parser.parse_args(arguments)
+
+
+def write_conversations(path: Path, conversations: int, tokens: int) -> None:
+    """Conversations of about `tokens` tokens each."""
+    from eval.benchmark.python_source import read_split
+
+    text = "".join(text for _, text in read_split(held_out=False))
+    piece = 3 * tokens // (2 * TURNS)  # characters: a token of this text has three
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(conversations):
+            start = number * 7919 % (len(text) - 2 * TURNS * piece)
+            cut = [text[start + n * piece : start + (n + 1) * piece] for n in range(2 * TURNS)]
+            turns = [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(cut)]
+            file.write(json.dumps({"messages": turns}) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chats.jsonl"
+        write_conversations(path, options.conversations, options.tokens)
+        environment = {**os.environ, "DRAFTSMITH_DATA_CACHE": str(Path(folder) / "cache")}
+        for start in ("first", "second"):
+            command = [sys.executable, "-c", START, str(path)]
+            done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            documents, tokens, seconds, cpu, peak, memory = map(float, done.stdout.split())
+            print(
+                f"{start} start: {documents:.0f} documents, {tokens:.0f} tokens, {seconds:.2f} s, "
+                f"{tokens / cpu:.0f} tokens a CPU second, {peak / tokens:.2f} bytes a token at the peak, "
+                f"{memory / tokens:.2f} at the end"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
