@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -48,5 +48,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
 
 def open_reader(data: Data, tokenizer: PreTrainedTokenizerBase, run: Run) -> Reader:
     """The reader of a run's sources. A chat template that writes the date sees the day on which the run began."""
-    day = on_main(run.accelerator, run.folder.first_day) if has_date(data, tokenizer) else None
-    return Reader(Rendering(tokenizer, data.template, day), run.accelerator, run.tracker.say)
+    rendering = Rendering(tokenizer, data.template)
+    if has_date(data, rendering):
+        rendering = replace(rendering, day=on_main(run.accelerator, run.folder.first_day))
+    return Reader(rendering, run.accelerator, run.tracker.say)

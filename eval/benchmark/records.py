@@ -15,7 +15,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from eval.files import is_file, read_given
 from heads.errors import UserError, first_line, shown
@@ -122,7 +122,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not found and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-                    yield from _read_array(file, line, lines)
+                    yield from _read_array(file, line, lines.read)
                     return
                 if line.strip():
                     found = True
@@ -139,8 +139,8 @@ def _read_json(file: Path) -> Iterator[Record]:
 class _Text:
     """The text of a file from `at` on, of which little more than one record is held."""
 
-    def __init__(self, file: Path, opening: bytes, rest: IO[bytes]) -> None:
-        self.file, self.rest, self.text, self.at = file, rest, "", 0
+    def __init__(self, file: Path, opening: bytes, read: Callable[[int], bytes]) -> None:
+        self.file, self.read, self.text, self.at = file, read, "", 0
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.bytes, self.ended = 0, False
         """Bytes decoded, and whether the file is read to its end."""
@@ -154,7 +154,7 @@ class _Text:
         *lines, last = dropped.split("\n")
         self.lines, self.columns = self.lines + len(lines), len(last) + (0 if lines else self.columns)
         self.text, self.at = held, 0
-        self._decode(self.rest.read(max(CHUNK, len(held))))
+        self._decode(self.read(max(CHUNK, len(held))))
 
     def _decode(self, data: bytes) -> None:
         self.ended = not data
@@ -192,9 +192,9 @@ class _Text:
             self.more()
 
 
-def _read_array(file: Path, opening: bytes, rest: IO[bytes]) -> Iterator[Record]:
+def _read_array(file: Path, opening: bytes, read: Callable[[int], bytes]) -> Iterator[Record]:
     """The records of an array, parsed one by one as they are read."""
-    text = _Text(file, opening, rest)
+    text = _Text(file, opening, read)
     text.next_character()
     text.at += 1
     count = 0

@@ -484,3 +484,15 @@ def test_bad_settings_are_named(kind: str, change: dict[str, Any], word: str) ->
             DFlash(DFlashConfig(**BLOCK_SIZES | change))
         else:
             DSpark(DSparkConfig(**BLOCK_SIZES | change))
+
+
+def test_a_block_begins_where_its_document_does_whatever_the_positions() -> None:
+    """A later part of a long document stands behind others, with positions that go on."""
+    batch = make_batch([[7, 11, 3]])
+    blocks = all_blocks(batch.documents)
+    first = torch.tensor([[0] * 7 + [7] * 11 + [18] * 3])
+    assert torch.equal(blocks.starts(batch.documents), first[:, 1:])
+    head = make_head("dflash", num_anchors=32)
+    moved = dataclasses.replace(batch, positions=batch.positions + 40 * (batch.documents == 1))
+    for rows in (2, 4):
+        torch.testing.assert_close(head.unroll(moved, blocks, rows), head.unroll(batch, blocks, rows))

@@ -12,7 +12,6 @@ one. Every other conversation is tokenised turn by turn.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ class Turn:
     @property
     def answer(self) -> str:
         """The part of `whole` behind the prompt."""
-        return self.whole[len(commonprefix([self.prompt, self.whole])) :]
+        return self.whole[_common_prefix(self.prompt, self.whole) :]
 
 
 @dataclass(frozen=True)
@@ -184,8 +183,9 @@ def _token_at(encoding: Encoding, at: int, length: int) -> int | None:
     """The token that begins at a character of a text; one beyond the last at the end of the text."""
     if at == length:
         return len(encoding.ids)
-    token: int | None = encoding.char_to_token(at)
-    return None if token is None or encoding.token_to_chars(token)[0] != at else token
+    token = encoding.char_to_token(at)
+    bounds = None if token is None else encoding.token_to_chars(token)
+    return None if bounds is None or bounds[0] != at else token
 
 
 def _answer_end(ids: Sequence[int], start: int, stop: int, eos: int | None) -> int:
@@ -210,5 +210,5 @@ def _document(ids: list[int], labels: list[bool]) -> Document:
     return Document(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -49,7 +49,7 @@ class Tally:
     skipped: dict[str, int] = field(default_factory=dict)
     """Records left out, by the reason why."""
     first_skipped: str = ""
-    """Place and fault of the first of them."""
+    """Place and fault of the first of them, without the name of the source."""
     last_tokens: int = 0
     """Tokens of the conversations, each as it stands at its last answer."""
 
@@ -227,6 +227,6 @@ def _map(path: Path, kind: type[np.generic]) -> NDArray[Any]:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold a file, until the end of the process if need be; wait for another process that does."""
-    with path.open("w") as file:
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

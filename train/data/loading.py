@@ -58,9 +58,8 @@ def check_data(data: Data, target: FrozenTarget) -> None:
             )
 
 
-def has_date(data: Data, tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_date(data: Data, rendering: Rendering) -> bool:
     """True if a chat template of the data writes the date."""
-    rendering = Rendering(tokenizer, data.template)
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
@@ -143,10 +142,7 @@ def load_data(
 
     def add(corpus: Corpus, weight: float | None, name: str) -> None:
         pool = Pool(corpus, data.context_length, num_positions)
-        reader.say(
-            f"{name}: {len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, "
-            f"{len(pool)} rows"
-        )
+        reader.say(pool.describe(name))
         pools.append(pool)
         weights.append(len(pool) if weight is None else weight)
 

@@ -59,6 +59,12 @@ class Pool:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def describe(self, name: str) -> str:
+        """The size of the source called `name`, in a line."""
+        corpus = self.corpus
+        sizes = f"{len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, {len(self)} rows"
+        return f"{name}: {sizes}"
+
     def row(self, index: int) -> Rows:
         """One packed row by itself."""
         out = empty_rows(1, self.row_length)

@@ -58,14 +58,15 @@ class Reader:
 def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:
     """Do something on the first process of each node; all get the results, or the first UserError or interruption, so
     that none is left waiting."""
-    outcome: list[str | UserError | Interrupted] = []
+    results: list[str] = []
+    faults: list[UserError | Interrupted] = []
     if accelerator.is_local_main_process:
         try:
-            outcome = [action()]
+            results = [action()]
         except (UserError, Interrupted) as error:
-            outcome = [error]
-    outcomes = gather_object(outcome) if accelerator.num_processes > 1 else outcome
-    for found in outcomes:
-        if isinstance(found, BaseException):
-            raise found
-    return outcomes
+            faults = [error]
+    if accelerator.num_processes > 1:
+        results, faults = gather_object(results), gather_object(faults)
+    if faults:
+        raise faults[0]
+    return results

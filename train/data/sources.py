@@ -41,7 +41,7 @@ MOST_REASONS = 5
 """Named of the reasons for leaving records out, the commonest first."""
 BATCH = 256
 """Texts tokenised together."""
-BATCH_CHARACTERS = 2**22
+BATCH_CHARACTERS = 2**20
 """Characters of texts, from which on they are tokenised though they are fewer."""
 
 
@@ -52,8 +52,8 @@ class Rendering:
     tokenizer: PreTrainedTokenizerBase
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the chat template."""
-    day: date | None = None
-    """The date that the chat template sees. None: the clock's."""
+    day: date = field(default_factory=date.today)
+    """The date that the chat template sees."""
 
 
 class Texts:
@@ -194,12 +194,12 @@ class ChatSource(RecordSource):
         for conversations in _together(self._read(read, tally), len):
             for conversation, found in zip(conversations, encode_conversations(template, conversations), strict=True):
                 if isinstance(found, RecordError):
-                    _skip(tally, found)
+                    _skip(tally, found, self.path)
                     continue
                 labelled = [document for document in found if document.labels.any()]
                 if not labelled:
                     what = f"{conversation.place}: expected an answer of the assistant, got none"
-                    _skip(tally, RecordError(what, "without an answer"))
+                    _skip(tally, RecordError(what, "without an answer"), self.path)
                     continue
                 tally.last_tokens += len(labelled[-1].ids)
                 yield from labelled
@@ -230,7 +230,7 @@ class ChatSource(RecordSource):
             try:
                 found = encode(record[0], read_messages(record), read_tools(record))
             except RecordError as error:
-                _skip(tally, error)
+                _skip(tally, error, self.path)
             else:
                 yield found
 
@@ -246,13 +246,13 @@ def describe_skipped(tally: Tally, name: str) -> str:
     more = f", {rest} others" if rest else ""
     return (
         f"{name}: {sum(tally.skipped.values())} of {tally.records} records are left out: {reasons}{more}; "
-        f"the first is {tally.first_skipped}"
+        f"the first is {name}{tally.first_skipped}"
     )
 
 
-def _skip(tally: Tally, error: RecordError) -> None:
+def _skip(tally: Tally, error: RecordError, name: str) -> None:
     tally.skipped[error.reason] = tally.skipped.get(error.reason, 0) + 1
-    tally.first_skipped = tally.first_skipped or str(error)
+    tally.first_skipped = tally.first_skipped or str(error).removeprefix(name)
 
 
 def _together(texts: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

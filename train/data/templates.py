@@ -37,13 +37,12 @@ class ChatTemplate:
     """Of the template in place of the tokenizer's own."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Such as `enable_thinking`."""
-    day: date | None = None
-    """The date that the template sees. None: the clock's."""
+    day: date = field(default_factory=date.today)
+    """The date that the template sees."""
 
     def source(self, tools: Any = None) -> str:
         """The template's own text, with the date in it if it asks for one."""
-        text = str(self.tokenizer.get_chat_template(self.text, tools))
-        return text if self.day is None else dated(text, self.day)
+        return dated(str(self.tokenizer.get_chat_template(self.text, tools)), self.day)
 
     @property
     def has_date(self) -> bool:

@@ -40,6 +40,19 @@ def test_an_array_gives_numbered_records(text: str, tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_an_array_is_read_piece_by_piece(ascii_only: bool, tmp_path: Path) -> None:
+    """Records longer than what is read at a time, cut inside characters, escapes, numbers and words."""
+    records = [{"text": 'é☃"\\n' * n, "n": [n, -1.5e10, True, None]} for n in (0, 1, 70_001, 3, 500_001, 2, 90_000)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(records, indent=1, ensure_ascii=ascii_only), encoding="utf-8")
+    assert [record for _, record in read_records(str(path))] == records
+    wrong = json.dumps(records, indent=1, ensure_ascii=ascii_only)[:-4] + ", }\n]"
+    path.write_text(wrong, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"record 7: expected a JSON record .* at line {wrong.count(chr(10))}, column"):
+        list(read_records(str(path)))
+
+
 def test_parquet_and_text_files(tmp_path: Path) -> None:
     Dataset.from_list([{"text": "a"}, {"text": "b"}]).to_parquet(str(tmp_path / "a.parquet"))
     assert [record["text"] for _, record in read_records(str(tmp_path / "a.parquet"))] == ["a", "b"]

@@ -1,15 +1,19 @@
 """Labels found by rendering: compared with masks made by hand, token for token."""
 
+from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.benchmark.records import RecordError, read_messages, read_tools
 from heads.errors import UserError
 from tests.chats import encode_chat
-from train.data.chats import encode_prompt, encode_text
+from train.data.chats import encode_conversations, encode_prompt, encode_text, encode_turn_by_turn, read_conversation
 from train.data.templates import ChatTemplate
 
 CHATML = (
@@ -34,10 +38,15 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tiny_target_dir)
+@cache
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     return loaded
+
+
+@pytest.fixture
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    return read_tokenizer(tiny_target_dir)
 
 
 def marked(
@@ -75,6 +84,95 @@ def test_a_template_that_drops_reasoning_gives_each_answer_its_own_document(toke
         "<|user|>hi</s><|assistant|>[so/think sea</s>]",
         "<|user|>hi</s><|assistant|>sea</s><|user|>and</s><|assistant|>[no/think sand</s>]",
     ]
+
+
+THINKING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>the{% endif %}"
+)
+# Nothing but a space between the turns, so that merges cross it.
+RUNNING_ON = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{{ 'a' if add_generation_prompt }}"
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = st.text(st.sampled_from("the sander\n é</|>"), max_size=12) | st.sampled_from(["</s>", "<|assistant|>", "th"])
+
+
+@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
+@pytest.mark.parametrize("template", [None, CHATML, FORGETFUL, REWRITING, THINKING, RUNNING_ON, MARKED])
+def test_offsets_give_the_labels_that_the_tokens_of_each_turn_give(
+    template: str | None, turns: list[tuple[str, str]], tiny_target_dir: Path
+) -> None:
+    chat = ChatTemplate(read_tokenizer(tiny_target_dir), template)
+    talk = [
+        {"role": role, "content": text}
+        for pair in turns
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    conversation = read_conversation(chat, talk, place="f:1")
+    (found,) = encode_conversations(chat, [conversation])
+    try:
+        expected = encode_turn_by_turn(chat, conversation)
+    except RecordError as error:
+        assert isinstance(found, RecordError) and found.reason == error.reason
+        return
+    assert not isinstance(found, RecordError)
+    assert [d.ids.tolist() for d in found] == [d.ids.tolist() for d in expected]
+    assert [d.labels.tolist() for d in found] == [d.labels.tolist() for d in expected]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "<think>so</think>sea"},
+        {"content": "sea", "reasoning_content": "so"},
+        {"content": "sea", "reasoning": "so"},
+    ],
+)
+def test_a_template_that_drops_reasoning_which_the_record_holds_is_refused(
+    answer: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    talk = [TALK[1], {"role": "assistant", **answer}]
+    dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    keeping = CHATML.replace("m.content", "(m.reasoning_content or '') ~ m.content")
+    with pytest.raises(RecordError, match=r"f:1: the chat template drops the reasoning of turn 2") as caught:
+        encode_chat(tokenizer, talk, dropping, place="f:1")
+    assert caught.value.reason == "with reasoning that the chat template drops"
+    (document,) = encode_chat(tokenizer, talk, keeping, place="f:1")
+    assert "so" in str(tokenizer.decode(document.ids[document.labels]))
+
+
+def test_the_last_answer_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    (whole,) = encode_chat(tokenizer, TALK)
+    (last,) = encode_chat(tokenizer, TALK, last_only=True)
+    assert last.ids.tolist() == whole.ids.tolist()
+    assert str(tokenizer.decode(last.ids[last.labels])) == "sand</s>"
+
+
+def test_arguments_reach_the_template_and_others_are_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = CHATML.replace("<|assistant|>\n", "<|assistant|>\n{% if calm is defined and calm %}so {% endif %}")
+    prompt = encode_prompt(ChatTemplate(tokenizer, template, {"calm": True}), TALK[1:3], place="f:1")
+    assert prompt is not None and str(tokenizer.decode(prompt)).endswith("<|assistant|>\nso ")
+    near = r"^data\.template\.clam: the chat template reads no .* did you mean 'calm'"
+    for own in (template, "{% generation %}" + template + "{% endgeneration %}"):
+        ChatTemplate(tokenizer, own, {"calm": True}).check("x.jsonl")
+        with pytest.raises(UserError, match=near):
+            ChatTemplate(tokenizer, own, {"clam": True}).check("x.jsonl")
+    with pytest.raises(UserError, match=r"data\.template\.messages: the chat template reads no such argument"):
+        ChatTemplate(tokenizer, template, {"messages": 1}).check("x.jsonl")
+
+
+def test_a_template_sees_the_day_that_it_is_given(tokenizer: PreTrainedTokenizerBase) -> None:
+    dated = "{{ strftime_now('%d %b %Y, %-d/%m') }}|" + CHATML
+    chat = ChatTemplate(tokenizer, dated, day=date(2031, 2, 3))
+    assert chat.has_date and not ChatTemplate(tokenizer, CHATML).has_date
+    assert chat.render(TALK[1:3], place="f:1").startswith("03 Feb 2031, 3/02|<|user|>")
+    own = "{% if strftime_now is defined %}{{ strftime_now('%Y-%m-%d') }}{% endif %}"
+    assert ChatTemplate(tokenizer, own, day=date(2031, 2, 3)).render(TALK, place="f:1") == "2031-02-03"
+    now = ChatTemplate(tokenizer, own).render(TALK, place="f:1")
+    assert now == tokenizer.apply_chat_template(TALK, chat_template=own, tokenize=False)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:

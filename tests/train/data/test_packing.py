@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.data.corpus import Corpus, Document, corpus_of
-from train.data.packing import PATTERN, Mixture, Pool, best_fit, shares
+from train.data.packing import PATTERN, Mixture, Pool, best_fit, cut_document, shares
 
 
 def texts(lengths: list[int]) -> Corpus:
@@ -34,6 +34,47 @@ def test_every_token_of_a_text_is_packed_once_in_order(lengths: list[int], row_l
             if document >= 0:
                 tokens, positions = rows.tokens[row][where], rows.positions[row][where]
                 assert (tokens - tokens[0] == positions).all() and positions[0] == 0
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> list[bool]:
+    """The labels of a conversation: prompts and answers in turn."""
+    turns = draw(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8))
+    return [label for prompt, answer in turns for label in [False] * prompt + [True] * answer]
+
+
+@given(st.lists(talks(), min_size=1, max_size=4), st.integers(8, 50))
+def test_every_label_of_conversations_is_trained_on_once_where_it_stands(
+    conversations: list[list[bool]], row_length: int
+) -> None:
+    """Tokens are their positions, so that each is seen to stand where it does in its conversation."""
+    documents = [Document(np.arange(len(labels), dtype=np.int32), np.array(labels)) for labels in conversations]
+    pool = Pool(corpus_of(documents), row_length)
+    rows = Mixture([pool], [1.0], seed=0).rows(range(len(pool)))
+    real = rows.documents >= 0
+    assert (rows.tokens[real] == rows.positions[real]).all() and not rows.loss_mask[~real].any()
+    trained = Counter(rows.tokens[rows.loss_mask].tolist())
+    assert trained == Counter(n for labels in conversations for n, label in enumerate(labels) if label)
+
+
+@given(talks(), st.integers(8, 50))
+def test_a_conversation_is_cut_behind_answers(labels: list[bool], row_length: int) -> None:
+    behind = {n for n in range(1, len(labels) + 1) if labels[n - 1] and (n == len(labels) or not labels[n])}
+    parts = list(cut_document(np.array(labels), row_length, len(labels)))
+    for begin, end, position, context in parts:
+        first = begin + context  # its own tokens
+        following = min(n for n in behind if n > first)
+        assert 0 < end - begin <= row_length and position == begin
+        assert end in behind or end - begin == row_length < following - begin
+        assert begin == 0 or begin in behind or context == row_length // 2 or following - begin == row_length
+        # Half a row of what precedes, or from behind an answer in it, where that leaves room for the next one.
+        assert begin == 0 or context or following - first == row_length or end - begin == row_length
+
+
+def test_beyond_the_positions_of_the_target_nothing_is_trained_on() -> None:
+    labels = np.array([False, False, True, True] * 10)
+    parts = list(cut_document(labels, 8, 31))
+    assert max(end for _, end, *_ in parts) == 31
 
 
 def test_a_document_of_a_whole_row_is_not_cut() -> None:

@@ -1,0 +1,85 @@
+"""The data of a recipe as it is printed, and what a run makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.chats import reader_of
+from tests.runs import Settings, WriteRecipe, train_in
+from train.data.corpus import open_entry
+from train.data.loading import read_source
+from train.data.preview import preview
+from train.data.sources import ChatSource
+
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "the sea"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "sand"},
+]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def chats(settings: Settings, tmp_path: Path) -> Settings:
+    """A recipe on twenty conversations, of which one cannot be used."""
+    records = [{"messages": TALK}] * 19 + [{"messages": TALK[:1]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings["data"]["sources"] = [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}]
+    return settings
+
+
+def test_conversations_are_shown_with_what_is_trained_on(
+    chats: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preview([str(write_recipe(chats))]) == 0
+    said = capsys.readouterr().out
+    assert said.count("<s><|user|>hi<|assistant|>⟦the sea</s>⟧<|user|>and<|assistant|>⟦sand</s>⟧\n") == 2
+    assert "data.sources.0: 19 documents, " in said and "1 of 20 records left out: without an answer" in said
+
+
+def test_a_run_takes_up_what_the_preview_tokenised(chats: Settings, write_recipe: WriteRecipe, own_cache: Path) -> None:
+    preview([str(write_recipe(chats))])
+    before = {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
+    train_in(chats, write_recipe)
+    assert before == {path: path.stat().st_mtime_ns for path in own_cache.rglob("*")}
+
+
+def test_a_run_sees_the_day_on_which_it_began(
+    chats: Settings, write_recipe: WriteRecipe, own_cache: Path, tmp_path: Path
+) -> None:
+    """Twenty-five years ago, by its record: what it tokenises is the same on every day on which it is gone on with."""
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    chats["data"]["sources"][0]["chat_template"] = str(tmp_path / "dated.jinja")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/data.json").write_text('{"date": "2001-02-03"}')
+    train_in(chats, write_recipe)
+    (entry,) = (path for path in own_cache.iterdir() if path.is_dir())
+    corpus, tokenizer = open_entry(entry.name), AutoTokenizer.from_pretrained(chats["target"]["path"])
+    assert str(tokenizer.decode(corpus.tokens[: corpus.ends[0]])).startswith("2001<|user|>hi")
+
+
+def test_the_price_of_a_template_that_rewrites_is_said(chats: Settings) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chats["target"]["path"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else '...' }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ).replace("'...'", "(m.content if m.role == 'user' else m.content[:3])")
+    path = chats["data"]["sources"][0]["path"]
+    said: list[str] = []
+    corpus = read_source(ChatSource(kind="chat", path=path), "data.sources.0", reader_of(tokenizer, said))
+    last = ChatSource(kind="chat", path=path, answers="last")
+    only = read_source(last, "data.sources.0", reader_of(tokenizer, said))
+    (line,) = (line for line in said if "rewrites" in line)
+    assert f"{len(corpus.tokens) / len(only.tokens):.2f} times" in line and "data.sources.0.answers=last" in line
+    assert len(corpus) == 2 * len(only) == 38

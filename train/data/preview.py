@@ -1,0 +1,65 @@
+"""The data of a recipe, without training on it: python -m train.data.preview RECIPE.yaml [key.sub=value ...].
+
+Prints the first documents of each source, with the tokens that are trained on between brackets, and counts: documents,
+tokens, labels, rows, and the records left out by reason. What it tokenises is what a run of the recipe takes up.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from eval.command import asks_usage, exit_status
+from train.usage import recipe_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+USAGE = "usage: python -m train.data.preview RECIPE.yaml [key.sub=value ...]"
+SHOWN = 2
+"""Documents of each source that are printed."""
+OPEN, CLOSE = "⟦", "⟧"
+
+
+def main() -> int:
+    if asks_usage(USAGE, sys.argv[1:], keys=recipe_keys):
+        return 0
+    return preview(sys.argv[1:])
+
+
+def preview(arguments: Sequence[str]) -> int:
+    """Print the data of a recipe and its overrides."""
+    from accelerate import Accelerator
+
+    from heads.target.frozen import load_tokenizer
+    from train.data.loading import read_source
+    from train.data.packing import Pool
+    from train.data.reader import Reader
+    from train.data.sources import Rendering
+    from train.recipe import load_recipe
+
+    recipe = load_recipe(arguments[0], arguments[1:])
+    data = recipe.data
+    tokenizer = load_tokenizer(recipe.target.path, trust_remote_code=recipe.target.trust_remote_code)
+    reader = Reader(Rendering(tokenizer, data.template), Accelerator(cpu=True), print)
+    for number, source in enumerate(data.sources):
+        name = f"data.sources.{number}"
+        corpus = read_source(source, name, reader)
+        for _, (start, end) in zip(range(SHOWN), corpus.spans(), strict=False):
+            ids, labels = corpus.tokens[start:end].tolist(), corpus.labels[start:end].tolist()
+            print(f"--- {name}, {end - start} tokens\n{marked(tokenizer, ids, labels)}")
+        print(f"--- {Pool(corpus, data.context_length).describe(name)}")
+        for reason, count in sorted(corpus.tally.skipped.items(), key=lambda pair: -pair[1]):
+            print(f"    {count} of {corpus.tally.records} records left out: {reason}")
+    return 0
+
+
+def marked(tokenizer: "PreTrainedTokenizerBase", ids: list[int], labels: list[bool]) -> str:
+    """The text of tokens, with each run of labels between brackets."""
+    bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
+    runs = zip([0, *bounds], [*bounds, len(ids)], strict=True)
+    texts = [(str(tokenizer.decode(ids[start:end])), labels[start]) for start, end in runs]
+    return "".join(f"{OPEN}{text}{CLOSE}" if label else text for text, label in texts)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
