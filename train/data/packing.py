@@ -41,7 +41,8 @@ def empty_rows(B: int, T: int) -> Rows:
 
 
 class Pool:
-    """Documents of one source, packed into as few rows as best fit finds; no label is left out.
+    """Documents of one source, packed into as few rows as best fit finds; no label within the models' positions is left
+    out.
 
     Pieces are (start, length, position, context): the place of the first token in the corpus, the number of tokens, the
     position of the first, and the number of tokens that only lead up to the piece's labels.
@@ -50,7 +51,7 @@ class Pool:
     def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None):
         """num_positions: those that the models have; None: at least as many as any document."""
         self.corpus, self.row_length = corpus, row_length
-        pieces = _pieces(corpus, row_length, num_positions or int(corpus.ends[-1]))
+        pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or len(corpus.tokens))
         rows = best_fit(pieces[:, 1], row_length)
         order = np.argsort(rows, kind="stable")
         self.pieces = pieces[order]
@@ -63,7 +64,8 @@ class Pool:
         """The size of the source called `name`, in a line."""
         corpus = self.corpus
         sizes = f"{len(corpus)} documents, {len(corpus.tokens)} tokens, {corpus.num_labels} labels, {len(self)} rows"
-        return f"{name}: {sizes}"
+        left_out = f"; {self.num_left_out} labels are beyond the models' positions" if self.num_left_out else ""
+        return f"{name}: {sizes}{left_out}"
 
     def row(self, index: int) -> Rows:
         """One packed row by itself."""
@@ -91,19 +93,22 @@ class Pool:
         return hashlib.sha256(self.corpus.digest.encode() + parts).hexdigest()
 
 
-def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> NDArray[np.int64]:
-    """(P, 4): the pieces that the documents are cut into, longest first."""
+def _pieces(corpus: Corpus, row_length: int, num_positions: int) -> tuple[NDArray[np.int64], int]:
+    """(P, 4): the pieces that the documents are cut into, longest first; and how many labels are in none of them."""
     lengths = np.diff(corpus.ends, prepend=0)
     starts = corpus.ends - lengths
     short = lengths <= row_length
     whole = np.stack([starts[short], lengths[short], *np.zeros((2, short.sum()), dtype=np.int64)], axis=1)
-    cut = [
-        (start + begin, end - begin, *rest)
-        for start, length in zip(starts[~short].tolist(), lengths[~short].tolist(), strict=True)
-        for begin, end, *rest in cut_document(corpus.labels[start : start + length], row_length, num_positions)
-    ]
+    cut, left_out = [], 0
+    for start, length in zip(starts[~short].tolist(), lengths[~short].tolist(), strict=True):
+        labels = corpus.labels[start : start + length]
+        parts = list(cut_document(labels, row_length, num_positions))
+        cut += [(start + begin, end - begin, position, context) for begin, end, position, context in parts]
+        left_out += int(labels.sum()) - sum(
+            int(labels[begin + context : end].sum()) for begin, end, _, context in parts
+        )
     pieces = np.concatenate([whole, np.array(cut, dtype=np.int64).reshape(-1, 4)])
-    return pieces[np.lexsort((pieces[:, 0], -pieces[:, 1]))]
+    return pieces[np.lexsort((pieces[:, 0], -pieces[:, 1]))], left_out
 
 
 def cut_document(labels: NDArray[np.bool_], row_length: int, num_positions: int) -> Iterator[tuple[int, int, int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from eval.benchmark.records import read_hub, read_records
+from eval.benchmark.records import content_hash, read_hub, read_records
 from heads.errors import UserError
 
 
@@ -104,12 +104,16 @@ def test_a_missing_file_is_no_hub_data_set(path: str) -> None:
 def test_a_hub_data_set_that_cannot_be_loaded_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^nobody/nothing: no data set that can be loaded, split test [^\n]*$"):
         list(read_records("nobody/nothing", split="test"))
+    with pytest.raises(UserError, match=r"^nobody/nothing: no data set that can be loaded [^\n]*$"):
+        content_hash("nobody/nothing", split="test")
 
 
-def test_a_data_set_that_is_found_gives_its_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_that_is_found_gives_its_split(streaming: bool, tmp_path: Path) -> None:
     """Through the loader itself, as from the hub: a data set is a name, or a form of file with its files."""
     for split, text in (("train", "a"), ("test", "b")):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
-    found = list(read_hub("some/set", path="json", data_files=files, split="test", cache_dir=str(tmp_path / "cache")))
+    options = {"streaming": True} if streaming else {"cache_dir": str(tmp_path / "cache")}
+    found = list(read_hub("some/set", path="json", data_files=files, split="test", **options))
     assert found == [("some/set:1", {"text": "b"})]
