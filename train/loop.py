@@ -27,6 +27,7 @@ from train.checkpointing import (
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
+from train.data.templates import with_arguments
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import load_recipe_target, on_main
@@ -57,6 +58,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
 
     # Target. It decides the settings that the recipe leaves out of `head`.
     target, tokenizer = load_recipe_target(recipe.target, accelerator)
+    asking = with_arguments(tokenizer, recipe.data.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # one process of a launch would see the others
         print_line(contention(accelerator.device))
@@ -64,14 +66,14 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     check_mode(unfilled, accelerator.distributed_type)
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    outcome = Outcome(recipe, target, tokenizer)
+    outcome = Outcome(recipe, target, asking)
     record = tracker.record = plain_settings(recipe)
     found = on_main(accelerator, lambda: _take_up(run, record))
     if found is not None and found[1].step >= recipe.train.max_steps:
         best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
         tracker.say(f"{run.folder.path}: finished already, {found[1].step} steps, {best}")
         return outcome
-    evaluation = Evaluation(recipe.eval, target, tokenizer, unfilled)
+    evaluation = Evaluation(recipe.eval, target, asking, unfilled)
     if recipe.target.adapter is not None:
         check_adapter(recipe.target.adapter, target, unfilled, accelerator)
 

@@ -4,6 +4,7 @@ Templates differ in how they want the arguments of a tool call: as a mapping, or
 the template renders the calls of a conversation is taken.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -120,6 +121,20 @@ class ChatTemplate:
             except RecordError as error:
                 fault = error
         raise fault
+
+
+def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer with a chat template that has these arguments already, for prompts of the kind that is trained
+    on."""
+    template = tokenizer.chat_template
+    if not arguments or template is None:
+        return tokenizer
+    given = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in arguments.items())
+    twin = copy.copy(tokenizer)
+    twin.chat_template = (
+        {name: given + text for name, text in template.items()} if isinstance(template, dict) else given + template
+    )
+    return twin
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,5 +1,6 @@
 """Labels found by rendering: compared with masks made by hand, token for token."""
 
+import copy
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from eval.benchmark.prompts import render
 from eval.benchmark.records import RecordError, read_messages, read_tools
 from heads.errors import UserError
 from tests.chats import encode_chat
 from train.data.chats import encode_conversations, encode_prompt, encode_text, encode_turn_by_turn, read_conversation
-from train.data.templates import ChatTemplate
+from train.data.templates import ChatTemplate, with_arguments
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
@@ -160,6 +162,12 @@ def test_arguments_reach_the_template_and_others_are_refused(tokenizer: PreTrain
         ChatTemplate(tokenizer, own, {"calm": True}).check("x.jsonl")
         with pytest.raises(UserError, match=near):
             ChatTemplate(tokenizer, own, {"clam": True}).check("x.jsonl")
+    own = copy.copy(tokenizer)
+    own.chat_template = {"default": template, "tool_use": template}
+    for form in (own.chat_template, template):
+        own.chat_template = form
+        _, asked = render(TALK[1:2], with_arguments(own, {"calm": True}))
+        assert list(asked) == prompt and own.chat_template == form
     with pytest.raises(UserError, match=r"data\.template\.messages: the chat template reads no such argument"):
         ChatTemplate(tokenizer, template, {"messages": 1}).check("x.jsonl")
 
