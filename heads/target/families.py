@@ -33,7 +33,9 @@ def register_mimo() -> None:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
-READABLE_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
+READABLE_LAYERS = ATTENTION_LAYERS | {"linear_attention", "mlp", "moe"}
+"""Kinds of layers; the last two keep nothing, and a `hybrid` one has attention beside a recurrent state."""
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
     r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
@@ -45,15 +47,16 @@ layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is more than keys and values behind a mask: recurrent state, chunked attention."""
+    """Refuse families whose past is neither keys and values behind a mask nor a state that transformers' cache holds:
+    chunked attention, recurrent layers with a cache of their own."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
-    if not named and getattr(model, "_is_stateful", False):
-        kinds = ["recurrent state"]
+    if not named & ATTENTION_LAYERS and getattr(model, "_is_stateful", False):
+        kinds = [*sorted(named), "recurrent state"]
     if kinds:
         raise UserError(
-            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, which cannot be masked by document; "
-            "use a target with full or sliding-window attention only"
+            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, whose past cannot be kept here; use a "
+            "target with full or sliding-window attention, among which there may be gated delta nets or Mamba layers"
         )
 
 
@@ -104,7 +107,7 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
 
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Tensor]:
+) -> Tensor | dict[str, Tensor | None]:
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
     `FrozenTarget.features`.
 
@@ -114,6 +117,8 @@ def attention_masks(
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
     full = additive(visible, dtype)
+    if "linear_attention" in kinds or "hybrid" in kinds:  # a recurrent layer needs none: texts are padded behind
+        return {"full_attention": full, "linear_attention": None}
     if window is None or kinds == {"full_attention"}:
         return full
     near = positions[:, :, None] - key_positions[:, None, :] < window

@@ -33,6 +33,8 @@ from heads.target.families import (
 )
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.quantization import quantize_layers
+from heads.target.recurrent_layers import find_mixers, step_by_step
+from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
 """Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
@@ -54,6 +56,8 @@ class LanguageModel:
         self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
         self.num_layers = count_layers(base, config)
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
+        self.is_recurrent = bool(find_mixers(self.layers))
+        """True if layers keep a state of all tokens before: it reads one document a row, and verifies chains."""
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +132,7 @@ class FrozenTarget(LanguageModel):
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
         super().__init__(base, head, OutputHead(head, config), config, name)
+        step_by_step(find_mixers(self.layers))
         self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
         """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
         encoder."""
@@ -166,7 +171,13 @@ class FrozenTarget(LanguageModel):
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
+        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T). UserError
+        for several documents in a row of a recurrent target."""
+        if self.is_recurrent and bool((documents > documents[:, :1]).any()):
+            raise UserError(
+                f"{self.name}: its recurrent layers cannot be masked by document; give each training row one document, "
+                "with padding behind it"
+            )
         visible = packed_visible(documents)
         return self.features(
             tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
@@ -197,16 +208,27 @@ class FrozenTarget(LanguageModel):
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
+    def check_shape(self, shape: TreeShape) -> None:
+        """UserError for drafts that it cannot verify."""
+        if self.is_recurrent and not is_chain(shape):
+            raise UserError(
+                f"{self.name}: its recurrent layers have one state behind each token, and every branch of the tree "
+                f"{shape} would need its own; use chain:{shape.depth}"
+            )
+
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document packed
-        behind another must get the logits that the model gives it alone. Encoders, ignored masks and unknown scalings
-        of the logits fail this check."""
+        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document, packed
+        behind another where it can be, must get the logits that the model gives it alone. Encoders, ignored masks and
+        unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
+        packed = (ids, slot - 5 * document, document)
+        if self.is_recurrent:
+            packed = (ids[:, 5:], slot[:, :7], document[:, 5:])
         damaged = False
         try:
-            features = self.packed_features(ids, slot - 5 * document, document, ())
+            features = self.packed_features(*packed, ())
             own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
             damaged = not bool(own.isfinite().all())
             ours = self.shared.lm_head(features.hidden[:, -own.shape[1] :])
