@@ -31,14 +31,14 @@ class HFCacheLayer(CacheLayerMixin):
     shown_keys: Tensor  # (B', H, E, Dh), a view: what attention reads
     shown_values: Tensor
 
-    def __init__(self, cache: "HFCache", index: int) -> None:
+    def __init__(self, cache: "HFCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.index = cache, index
+        self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take storage of the form that the model's first keys and values show."""
-        self.keys = self.cache.storage("keys", self.index, key_states)
-        self.values = self.cache.storage("values", self.index, value_states)
+        self.keys = self.cache.storage("keys", key_states)
+        self.values = self.cache.storage("values", value_states)
         self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         self.show()
         self.is_initialized = True
@@ -131,10 +131,11 @@ class HFCache(Cache):
         num_layers: int,
         batch_size: int,
         capacity: int,
+        num_stored: int | None = None,
         num_states: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`num_states`: the recurrent states kept of a row, one more than the tokens of any step that may be taken back
+        """`num_stored`: layers with keys, by default all; `num_states`: the recurrent states kept of a row, one more than the tokens of any step that may be taken back
         in part; 0 for a model without."""
         self.batch_size_, self.capacity, self.num_states = batch_size, capacity, num_states
         self.rows, self.extent = slice(0, batch_size), capacity
@@ -144,11 +145,12 @@ class HFCache(Cache):
         self.marks: Tensor | None = None  # (B, S) bool: slots of an encoder's input; None without an encoder
         self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
+        self.free: dict[str, list[Tensor]] = {"keys": [], "values": []}  # parts of the first stores
         self.places = self.row_starts  # (B', N + 1) once aimed: where the states around the step's tokens are kept
         self.is_first = self.row_starts[:, 0] == 0  # (B',) bool once aimed: the step begins a text
         self.recurrent: dict[int, RecurrentState] = {}
-        self.num_layers = num_layers
-        self.row_layers = [HFCacheLayer(self, i) for i in range(num_layers)]
+        self.num_stored = num_layers if num_stored is None else num_stored
+        self.row_layers = [HFCacheLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.row_layers))
 
     def aim(self, slots: Tensor, *, extent: int, row: int | None = None, prompt: bool = False) -> None:
@@ -187,15 +189,22 @@ class HFCache(Cache):
             flat = store.flatten(1, 2)  # (layers, B * S, H, Dh)
             flat.index_copy_(1, goals, flat.index_select(1, sources))
 
-    def storage(self, kind: str, index: int, states: Tensor) -> Tensor:
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's recurrent states behind one token, of all layers."""
+        kept = [tensor for state in self.recurrent.values() for tensor in state.kept.values()]
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in kept)
+
+    def storage(self, kind: str, states: Tensor) -> Tensor:
         """(B, S, H, Dh) of zeros for one layer. The first layer's form is taken for all, so that `compact` is a few
         large copies; a layer of another form gets its own."""
         _, H, _, Dh = states.shape
-        stores = self.stores[kind]
+        stores, free = self.stores[kind], self.free[kind]
         shape = (self.batch_size_, self.capacity, H, Dh)
         if not stores:
-            stores.append(states.new_zeros(self.num_layers, *shape))
+            stores.append(states.new_zeros(self.num_stored, *shape))
+            free.extend(stores[0])
         if stores[0].shape[1:] == shape:
-            return stores[0][index]
+            return free.pop(0)
         stores.append(states.new_zeros(1, *shape))
         return stores[-1][0]

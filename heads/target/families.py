@@ -60,6 +60,12 @@ def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
         )
 
 
+def count_attention(config: Any, num_layers: int) -> int:
+    """Return the number of layers with keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    return num_layers if kinds is None else sum(kind in ATTENTION_LAYERS for kind in kinds)
+
+
 def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
     """The weights of a checkpoint without which its model, of so many decoder layers, is another one.
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from transformers.cache_utils import Cache
 
 from heads.base import SharedLayers
 from heads.errors import UserError, first_line
+from heads.target.cache import HFCache
 from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.target.families import (
     OutputHead,
     attention_masks,
     check_layers,
+    count_attention,
     eos_ids,
     find_layers,
     register_mimo,
@@ -58,6 +61,8 @@ class LanguageModel:
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
         self.is_recurrent = bool(find_mixers(self.layers))
         """True if layers keep a state of all tokens before: it reads one document a row, and verifies chains."""
+        self.attention_layers = count_attention(config, self.num_layers)
+        """Number of layers with keys and values."""
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +166,17 @@ class FrozenTarget(LanguageModel):
         weight: Tensor = self.head.weight
         return weight
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states behind one token of a row, found by a pass over a token; 0 without any."""
+        if not self.is_recurrent:
+            return 0
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        cache = HFCache(num_layers=self.num_layers, batch_size=1, capacity=1, num_states=1, device=self.device)
+        cache.aim(zero, extent=1, prompt=True)
+        self.features(zero, positions=zero, visible=zero[:, None] == 0, key_positions=zero, cache=cache)
+        return cache.state_bytes
+
     @property
     def logit_scale(self) -> float:
         """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
@@ -208,12 +224,12 @@ class FrozenTarget(LanguageModel):
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
-    def check_shape(self, shape: TreeShape) -> None:
-        """UserError for drafts that it cannot verify."""
-        if self.is_recurrent and not is_chain(shape):
+    def check_shape(self, shape: TreeShape | None) -> None:
+        """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
+        if self.is_recurrent and (shape is None or not is_chain(shape)):
             raise UserError(
                 f"{self.name}: its recurrent layers have one state behind each token, and every branch of the tree "
-                f"{shape} would need its own; use chain:{shape.depth}"
+                f"{shape or 'head'} would need its own; use a chain, chain:K"
             )
 
     @torch.no_grad()

@@ -23,7 +23,8 @@ class Data(Settings):
     sources: Annotated[list[AnySource], Field(min_length=1)]
     """Sources of the text: one or more of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
-    """Tokens of one training row. Documents are packed into rows; attention does not cross documents."""
+    """Tokens of one training row. Documents are packed into rows; attention does not cross documents. A target with
+    recurrent layers gets one document a row, padded."""
     regenerate: Regenerate | None = None
     """Answers of the target to train on. Null: the sources as they are."""
     on_policy: OnPolicy | None = None
@@ -108,13 +109,15 @@ def load_data(
             f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
             f"{len(head.depth_weights)}; raise it, or let the head draft less"
         )
+    if target.is_recurrent:
+        say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")
     regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
     kept = 1.0 if regenerate is None else 1 - regenerate.share
 
     def add(documents: list[Document], weight: float | None, name: str) -> None:
-        pool = Pool(documents, data.context_length)
+        pool = Pool(documents, data.context_length, packs=not target.is_recurrent)
         say(
             f"{name}: {len(documents)} documents, {len(pool.tokens)} tokens, {int(pool.labels.sum())} labels, "
             f"{len(pool)} rows"

@@ -50,13 +50,16 @@ def empty_rows(B: int, T: int) -> Rows:
 
 
 class Pool:
-    """Documents of one source, packed into as few rows as best fit finds; no token is left out."""
+    """Documents of one source, packed into as few rows as best fit finds, or each in rows of its own; no token is left
+    out."""
 
-    def __init__(self, documents: Sequence[Document], row_length: int):
-        self.row_length = row_length
+    def __init__(self, documents: Sequence[Document], row_length: int, *, packs: bool = True):
+        self.row_length, self.packs = row_length, packs
         self.tokens = np.concatenate([document.ids for document in documents])
         self.labels = np.concatenate([document.labels for document in documents])
         self.rows = best_fit([len(document.ids) for document in documents], row_length)
+        if not packs:
+            self.rows = [[piece] for row in self.rows for piece in row]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -88,7 +88,7 @@ def test_eos_cuts_inside_an_accepted_chain(place: int, scripted_head: Callable[.
 
 def test_trees_are_refused(scripted_head: Callable[..., Any]) -> None:
     target = make_hybrid("qwen3_5_text")
-    with pytest.raises(UserError, match=r"qwen3_5_text: its recurrent layers .* use chain:3"):
+    with pytest.raises(UserError, match=r"qwen3_5_text: its recurrent layers .* use a chain"):
         open_engine(target, scripted_head(target, []), "tree:3x2x6", max_length=64)
 
 

@@ -70,7 +70,7 @@ def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
     assert all(step.chunk_size(n) >= min(n, 256) for n in range(1, 2000))
 
 
-@pytest.mark.parametrize("family", ["lfm2", "bloom", "falcon", "mamba", "llama4_text"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "llama4_text"])
 def test_families_without_tree_masks_are_refused(family: str) -> None:
     extra: dict[str, dict[str, int]] = {
         "falcon": {"alibi": True},

@@ -227,7 +227,6 @@ def test_eos_ids_come_from_the_generation_config_first() -> None:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("lfm2", "kind conv"),
         ("llama4_text", "chunked_attention"),
         ("mamba", "linear_attention"),
         ("rwkv", "recurrent state"),
