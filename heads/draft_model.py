@@ -160,8 +160,8 @@ class Draft(nn.Module, DraftHead):
         super().__init__()
         if find_mixers(model):
             raise UserError(
-                f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; use a "
-                "draft with attention layers alone"
+                f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
+                "use a draft with attention layers alone"
             )
         untyped: Any = model
         self.config = config

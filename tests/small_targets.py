@@ -75,9 +75,9 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **s
     return FrozenTarget(model.to(device), family)
 
 
-def make_hybrid(family: str, dtype: torch.dtype = torch.float32) -> FrozenTarget:
+def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> FrozenTarget:
     """A random hybrid target, the same every time."""
-    config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS)[family])
+    config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS)[family] | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

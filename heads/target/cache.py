@@ -135,8 +135,8 @@ class HFCache(Cache):
         num_states: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`num_stored`: layers with keys, by default all; `num_states`: the recurrent states kept of a row, one more than the tokens of any step that may be taken back
-        in part; 0 for a model without."""
+        """`num_stored`: layers with keys, by default all. `num_states`: R, one more than the tokens of any step that
+        may be taken back in part; 0 for a model without recurrent layers."""
         self.batch_size_, self.capacity, self.num_states = batch_size, capacity, num_states
         self.rows, self.extent = slice(0, batch_size), capacity
         self.row_starts = torch.arange(batch_size, device=device)[:, None] * capacity  # (B, 1)

@@ -34,8 +34,9 @@ def register_mimo() -> None:
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
-READABLE_LAYERS = ATTENTION_LAYERS | {"linear_attention", "mlp", "moe"}
-"""Kinds of layers; the last two keep nothing, and a `hybrid` one has attention beside a recurrent state."""
+RECURRENT_LAYERS = {"linear_attention", "hybrid"}
+READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
+"""Kinds of layers by their names in a config. A hybrid one is both; the last two keep nothing."""
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
     r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
@@ -117,21 +118,21 @@ def attention_masks(
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
     `FrozenTarget.features`.
 
-    Decoders take one mask for all layers; those with layers of both kinds take a dict of two. `layer_types` says which
-    layers have the window; without it all of them do.
+    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which layers
+    have the window; without it all of them do.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
-    full = additive(visible, dtype)
-    if "linear_attention" in kinds or "hybrid" in kinds:  # a recurrent layer needs none: texts are padded behind
-        return {"full_attention": full, "linear_attention": None}
-    if window is None or kinds == {"full_attention"}:
+    full = windowed = additive(visible, dtype)
+    if kinds == {"full_attention"} or (window is None and not kinds & RECURRENT_LAYERS):
         return full
-    near = positions[:, :, None] - key_positions[:, None, :] < window
-    windowed = additive(visible & near, dtype)
+    if window is not None:
+        near = positions[:, :, None] - key_positions[:, None, :] < window
+        windowed = additive(visible & near, dtype)
     if kinds == {"sliding_attention"}:
         return windowed
-    return {"full_attention": full, "sliding_attention": windowed}
+    # Recurrent layers need no mask: padding stands behind a text.
+    return {"full_attention": full, "sliding_attention": windowed, "linear_attention": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
