@@ -118,8 +118,8 @@ def attention_masks(
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
     `FrozenTarget.features`.
 
-    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which layers
-    have the window; without it all of them do.
+    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which
+    layers have the window; without it all of them do.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eval.runtime.engine import Request
+from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
@@ -101,3 +102,12 @@ def test_one_document_a_row(family: str) -> None:
     torch.testing.assert_close(found, target.alone(tokens[:, :5]), atol=1e-4, rtol=1e-4)
     with pytest.raises(UserError, match="give each training row one document"):
         target.packed_features(tokens, positions, padded.abs(), (1,))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+@torch.inference_mode()
+def test_no_round_waits_for_the_host(family: str, no_waiting: Any) -> None:
+    engine = open_engine(make_hybrid(family), None, batch_size=2, max_length=64, pinned=4)
+    read_prompts(engine.decoder, dict(enumerate(requests()[:2])))
+    with no_waiting():
+        engine.decoder.round(64)
