@@ -45,13 +45,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "bamba": MAMBA2 | dict(attn_layer_indices=[2]),
 }
-OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
+OTHER_HYBRIDS: dict[str, dict[str, Any]] = {  # some clamp their steps by a least one, in whole texts alone
     "qwen3_5_moe_text": DELTA | EXPERTS,
     "falcon_h1": MAMBA2 | dict(mamba_d_ssm=64),
-    "jamba": dict(attn_layer_offset=1, attn_layer_period=3, num_experts=2, mamba_d_state=8, mamba_dt_rank=4),
     "nemotron_h": dict(
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"], mamba_num_heads=8,
-        mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8,
+        mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8, time_step_min=1e-9,
     ),
     "granitemoehybrid": MAMBA2 | dict(
         layer_types=DELTA["layer_types"], num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32
@@ -59,7 +58,7 @@ OTHER_HYBRIDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": DELTA | dict(linear_num_key_heads=4),
     "zamba2": dict(
         layers_block_type=["linear_attention", "hybrid", "linear_attention", "linear_attention"], num_mem_blocks=1,
-        mamba_d_state=16, mamba_headdim=8, mamba_ngroups=2, chunk_size=16, use_mem_rope=True,
+        mamba_d_state=16, mamba_headdim=8, mamba_ngroups=2, chunk_size=16, use_mem_rope=True, time_step_min=1e-9,
     ),
 }  # fmt: skip
 
@@ -77,7 +76,7 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **s
 
 def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> FrozenTarget:
     """A random hybrid target, the same every time."""
-    config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS)[family] | changes)
+    config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS).get(family, {}) | changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -54,8 +54,8 @@ class BenchSettings:
     def shapes(self, head: Drafter, target: "FrozenTarget") -> list[TreeShape]:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
-        own = self.is_auto and self.rule == "match" and head.own_tree is not None and head.own_tree.tree
-        own = own and not target.is_recurrent
+        looked_for = self.is_auto and self.rule == "match" and not target.is_recurrent
+        own = looked_for and head.own_tree is not None and head.own_tree.tree
         shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
         for shape in shapes:
             check_rule(self.rule, shape)

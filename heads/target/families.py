@@ -114,7 +114,7 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
 
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Tensor | None]:
+) -> Tensor | dict[str, Any]:
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
     `FrozenTarget.features`.
 

@@ -224,6 +224,19 @@ class FrozenTarget(LanguageModel):
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
+    @torch.no_grad()
+    def stepwise(self, tokens: Tensor, count: int) -> Tensor:
+        """Return the states (B, count, D) of the last `count` tokens as the model computes them with its own cache,
+        token by token: some recurrent layers clamp their steps in whole sequences alone."""
+        made, cache, start = [], None, 0
+        for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
+            positions = torch.arange(start, end, device=self.device)[None]
+            piece = tokens[:, start:end]
+            out = self.base(input_ids=piece, position_ids=positions, past_key_values=cache, use_cache=True)
+            made.append(out.last_hidden_state)
+            cache, start = out.past_key_values, end
+        return torch.cat(made[1:], dim=1)
+
     def check_shape(self, shape: TreeShape | None) -> None:
         """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
         if self.is_recurrent and (shape is None or not is_chain(shape)):

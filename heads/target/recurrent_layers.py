@@ -48,4 +48,4 @@ def step_by_step(mixers: list[nn.Module]) -> None:
     """Let recurrent modules read a row cache. Other caches, and calls without one, stay as they are."""
     for mixer in mixers:
         if not isinstance(mixer.forward, Stepwise):
-            mixer.forward = Stepwise(mixer)  # type: ignore[method-assign]
+            mixer.forward = Stepwise(mixer)

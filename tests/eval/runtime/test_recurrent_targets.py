@@ -111,3 +111,10 @@ def test_no_round_waits_for_the_host(family: str, no_waiting: Any) -> None:
     read_prompts(engine.decoder, dict(enumerate(requests()[:2])))
     with no_waiting():
         engine.decoder.round(64)
+
+
+def test_a_family_that_reads_no_prompt_in_pieces_is_refused() -> None:
+    """Mamba's first form, in Jamba, begins every piece without a state."""
+    sizes: Any = dict(attn_layer_offset=1, attn_layer_period=3, num_experts=2, mamba_d_state=8, mamba_dt_rank=4)
+    with pytest.raises(UserError, match="does not take tree masks, positions and states"):
+        open_engine(make_hybrid("jamba", **sizes), None, max_length=64)

@@ -100,7 +100,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
         return forward(**given)
 
     target.base.forward = deaf
-    with pytest.raises(UserError, match="does not take tree masks and positions"):
+    with pytest.raises(UserError, match="does not take tree masks, positions and states"):
         open_engine(target, None, max_length=64, backend="huggingface")
 
 
