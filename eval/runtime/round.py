@@ -31,6 +31,7 @@ from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation
 from heads.errors import UserError, warn_once
 from heads.target.frozen import Features, FrozenTarget
+from heads.target.recurrent_layers import single_steps
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 CHUNK = 256
@@ -163,7 +164,9 @@ def check_masks(step: TargetStep) -> None:
     else:
         found = verify(nodes, *tree)[:, paths]  # (B, 2, 3, D)
     texts, count = torch.stack([torch.cat([prompt, nodes[path]]) for path in paths]), len(paths[0])
-    true = (target.stepwise(texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]).double()
+    true = (
+        single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
+    ).double()
     error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
     if not error < TOLERANCE.get(target.dtype, 0.15):
         raise UserError(

@@ -31,7 +31,6 @@ from heads.target.families import (
     eos_ids,
     find_layers,
     register_mimo,
-    rope_theta,
     unused_weights,
 )
 from heads.target.hub import MODEL, is_here, repo_and_revision
@@ -224,19 +223,6 @@ class FrozenTarget(LanguageModel):
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
-    @torch.no_grad()
-    def stepwise(self, tokens: Tensor, count: int) -> Tensor:
-        """Return the states (B, count, D) of the last `count` tokens as the model computes them with its own cache,
-        token by token: some recurrent layers clamp their steps in whole sequences alone."""
-        made, cache, start = [], None, 0
-        for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
-            positions = torch.arange(start, end, device=self.device)[None]
-            piece = tokens[:, start:end]
-            out = self.base(input_ids=piece, position_ids=positions, past_key_values=cache, use_cache=True)
-            made.append(out.last_hidden_state)
-            cache, start = out.past_key_values, end
-        return torch.cat(made[1:], dim=1)
-
     def check_shape(self, shape: TreeShape | None) -> None:
         """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
         if self.is_recurrent and (shape is None or not is_chain(shape)):
@@ -308,37 +294,6 @@ def packed_visible(documents: Tensor) -> Tensor:
     T = documents.shape[1]
     causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
     return causal & (documents[:, :, None] == documents[:, None, :])
-
-
-def check_one_width(target: FrozenTarget, kind: str) -> None:
-    """Refuse a target whose output head has another width than its layers, for heads that start with its matrix."""
-    width = target.lm_head_weight.shape[1]
-    if width != target.hidden_size:
-        raise UserError(
-            f"{target.name}: its embeddings are {width} wide and its hidden states {target.hidden_size}; "
-            f"{kind} needs one width, use another target"
-        )
-
-
-def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
-    config = target.config
-    D, heads = target.hidden_size, num_heads or config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
-        key_heads = heads
-    return {
-        "hidden_size": D,
-        "vocab_size": target.vocab_size,
-        "num_target_layers": target.num_layers,
-        "max_position_embeddings": target.context_length,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": getattr(config, "head_dim", None) or D // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
-        "rope_theta": rope_theta(config),
-    }
 
 
 @torch.no_grad()

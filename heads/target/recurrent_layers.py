@@ -49,3 +49,16 @@ def step_by_step(mixers: list[nn.Module]) -> None:
     for mixer in mixers:
         if not isinstance(mixer.forward, Stepwise):
             mixer.forward = Stepwise(mixer)
+
+
+@torch.no_grad()
+def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
+    """Return the states (B, count, D) of the last `count` of some tokens as a decoder computes them with transformers'
+    own cache, token by token: some recurrent layers clamp their steps in whole sequences alone."""
+    made, cache, start = [], None, 0
+    for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
+        positions = torch.arange(start, end, device=tokens.device)[None]
+        out = base(input_ids=tokens[:, start:end], position_ids=positions, past_key_values=cache, use_cache=True)
+        made.append(out.last_hidden_state)
+        cache, start = out.past_key_values, end
+    return torch.cat(made[1:], dim=1)

@@ -18,6 +18,12 @@ from heads.tree import parse_shape
 from tests.small_targets import HYBRIDS, OTHER_HYBRIDS, make_hybrid, open_engine
 
 DTYPES = [torch.float32, torch.float64]
+QUICK = {("qwen3_5_text", torch.float32), ("bamba", torch.float32)}
+CASES = [
+    pytest.param(family, dtype, marks=() if (family, dtype) in QUICK else pytest.mark.slow)
+    for family in HYBRIDS | OTHER_HYBRIDS
+    for dtype in DTYPES
+]
 MAX_LENGTH = 384
 
 
@@ -38,8 +44,10 @@ def generated(target: FrozenTarget, ids: list[int], new: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
 
-def audit(target: FrozenTarget, scripted_head: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_drafts_change_no_token(family: str, dtype: torch.dtype, scripted_head: Callable[..., Any]) -> None:
     """Plain decoding gives what transformers generates, and every draft what plain decoding gives."""
+    target = make_hybrid(family, dtype)
     target.check()
     greedy = [Request(ids, 24) for ids in prompts()]
     outputs = open_engine(target, None, batch_size=3, max_length=MAX_LENGTH).generate(greedy)
@@ -55,21 +63,6 @@ def audit(target: FrozenTarget, scripted_head: Callable[..., Any]) -> None:
         assert [output.tokens for output in outputs] == plain
         accepted = {count for output in outputs for count in output.accepted}
         assert accepted == set(range(shape.depth + 1)), "chains of every length are accepted"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_drafts_change_no_token(family: str, dtype: torch.dtype, scripted_head: Callable[..., Any]) -> None:
-    audit(make_hybrid(family, dtype), scripted_head)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", OTHER_HYBRIDS)
-def test_drafts_change_no_token_of_other_families(
-    family: str, dtype: torch.dtype, scripted_head: Callable[..., Any]
-) -> None:
-    audit(make_hybrid(family, dtype), scripted_head)
 
 
 @pytest.mark.parametrize("place", range(1, 9))
