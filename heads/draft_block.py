@@ -37,7 +37,8 @@ from heads.growth import grow
 from heads.layers import Attend, BlockConfig, BlockSettings, RMSNorm, masked_attention, rotation
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, spread_layer_ids
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, is_chain
 

@@ -45,6 +45,7 @@ from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, LanguageModel, decode, packed_visible
+from heads.target.recurrent_layers import find_mixers
 from heads.target.smaller_model import (
     empty_model,
     fit_vocabulary,
@@ -157,6 +158,11 @@ class Draft(nn.Module, DraftHead):
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel) -> None:
         super().__init__()
+        if find_mixers(model):
+            raise UserError(
+                f"head: a {model.config.model_type} has recurrent layers, which cannot take back what they draft; "
+                "use a draft with attention layers alone"
+            )
         untyped: Any = model
         self.config = config
         self.model = untyped.eval()  # without dropout: what is trained is what drafts

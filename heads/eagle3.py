@@ -29,7 +29,8 @@ from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 

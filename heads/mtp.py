@@ -31,7 +31,8 @@ from heads.losses import check_loss_settings
 from heads.recurrent import CosSin, Recurrent
 from heads.target.block import BlockMaker
 from heads.target.families import final_norm_scale
-from heads.target.frozen import FrozenTarget, block_settings, check_one_width
+from heads.target.frozen import FrozenTarget
+from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}

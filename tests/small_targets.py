@@ -28,6 +28,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+HYBRID: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+DELTA: dict[str, Any] = dict(
+    head_dim=16, linear_key_head_dim=8, linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+)
+MAMBA2: dict[str, Any] = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=2, mamba_chunk_size=16)
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_5_text": DELTA,
+    "bamba": MAMBA2 | dict(attn_layer_indices=[2]),
+}
+OTHER_HYBRIDS: dict[str, dict[str, Any]] = {  # some clamp their steps by a least one, in whole texts alone
+    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "falcon_h1": MAMBA2 | dict(mamba_d_ssm=64),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"], mamba_num_heads=8,
+        mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8, time_step_min=1e-9,
+    ),
+    "granitemoehybrid": MAMBA2 | dict(
+        layer_types=DELTA["layer_types"], num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32
+    ),
+    "olmo_hybrid": DELTA | dict(linear_num_key_heads=4),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "linear_attention"], num_mem_blocks=1,
+        mamba_d_state=16, mamba_headdim=8, mamba_ngroups=2, chunk_size=16, use_mem_rope=True, time_step_min=1e-9,
+    ),
+}  # fmt: skip
+
 
 def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **sizes: int) -> FrozenTarget:
     """A small random target."""
@@ -38,6 +72,20 @@ def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **s
     if "experts" in str(model):
         model.set_experts_implementation("eager")  # the library's grouped kernels do not take float32 everywhere
     return FrozenTarget(model.to(device), family)
+
+
+def make_hybrid(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> FrozenTarget:
+    """A random hybrid target, the same every time."""
+    config = AutoConfig.for_model(family, **HYBRID | (HYBRIDS | OTHER_HYBRIDS).get(family, {}) | changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    if "experts" in str(model):
+        model.set_experts_implementation("eager")
+    return FrozenTarget(model, family)
 
 
 def make_head(target: FrozenTarget) -> Drafter:

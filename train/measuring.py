@@ -22,10 +22,10 @@ from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.base import Batch, DraftHead, most_nodes, shape_for
+from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from heads.tree import is_chain
+from heads.tree import is_chain, parse_shape
 from train.data.features import make_batch
 from train.data.packing import Rows, empty_rows
 from train.recipe import Eval
@@ -51,6 +51,9 @@ class Evaluation:
         fit."""
         self.settings, self.target = settings, target
         trees = [settings.tree, *(settings.report.trees or [])]
+        for tree in trees:
+            if tree != AUTO:
+                target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
         nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
         self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
 

@@ -343,9 +343,10 @@ def ranks(outcome: Outcome, depth: int) -> Tensor:
 
 
 def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) -> bool:
-    """Return True if a head fills trees of this shape and the rule judges them."""
+    """Return True if a head fills trees of this shape, the rule judges them and the target verifies them."""
     try:
         check_rule(rule, shape)
+        target.check_shape(shape)
         head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape, backend=select_backend(target))
     except UserError:
         return False

@@ -177,7 +177,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
     whole = device_seconds(verify, device)
     layers = layer_parts(step, B * N)
     parts += layers
-    attention = attention_bytes(step, B, length)
+    attention = attention_bytes(step, B, length) + B * (1 + N) * engine.target.state_bytes
     rest = max(0.0, whole - sum(part.seconds for part in layers))
     parts.append(Part("attention, norms and the rest of the target", attention, rest))
     hidden = verify().hidden
@@ -189,7 +189,7 @@ def parts_of(engine: Engine, length: int) -> list[Part]:
 
 
 def attention_bytes(step: TargetStep, batch_size: int, length: int) -> int:
-    """The bytes of the cache, read once."""
+    """The bytes of the cached keys and values, read once."""
     cache, native = step.decoder.cache, step.decoder.native
     if native is not None:
         per_slot = len(native.layers) * native.layers[0].attention.slot_width * step.target.dtype.itemsize

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmark.prompts import HELD_OUT_SUITE, HUB_SUITES, Prompt, prompts_hash, split_prompts
 from eval.command import AUTO, Parser, count, draft_shapes, seed, temperatures, trees
@@ -12,6 +12,9 @@ from eval.runtime.sampling import RULES, Sampling, check_adaptive, check_rule
 from heads.base import HEAD_TREE, Drafter
 from heads.errors import UserError
 from heads.tree import TreeShape
+
+if TYPE_CHECKING:
+    from heads.target.frozen import FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +51,11 @@ class BenchSettings:
         """True if drafts are to be searched for."""
         return AUTO in self.trees
 
-    def shapes(self, head: Drafter) -> list[TreeShape]:
+    def shapes(self, head: Drafter, target: "FrozenTarget") -> list[TreeShape]:
         """The drafts that are named outright, with the head's own tree where it has one and is to be looked for."""
         named = [tree for tree in self.trees if tree != AUTO]
-        own = self.is_auto and self.rule == "match" and head.own_tree is not None and head.own_tree.tree
+        looked_for = self.is_auto and self.rule == "match" and not target.is_recurrent
+        own = looked_for and head.own_tree is not None and head.own_tree.tree
         shapes = draft_shapes([*named, *([HEAD_TREE] if own and HEAD_TREE not in named else [])], head)
         for shape in shapes:
             check_rule(self.rule, shape)

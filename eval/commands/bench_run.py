@@ -74,7 +74,7 @@ def run_bench(
     if several:
         named = [fitting_shapes(head, path, target, settings) for path, head in heads.items()]
     else:
-        named = [settings.shapes(drafters[0])]
+        named = [settings.shapes(drafters[0], target)]
     nodes = [shape.nodes for shapes in named for shape in shapes]
     prompts = choose_prompts(target, tokenizer, settings, max(nodes + [LARGEST_TREE] * settings.is_auto))
     judged, owners, searches = measure(target, drafters, tokenizer, settings, prompts, named)
@@ -148,7 +148,7 @@ def fitting_shapes(head: Drafter, path: str, target: FrozenTarget, settings: Ben
     """The trees that the settings name and this head, one of several, drafts. UserError if there are none."""
     own = settings.rule == "match" and head.own_tree is not None and head.own_tree.tree
     texts = tuple(tree for tree in settings.trees if tree != HEAD_TREE or own)
-    shapes = replace(settings, trees=texts).shapes(head)
+    shapes = replace(settings, trees=texts).shapes(head, target)
     fitting = [shape for shape in shapes if can_draft(head, target, shape, settings.rule)]
     if not fitting and not settings.is_auto:
         raise UserError(f"{path}: drafts none of {', '.join(settings.trees)}; name a tree that it can")

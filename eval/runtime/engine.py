@@ -108,6 +108,7 @@ class EngineOptions:
                 f"pinned: plain decoding in steps of {self.pinned} nodes has no head; leave one of them out"
             )
         check_rule(self.rule, self.shape)
+        target.check_shape(self.shape)
         if self.adaptive:
             if head is None:
                 raise UserError("adaptive drafts need a head, and plain decoding has none; leave it out")

@@ -18,7 +18,7 @@ def row_bytes(
     target: FrozenTarget, decoder: NativeDecoder | None, *, capacity: int, nodes: int, drafts: bool, pending: int = 0
 ) -> int:
     """Estimate the caches and the widest tensors of a round, for one row. A draft's cache counts as two layers of the
-    target's. `pending`: hidden states kept for a paused head."""
+    target's; a recurrent layer keeps a state behind each node. `pending`: hidden states kept for a paused head."""
     config: Any = target.config
     size, slots = target.dtype.itemsize, round_up(capacity)
     if decoder is not None:
@@ -26,7 +26,7 @@ def row_bytes(
     else:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    cache = slots * (target.num_layers + 2 * drafts) * width * size
+    cache = slots * (target.attention_layers + 2 * drafts) * width * size + (nodes + 1) * target.state_bytes
     node = 4 * LOGITS * target.vocab_size + size * 8 * config.hidden_size
     mask = slots * (size + 1)  # as truth values and as numbers
     return int(cache + nodes * (node + mask) + pending * config.hidden_size * size)

@@ -31,6 +31,7 @@ from heads.backends.torch.sampling import RowSampling
 from heads.base import Drafter, Observation
 from heads.errors import UserError, warn_once
 from heads.target.frozen import Features, FrozenTarget
+from heads.target.recurrent_layers import single_steps
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 CHUNK = 256
@@ -106,21 +107,21 @@ def open_step(target: FrozenTarget, backend: Backend, spec: CacheSpec) -> Target
     """The target's step by a backend, or, where that was not asked for by name and is found to be wrong, by the Hugging
     Face model."""
     check_family(target)
-    step = TargetStep(target, backend.decoder(target, spec), pads=not backend.on_host)
+    pads = not backend.on_host and not target.is_recurrent  # padding would pass through a recurrent state
+    step = TargetStep(target, backend.decoder(target, spec), pads=pads)
     try:
         check_masks(step)
     except UserError as error:
         if step.decoder.native is None or backend.is_required:
             raise
         warn_once(f"{error}; its Hugging Face model is used instead of the native decoder")
-        step = TargetStep(target, HFDecoder(target, spec), pads=not backend.on_host)
+        step = TargetStep(target, HFDecoder(target, spec), pads=pads)
         check_masks(step)
     return step
 
 
 def check_family(target: FrozenTarget) -> None:
-    """Refuse targets whose attention takes no mask from the caller. Recurrent families are no `FrozenTarget` to begin
-    with."""
+    """Refuse targets whose attention takes no mask from the caller."""
     config = target.config
     if getattr(config, "alibi", False) or config.model_type in ALIBI_FAMILIES:
         raise UserError(
@@ -133,7 +134,8 @@ def check_family(target: FrozenTarget) -> None:
 
 
 def check_masks(step: TargetStep) -> None:
-    """Verify a small tree and compare it with the model's own forward pass over each path.
+    """Verify a small tree, or its paths one after the other where a target takes no trees, and compare it with the
+    model's own forward pass over each path.
 
     No list of families is ever complete, and a decoder that ignores the positions or the mask it is given raises
     nothing: its output would merely be wrong. Leaves padding in the first slots of every row.
@@ -142,23 +144,34 @@ def check_masks(step: TargetStep) -> None:
     device = target.device
     ids = target.sample(P + 5, starts=(P - 1,))[0]
     prompt, nodes = ids[:P], ids[P:]
-    parents = torch.tensor([[0, 0, 0, 1, 2]], device=device)  # a root, two children, a child of each
-    depths = torch.tensor([[0, 1, 1, 2, 2]], device=device)
+    paths, tree = [[0, 1, 3], [0, 2, 4]], ([0, 0, 0, 1, 2], [0, 1, 1, 2, 2])  # a root, two children, a child of each
     B = step.batch_size
+    pieces = (prompt[:2], prompt[2:]) if target.is_recurrent else (prompt,)
     for row in range(B):
-        step.prefill(row, prompt[None], 0)
-    proposal = Proposal(nodes.expand(B, -1), parents.expand(B, -1), depths.expand(B, -1), torch.zeros(B, 5))
-    length = torch.full((B,), P, device=device)
-    extent = min(round_up(P + 5), step.capacity)
-    features = step.verify(proposal, ancestors(proposal.parents, 2), length, extent, 2)
-    paths = torch.stack([torch.cat([prompt, nodes[path]]) for path in torch.tensor([[0, 1, 3], [0, 2, 4]])])
-    true = target.alone(paths)[:, -3:]  # (2, 3, D)
-    found = features.hidden[:, [[0, 1, 3], [0, 2, 4]]].double()  # (B, 2, 3, D)
-    error = ((found - true.double()).norm(dim=-1) / true.double().norm(dim=-1)).max().item()
+        for number, piece in enumerate(pieces):
+            step.prefill(row, piece[None], 2 * number)
+
+    def verify(tokens: Tensor, parents: list[int], depths: list[int]) -> Tensor:
+        links = torch.tensor([parents, depths], device=device)[:, None].expand(-1, B, -1)
+        proposal = Proposal(tokens.expand(B, -1), links[0], links[1], torch.zeros(B, len(tokens)))
+        length, extent = torch.full((B,), P, device=device), min(round_up(P + 5), step.capacity)
+        return step.verify(proposal, ancestors(links[0], 2), length, extent, 2).hidden
+
+    if target.is_recurrent:
+        count = min(3, max(step.decoder.spec.widths))  # a decoder keeps no more states than its rounds need
+        paths = [path[:count] for path in paths]
+        found = torch.stack([verify(nodes[path], [0, 0, 1][:count], [0, 1, 2][:count]) for path in paths], dim=1)
+    else:
+        found = verify(nodes, *tree)[:, paths]  # (B, 2, 3, D)
+    texts, count = torch.stack([torch.cat([prompt, nodes[path]]) for path in paths]), len(paths[0])
+    true = (
+        single_steps(target.base, texts, count) if target.is_recurrent else target.alone(texts)[:, -count:]
+    ).double()
+    error = ((found.double() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
     if not error < TOLERANCE.get(target.dtype, 0.15):
         raise UserError(
-            f"{target.name}: {target.config.model_type} does not take tree masks and positions as they are given "
-            f"(hidden states off by {error:.1%}); it cannot be a target here"
+            f"{target.name}: {target.config.model_type} does not take tree masks, positions and states as they are "
+            f"given (hidden states off by {error:.1%}); it cannot be a target here"
         )
 
 

@@ -18,7 +18,14 @@ class HFDecoder(CachedDecoder):
     def __init__(self, model: LanguageModel, spec: CacheSpec) -> None:
         super().__init__(model, spec)
         layers = cache_layers(model.base, model.config)
-        self.cache = HFCache(num_layers=layers, batch_size=spec.batch_size, capacity=spec.capacity, device=model.device)
+        self.cache = HFCache(
+            num_layers=layers,
+            num_stored=model.attention_layers if model.is_recurrent else layers,
+            batch_size=spec.batch_size,
+            capacity=spec.capacity,
+            num_states=1 + max(spec.widths, default=1) if model.is_recurrent else 0,
+            device=model.device,
+        )
 
     def forward(
         self, tokens: Tensor, mapping: SlotMapping, *, extent: int, row: int | None = None, prompt: bool = False

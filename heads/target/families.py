@@ -33,7 +33,10 @@ def register_mimo() -> None:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
-READABLE_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
+RECURRENT_LAYERS = {"linear_attention", "hybrid"}
+READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
+"""Kinds of layers by their names in a config. A hybrid one is both; the last two keep nothing."""
 OTHER_PARTS = re.compile(
     r"(^|\.)(mtp|nextn|visual|vision|image|audio|speech|multi_modal|mm_|talker|token2wav|code2wav)\w*\."
     r"|rotary_emb\.inv_freq$|\.position_ids$|\.(attn|attention)\.(bias|masked_bias)$"
@@ -45,16 +48,23 @@ layers."""
 
 
 def check_layers(model: PreTrainedModel, config: Any, name: str) -> None:
-    """Refuse families whose past is more than keys and values behind a mask: recurrent state, chunked attention."""
+    """Refuse families whose past is neither keys and values behind a mask nor a state that transformers' cache holds:
+    chunked attention, recurrent layers with a cache of their own."""
     named = set(getattr(config, "layer_types", None) or ())
     kinds = sorted(named - READABLE_LAYERS)
-    if not named and getattr(model, "_is_stateful", False):
-        kinds = ["recurrent state"]
+    if not named & ATTENTION_LAYERS and getattr(model, "_is_stateful", False):
+        kinds = [*sorted(named), "recurrent state"]
     if kinds:
         raise UserError(
-            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, which cannot be masked by document; "
-            "use a target with full or sliding-window attention only"
+            f"{name}: {config.model_type} has layers of kind {', '.join(kinds)}, whose past cannot be kept here; use a "
+            "target with full or sliding-window attention, among which there may be gated delta nets or Mamba layers"
         )
+
+
+def count_attention(config: Any, num_layers: int) -> int:
+    """Return the number of layers with keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    return num_layers if kinds is None else sum(kind in ATTENTION_LAYERS for kind in kinds)
 
 
 def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
@@ -104,23 +114,25 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
 
 def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
-) -> Tensor | dict[str, Tensor]:
+) -> Tensor | dict[str, Any]:
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
     `FrozenTarget.features`.
 
-    Decoders take one mask for all layers; those with layers of both kinds take a dict of two. `layer_types` says which
+    Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which
     layers have the window; without it all of them do.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
-    full = additive(visible, dtype)
-    if window is None or kinds == {"full_attention"}:
+    full = windowed = additive(visible, dtype)
+    if kinds == {"full_attention"} or (window is None and not kinds & RECURRENT_LAYERS):
         return full
-    near = positions[:, :, None] - key_positions[:, None, :] < window
-    windowed = additive(visible & near, dtype)
+    if window is not None:
+        near = positions[:, :, None] - key_positions[:, None, :] < window
+        windowed = additive(visible & near, dtype)
     if kinds == {"sliding_attention"}:
         return windowed
-    return {"full_attention": full, "sliding_attention": windowed}
+    # Recurrent layers need no mask: padding stands behind a text.
+    return {"full_attention": full, "sliding_attention": windowed, "linear_attention": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,22 @@ from transformers.cache_utils import Cache
 
 from heads.base import SharedLayers
 from heads.errors import UserError, first_line
+from heads.target.cache import HFCache
 from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.target.families import (
     OutputHead,
     attention_masks,
     check_layers,
+    count_attention,
     eos_ids,
     find_layers,
     register_mimo,
-    rope_theta,
     unused_weights,
 )
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.quantization import quantize_layers
+from heads.target.recurrent_layers import find_mixers, step_by_step
+from heads.tree import TreeShape, is_chain
 
 FINGERPRINT_SAMPLES = 512
 """Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
@@ -54,6 +58,10 @@ class LanguageModel:
         self.base, self.head, self.lm_head, self.config, self.name = base, head, lm_head, config, name
         self.num_layers = count_layers(base, config)
         self.layers = find_layers(decoder_of(base), self.num_layers, name)
+        self.is_recurrent = bool(find_mixers(self.layers))
+        """True if layers keep a state of all tokens before: it reads one document a row, and verifies chains."""
+        self.attention_layers = count_attention(config, self.num_layers)
+        """Number of layers with keys and values."""
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +136,7 @@ class FrozenTarget(LanguageModel):
         if head is None:
             raise UserError(f"{name}: expected a causal language model, {type(model).__name__} has no output head")
         super().__init__(base, head, OutputHead(head, config), config, name)
+        step_by_step(find_mixers(self.layers))
         self.start_token = self.base.start if isinstance(self.base, EncoderDecoder) else None
         """Token that separates the encoder's input from the decoder's tokens in every sequence; None without an
         encoder."""
@@ -156,6 +165,17 @@ class FrozenTarget(LanguageModel):
         weight: Tensor = self.head.weight
         return weight
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states behind one token of a row, found by a pass over a token; 0 without any."""
+        if not self.is_recurrent:
+            return 0
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        cache = HFCache(num_layers=self.num_layers, batch_size=1, capacity=1, num_states=1, device=self.device)
+        cache.aim(zero, extent=1, prompt=True)
+        self.features(zero, positions=zero, visible=zero[:, None] == 0, key_positions=zero, cache=cache)
+        return cache.state_bytes
+
     @property
     def logit_scale(self) -> float:
         """Factor of the family's output head. Heads with an output head of their own, which has no factor, start with
@@ -166,7 +186,13 @@ class FrozenTarget(LanguageModel):
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]
     ) -> Features:
-        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T)."""
+        """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T). UserError
+        for several documents in a row of a recurrent target."""
+        if self.is_recurrent and bool((documents > documents[:, :1]).any()):
+            raise UserError(
+                f"{self.name}: its recurrent layers cannot be masked by document; give each training row one document, "
+                "with padding behind it"
+            )
         visible = packed_visible(documents)
         return self.features(
             tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
@@ -197,16 +223,27 @@ class FrozenTarget(LanguageModel):
         hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
+    def check_shape(self, shape: TreeShape | None) -> None:
+        """UserError for drafts that it cannot verify; None stands for a tree that a head has yet to grow."""
+        if self.is_recurrent and (shape is None or not is_chain(shape)):
+            raise UserError(
+                f"{self.name}: its recurrent layers have one state behind each token, and every branch of the tree "
+                f"{shape or 'head'} would need its own; use a chain, chain:K"
+            )
+
     @torch.no_grad()
     def check(self) -> None:
-        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document packed
-        behind another must get the logits that the model gives it alone. Encoders, ignored masks and unknown scalings
-        of the logits fail this check."""
+        """Refuse a model whose logits differ from those of `packed_features` and `shared`. A short document, packed
+        behind another where it can be, must get the logits that the model gives it alone. Encoders, ignored masks and
+        unknown scalings of the logits fail this check."""
         slot = torch.arange(12, device=self.device)[None]
         ids, document = self.sample(12, starts=(3, 8)), (slot >= 5).long()
+        packed = (ids, slot - 5 * document, document)
+        if self.is_recurrent:
+            packed = (ids[:, 5:], slot[:, :7], document[:, 5:])
         damaged = False
         try:
-            features = self.packed_features(ids, slot - 5 * document, document, ())
+            features = self.packed_features(*packed, ())
             own = self.model(**self.arguments(ids[:, 5:]), use_cache=False).logits
             damaged = not bool(own.isfinite().all())
             ours = self.shared.lm_head(features.hidden[:, -own.shape[1] :])
@@ -257,37 +294,6 @@ def packed_visible(documents: Tensor) -> Tensor:
     T = documents.shape[1]
     causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
     return causal & (documents[:, :, None] == documents[:, None, :])
-
-
-def check_one_width(target: FrozenTarget, kind: str) -> None:
-    """Refuse a target whose output head has another width than its layers, for heads that start with its matrix."""
-    width = target.lm_head_weight.shape[1]
-    if width != target.hidden_size:
-        raise UserError(
-            f"{target.name}: its embeddings are {width} wide and its hidden states {target.hidden_size}; "
-            f"{kind} needs one width, use another target"
-        )
-
-
-def block_settings(target: FrozenTarget, num_heads: int | None = None) -> dict[str, Any]:
-    """Return the settings of a `heads.layers.BlockConfig` of the target's shape; `num_heads` replaces the target's."""
-    config = target.config
-    D, heads = target.hidden_size, num_heads or config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if num_heads is None and heads % key_heads:  # latent attention has none, whatever its config says
-        key_heads = heads
-    return {
-        "hidden_size": D,
-        "vocab_size": target.vocab_size,
-        "num_target_layers": target.num_layers,
-        "max_position_embeddings": target.context_length,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * D,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "head_dim": getattr(config, "head_dim", None) or D // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
-        "rope_theta": rope_theta(config),
-    }
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ class Data(Settings):
     """Sources of the text: one or more of the kinds below."""
     context_length: Annotated[int, Field(ge=8)] = 2048
     """Tokens of one training row. Documents are packed into rows; attention does not cross documents. A longer
-    conversation is cut behind answers, and positions go on; a longer text is cut into texts."""
+    conversation is cut behind answers, and positions go on; a longer text is cut into texts. A target with recurrent
+    layers gets one document a row, padded."""
     template: dict[str, bool | int | float | str] = Field(default={})
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     regenerate: Regenerate | None = None
@@ -132,6 +133,8 @@ def load_data(
             f"data.context_length: {data.context_length} tokens cannot hold a root and a draft of "
             f"{len(head.depth_weights)}; raise it, or let the head draft less"
         )
+    if target.is_recurrent:
+        reader.say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")
     regenerate, accelerator = data.regenerate, reader.accelerator
     pools: list[Pool] = []
     weights: list[float] = []
@@ -141,7 +144,7 @@ def load_data(
         num_positions = min(num_positions, positions_of(head.language_model.config.get_text_config()))
 
     def add(corpus: Corpus, weight: float | None, name: str) -> None:
-        pool = Pool(corpus, data.context_length, num_positions)
+        pool = Pool(corpus, data.context_length, num_positions, packs=not target.is_recurrent)
         reader.say(pool.describe(name))
         pools.append(pool)
         weights.append(len(pool) if weight is None else weight)

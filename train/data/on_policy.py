@@ -89,6 +89,7 @@ class Samples:
         pool = Pool(
             corpus_of(answer_documents(prompts, answers, train_on_prompts=settings.train_on_prompts)),
             self.base.pools[0].row_length,
+            packs=self.base.pools[0].packs,
         )
         if settings.share == 1:
             return Mixture([pool], [1.0], self.base.seed)

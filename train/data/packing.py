@@ -41,18 +41,19 @@ def empty_rows(B: int, T: int) -> Rows:
 
 
 class Pool:
-    """Documents of one source, packed into as few rows as best fit finds; no label within the models' positions is left
-    out.
+    """Documents of one source, packed into as few rows as best fit finds, or each in rows of its own; no label within
+    the models' positions is left out.
 
     Pieces are (start, length, position, context): the place of the first token in the corpus, the number of tokens, the
     position of the first, and the number of tokens that only lead up to the piece's labels.
     """
 
-    def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None):
-        """num_positions: those that the models have; None: at least as many as any document."""
-        self.corpus, self.row_length = corpus, row_length
+    def __init__(self, corpus: Corpus, row_length: int, num_positions: int | None = None, *, packs: bool = True):
+        """num_positions: those that the models have; None: at least as many as any document. packs: several documents
+        may share a row."""
+        self.corpus, self.row_length, self.packs = corpus, row_length, packs
         pieces, self.num_left_out = _pieces(corpus, row_length, num_positions or len(corpus.tokens))
-        rows = best_fit(pieces[:, 1], row_length)
+        rows = best_fit(pieces[:, 1], row_length) if packs else np.arange(len(pieces))
         order = np.argsort(rows, kind="stable")
         self.pieces = pieces[order]
         self.ends = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 1), side="right")

@@ -193,7 +193,8 @@ class ScriptedHead(Drafter):
             aux_layer_ids=self.aux_layer_ids,
         )
         span = slice(start, start + count)
-        bound = 1e-6 if self.target.dtype == torch.float64 else 1e-2
+        wide = self.target.dtype == torch.float64 and not self.target.is_recurrent  # recurrences are in float32
+        bound = 1e-6 if wide else 1e-2
         torch.testing.assert_close(
             observation.aux_hidden_states[row, :count], true.aux_hidden_states[0, span], atol=bound, rtol=bound
         )

@@ -70,11 +70,10 @@ def test_padded_chunks_have_few_sizes(target_of: TargetOf) -> None:
     assert all(step.chunk_size(n) >= min(n, 256) for n in range(1, 2000))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bloom", "falcon", "mamba", "llama4_text"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mamba", "llama4_text"])
 def test_families_without_tree_masks_are_refused(family: str) -> None:
     extra: dict[str, dict[str, int]] = {
         "falcon": {"alibi": True},
-        "qwen3_next": {"num_experts": 4},
         "llama4_text": {"num_local_experts": 2, "intermediate_size": 32, "intermediate_size_mlp": 32},
     }
     size = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -101,7 +100,7 @@ def test_a_decoder_that_ignores_what_it_is_given_is_found_out(ignored: str, targ
         return forward(**given)
 
     target.base.forward = deaf
-    with pytest.raises(UserError, match="does not take tree masks and positions"):
+    with pytest.raises(UserError, match="does not take tree masks, positions and states"):
         open_engine(target, None, max_length=64, backend="huggingface")
 
 

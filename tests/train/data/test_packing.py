@@ -149,3 +149,10 @@ def test_the_digest_sees_every_token_label_and_boundary() -> None:
 def test_shares_add_up() -> None:
     assert shares([1, 1, 1], 10) == [4, 3, 3]
     assert shares([1e-9, 1.0], 100) == [1, 99]
+
+
+def test_documents_that_are_not_packed_have_rows_of_their_own() -> None:
+    pool = Pool(texts([3, 20, 5]), 8, packs=False)
+    rows = Mixture([pool], [1.0], seed=0).rows(range(len(pool)))
+    assert sorted((rows.documents >= 0).sum(1).tolist()) == [3, 4, 5, 8, 8] and rows.documents.max() == 0
+    assert sorted(rows.tokens[rows.documents >= 0].tolist()) == list(range(28))

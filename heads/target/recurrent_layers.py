@@ -1,0 +1,64 @@
+"""Recurrent layers of hybrid targets over a row cache: gated delta nets (Qwen3-Next, Qwen3.5), Mamba and its
+successors.
+
+transformers' own modules compute everything. A prompt is read in one call. The tokens of a verified chain pass one by
+one through the code that decodes a single token, and the state behind each of them is kept (`HFCache.recall`), so that
+the numbers of an accepted token do not depend on how many were verified with it.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.target.cache import HFCache
+
+
+class Stepwise:
+    """The forward pass of one recurrent module, in place of the module's own."""
+
+    def __init__(self, mixer: Any) -> None:
+        self.whole, self.index = mixer.forward, mixer.layer_idx
+
+    def __call__(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+        """hidden_states (B, N, D) -> (B, N, D). Without a row cache, whole texts from an empty state."""
+        if not isinstance(cache_params, HFCache):
+            whole: Tensor = self.whole(hidden_states, cache_params=cache_params, **kwargs)
+            return whole
+        state, width = cache_params.recall(self.index), 1
+        if cache_params.prompt:
+            width = hidden_states.shape[1]
+        made = []
+        for first in range(0, hidden_states.shape[1], width):
+            made.append(self.whole(hidden_states[:, first : first + width], cache_params=state, **kwargs))
+            state.keep(first + width)
+        return torch.cat(made, dim=1)
+
+
+def find_mixers(layers: nn.Module) -> list[nn.Module]:
+    """Return the recurrent modules of some decoder layers: those that take a state from a cache, the innermost."""
+    takers = [module for module in layers.modules() if "cache_params" in inspect.signature(module.forward).parameters]
+    return [
+        module for module in takers if not any(other in takers for other in module.modules() if other is not module)
+    ]
+
+
+def step_by_step(mixers: list[nn.Module]) -> None:
+    """Let recurrent modules read a row cache. Other caches, and calls without one, stay as they are."""
+    for mixer in mixers:
+        if not isinstance(mixer.forward, Stepwise):
+            mixer.forward = Stepwise(mixer)
+
+
+@torch.no_grad()
+def single_steps(base: nn.Module, tokens: Tensor, count: int) -> Tensor:
+    """Return the states (B, count, D) of the last `count` of some tokens as a decoder computes them with transformers'
+    own cache, token by token: some recurrent layers clamp their steps in whole sequences alone."""
+    made, cache, start = [], None, 0
+    for end in range(tokens.shape[1] - count, tokens.shape[1] + 1):
+        positions = torch.arange(start, end, device=tokens.device)[None]
+        out = base(input_ids=tokens[:, start:end], position_ids=positions, past_key_values=cache, use_cache=True)
+        made.append(out.last_hidden_state)
+        cache, start = out.past_key_values, end
+    return torch.cat(made[1:], dim=1)
