@@ -43,6 +43,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen": ("qwen3_next", QWEN | ATTENTION),
     "qwen_fused": ("qwen3_5_moe_text", QWEN | ATTENTION),
     "qwen_dense": ("qwen3_5_text", QWEN | ATTENTION),
+    "hybrid": ("qwen3_next", QWEN),
+    "hybrid_fused": ("qwen3_5_moe_text", QWEN),
 }
 
 
@@ -152,6 +154,8 @@ SHAPES = {
     "qwen": qwen_shapes,
     "qwen_fused": qwen_fused_shapes,
     "qwen_dense": qwen_dense_shapes,
+    "hybrid": qwen_shapes,
+    "hybrid_fused": qwen_fused_shapes,
 }
 
 

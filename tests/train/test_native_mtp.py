@@ -28,12 +28,12 @@ def measure(head: Path, out: Path, target: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["glm", "qwen_fused", "multimodal"])
+@pytest.mark.parametrize("form", ["glm", "hybrid", "multimodal"])
 def test_the_whole_way(
     form: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, out = tmp_path / "target", tmp_path / "stitched"
-    write_native(target, "qwen_fused" if form == "multimodal" else form, dtype=torch.bfloat16)
+    write_native(target, "hybrid_fused" if form == "multimodal" else form, dtype=torch.bfloat16)
     if form == "multimodal":
         make_multimodal(target)
     shard(target)
@@ -49,7 +49,7 @@ def test_the_whole_way(
     settings["eval"]["report"] = {"repeats": 1, "trees": ["chain:3"], "temperatures": [0, 1]}
     assert attempt("mtp", [str(write_recipe(settings))]) == 0
     run = Path(settings["output_dir"])
-    prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--tree", "chain:3,tree:3x2x6"]
+    prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--tree", "chain:1,chain:3"]
     assert exit_status(lambda: audit.main([str(run), *prompts, *SHORT])) == 0
 
     assert exit_status(lambda: stitch.main([str(run), str(target), str(out)])) == 0
