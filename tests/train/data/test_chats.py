@@ -162,12 +162,11 @@ def test_arguments_reach_the_template_and_others_are_refused(tokenizer: PreTrain
         ChatTemplate(tokenizer, own, {"calm": True}).check("x.jsonl")
         with pytest.raises(UserError, match=near):
             ChatTemplate(tokenizer, own, {"clam": True}).check("x.jsonl")
-    own = copy.copy(tokenizer)
-    own.chat_template = {"default": template, "tool_use": template}
-    for form in (own.chat_template, template):
-        own.chat_template = form
-        _, asked = render(TALK[1:2], with_arguments(own, {"calm": True}))
-        assert list(asked) == prompt and own.chat_template == form
+    twin: Any = copy.copy(tokenizer)
+    for form in ({"default": template, "tool_use": template}, template):
+        twin.chat_template = form
+        _, asked = render(TALK[1:2], with_arguments(twin, {"calm": True}))
+        assert list(asked) == prompt and twin.chat_template == form
     with pytest.raises(UserError, match=r"data\.template\.messages: the chat template reads no such argument"):
         ChatTemplate(tokenizer, template, {"messages": 1}).check("x.jsonl")
 
