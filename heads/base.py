@@ -128,7 +128,7 @@ class Origin:
     files: Mapping[str, str]
     """The files of its tensors -> SHA-256."""
     differs: tuple[str, ...]
-    """Places where an engine would read another head than its trainer meant, a line each."""
+    """Ways in which an engine would read another head than its trainer meant, a line each."""
 
 
 class Drafter(Protocol):

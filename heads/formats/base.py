@@ -59,7 +59,7 @@ class Reading:
     weights: dict[str, Tensor]
     """Tensors as `to_checkpoint` of the head gives them."""
     differs: tuple[str, ...] = ()
-    """Places where an engine would read another head than its trainer meant."""
+    """Ways in which an engine would read another head than its trainer meant."""
 
 
 @dataclass(frozen=True, kw_only=True)

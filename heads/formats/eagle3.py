@@ -345,7 +345,7 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
     if "transformer_layer_config" in raw:
         return [*said, f"{SGLANG} does not read speculators' form"]
     if raw.get("num_hidden_layers", 1) != 1:
-        said.append(f"{VLLM} makes {raw['num_hidden_layers']} layers by num_hidden_layers, of which the file has one")
+        said.append(f"{VLLM} makes {raw['num_hidden_layers']} layers by num_hidden_layers, and the file has one")
     if "LlamaForCausalLMEagle3" not in (raw.get("architectures") or []):
         said.append(f"{SGLANG} loads no head whose architectures are not LlamaForCausalLMEagle3")
     return said

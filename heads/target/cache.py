@@ -83,7 +83,7 @@ class RecurrentState:
         """Begin a step with the states behind the tokens before it."""
         cache = self.cache
         for kind, kept in self.kept.items():
-            states = kept[cache.places[:, 0]]
+            states = kept[cache.state_slots[:, 0]]
             self.current[kind] = states.masked_fill_(cache.is_first.view(-1, *[1] * (states.ndim - 1)), 0)
 
     def keep(self, count: int) -> None:
@@ -91,7 +91,7 @@ class RecurrentState:
         for kind, states in self.current.items():
             if kind not in self.kept:
                 self.kept[kind] = states.new_zeros(self.cache.batch_size_ * self.cache.num_states, *states.shape[1:])
-            self.kept[kind].index_copy_(0, self.cache.places[:, count], states)
+            self.kept[kind].index_copy_(0, self.cache.state_slots[:, count], states)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The inputs that the convolution still sees (B', C, W)."""
@@ -146,7 +146,7 @@ class HFCache(Cache):
         self.slots = self.row_starts  # (B' * N,) once aimed: where the next step's keys go, in flat storage
         self.stores: dict[str, list[Tensor]] = {"keys": [], "values": []}
         self.free: dict[str, list[Tensor]] = {"keys": [], "values": []}  # parts of the first stores
-        self.places = self.row_starts  # (B', N + 1) once aimed: where the states around the step's tokens are kept
+        self.state_slots = self.row_starts  # (B', N + 1) once aimed: where the states around the step's tokens are kept
         self.is_first = self.row_starts[:, 0] == 0  # (B',) bool once aimed: the step begins a text
         self.recurrent: dict[int, RecurrentState] = {}
         self.num_stored = num_layers if num_stored is None else num_stored
@@ -160,9 +160,9 @@ class HFCache(Cache):
         rows = slice(0, self.batch_size_) if row is None else slice(row, row + 1)
         self.slots = (slots + self.row_starts[rows]).flatten()
         if self.num_states:
-            first, row_places = slots[:, :1], self.row_starts[rows] // self.capacity * self.num_states
+            first, row_states = slots[:, :1], self.row_starts[rows] // self.capacity * self.num_states
             behind = torch.arange(slots.shape[1] + 1, device=slots.device)
-            self.places, self.is_first = row_places + (first + behind) % self.num_states, first[:, 0] == 0
+            self.state_slots, self.is_first = row_states + (first + behind) % self.num_states, first[:, 0] == 0
         if (rows, extent) != (self.rows, self.extent):
             self.rows, self.extent = rows, extent
             for layer in self.row_layers:

@@ -15,9 +15,9 @@ NO_TEXT = {True: ("À", "Á", "õ", "ÿ"), False: ("<0xC0>", "<0xC1>", "<0xF5>",
 
 
 def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None:
-    """The mask token of a tokenizer beside a table of so many `embeddings`: the first id behind its own, as published
-    heads have it, else a token that it keeps in reserve, else a byte that no text has, else the unknown token. None
-    where there is none."""
+    """Return an id that no text has, for a target with this number of embeddings: the first id behind the tokenizer's
+    own, as published heads have it, else a reserved token, else a byte that is no UTF-8, else the unknown token; None
+    where there is none of them."""
     vocabulary = tokenizer.get_vocab()
     if len(tokenizer) < embeddings and max(vocabulary.values()) < embeddings - 1:
         return max(vocabulary.values()) + 1

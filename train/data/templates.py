@@ -124,12 +124,14 @@ class ChatTemplate:
 
 
 def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer with a chat template that has these arguments already, for prompts of the kind that is trained
-    on."""
+    """The tokenizer with those of the arguments that its own chat template reads set in the template, so that prompts
+    are rendered as the training data are."""
     template = tokenizer.chat_template
-    if not arguments or template is None:
+    known = None if template is None else ChatTemplate(tokenizer).read_arguments()
+    read = {name: value for name, value in arguments.items() if name in (known or ())}
+    if not read:
         return tokenizer
-    given = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in arguments.items())
+    given = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in read.items())
     twin = copy.copy(tokenizer)
     twin.chat_template = (
         {name: given + text for name, text in template.items()} if isinstance(template, dict) else given + template

@@ -19,7 +19,7 @@ from pathlib import Path
 
 FLAGS = (
     *("-O3", "-march=native", "-fopenmp-simd", "-shared", "-fPIC", "-ffp-contract=fast"),
-    *("-fno-trapping-math", "-fno-math-errno"),  # no result changes; choices between numbers become vectors
+    *("-fno-trapping-math", "-fno-math-errno"),  # else a loop that chooses between two numbers is not vectorised
 )
 COMPILE_SECONDS = 300
 logger = logging.getLogger("draftsmith")

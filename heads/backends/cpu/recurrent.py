@@ -46,7 +46,6 @@ class CpuDraft:
     parts: HeadParts
     modules: Sequence[KernelModule]
     fuse: Product | None
-    aux_norms: Sequence[Norm]
     vocab_size: int
     """Vd"""
 
@@ -60,7 +59,7 @@ def compiled_draft(parts: HeadParts, lm_head_weight: Tensor) -> CpuDraft | None:
     if len(known) < len(modules):
         return None
     fuse = None if parts.fuse is None else draft_product(parts.fuse)
-    return CpuDraft(parts, known, fuse, [Norm(norm) for norm in parts.aux_norms], len(lm_head_weight))
+    return CpuDraft(parts, known, fuse, len(lm_head_weight))
 
 
 def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
@@ -117,17 +116,8 @@ class CpuRecurrent(RecurrentSteps):
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """(B, W, L * D), (B, W, D) -> (B, W, D)."""
-        fuse = self.draft.fuse
-        if fuse is None:
-            return hidden.float()
-        aux_hidden_states = aux_hidden_states.flatten(0, 1).float().contiguous()
-        if self.draft.aux_norms:
-            normed, (R, width), D = torch.empty_like(aux_hidden_states), aux_hidden_states.shape, hidden.shape[2]
-            for layer, norm in enumerate(self.draft.aux_norms):
-                given, made = (rows[:, layer * D :].data_ptr() for rows in (aux_hidden_states, normed))
-                self.library.normalise_rows(given, width, norm.weight.data_ptr(), norm.eps, made, width, R, D)
-            aux_hidden_states = normed
-        return fuse(aux_hidden_states).view(hidden.shape)
+        made = self.draft.parts.start(aux_hidden_states.flatten(0, 1), hidden.flatten(0, 1), self.draft.fuse)
+        return made.view(hidden.shape)
 
     def normed(self, recycled: Tensor) -> Tensor:
         """Norms are a part of reading out."""
