@@ -1,15 +1,13 @@
-"""Writing of files and folders that are complete or absent, even after a power cut."""
+"""Writing of files that are complete or absent, even after a power cut."""
 
 import errno
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from heads.errors import UserError
+from heads.files import sync
 
 
 def write_text(path: Path, text: str) -> None:
@@ -36,38 +34,9 @@ def write_bytes(path: Path, data: bytes) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"{path}: could not be written ({error.strerror}); free space or name another place") from error
-
-
-def temporary_of(final: Path) -> Path:
-    """The folder in which `final` is written until it is whole."""
-    return final.with_name(f".{final.name}.tmp")
-
-
-def begin_folder(final: Path) -> None:
-    """Make the temporary folder of `final`, empty."""
-    shutil.rmtree(temporary_of(final), ignore_errors=True)
-    temporary_of(final).mkdir(parents=True)
-
-
-@contextmanager
-def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
-    """A temporary folder that becomes `final` if all goes well, and vanishes if not. `begun`: it is there already."""
-    temporary = temporary_of(final)
-    if not begun:
-        begin_folder(final)
-    try:
-        yield temporary
-        sync_folder(temporary)
-        if final.exists():  # a broken one of the same step: only now that its successor is whole
-            shutil.rmtree(final)
-        temporary.replace(final)
-        sync_folder(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def is_file(path: str | Path) -> bool:
@@ -89,15 +58,6 @@ def read_given(path: Path, what: str) -> str:
     except (OSError, ValueError) as error:  # a folder, no permission, a name too long, a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read ({reason}); expected {what}") from None
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_folder(path: Path, name: str) -> None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.utils.hub import cached_file
 
 from heads.errors import UserError, first_line
+from heads.files import sync
 from heads.formats.contract import Verdict, check_folder
 from heads.registry import HEADS, kind_of
 from heads.target.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_adapter
@@ -146,15 +147,6 @@ def _put_back(folder: Path) -> None:
         with suppress(FileNotFoundError):
             old.rename(folder)
     shutil.rmtree(old.parent, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read(folder: Path, read: Callable[[Path], Found]) -> Found:

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.checkpoint import CONFIG, sync
+from heads.checkpoint import CONFIG
 from heads.errors import UserError, first_line
+from heads.files import whole_folder
 from heads.formats.base import tensors
 from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, module_names, module_shapes
 from heads.formats.source import DAMAGE, INDEX, tensor_files
@@ -165,7 +166,7 @@ def loader_of(checkpoint: Checkpoint) -> MtpLoader:
 def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: Path) -> list[str]:
     """Copy the checkpoint into the folder `out` with `modules`, which fit it: each in the place of the tensor of its
     name, or all in a file of their own. Return the names of the files that differ."""
-    fresh, folder = out.with_name(f".{out.name}.stitching"), checkpoint.folder
+    folder = checkpoint.folder
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [file for file in files if file.parts[0] not in NOT_COPIED]
     room = sum((folder / file).stat().st_size for file in files) + sum(value.nbytes for value in modules.values())
@@ -174,25 +175,17 @@ def write_stitched(checkpoint: Checkpoint, modules: Mapping[str, Tensor], out: P
         raise UserError(
             f"{out}: needs {room / 2**30:,.1f} GiB, {parent} has {free / 2**30:,.1f}; free some, or name another place"
         )
-    shutil.rmtree(fresh, ignore_errors=True)
+    change = _overwrite if modules.keys() <= checkpoint.entries.keys() else _add
     try:
-        fresh.mkdir(parents=True)
-        for file in files:
-            (fresh / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / file, fresh / file)
-        change = _overwrite if modules.keys() <= checkpoint.entries.keys() else _add
-        differ = change(checkpoint, modules, fresh)
-        for path in (*fresh.rglob("*"), fresh):
-            sync(path)
-        fresh.rename(out)
-        sync(out.parent)
+        with whole_folder(out) as fresh:
+            for file in files:
+                (fresh / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / file, fresh / file)
+            return change(checkpoint, modules, fresh)
     except OSError as error:
         raise UserError(
             f"{out}: could not be written ({first_line(error)}); free space or name another place"
         ) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return differ
 
 
 def _overwrite(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from train import checkpointing
 from train.data.features import make_batch
 
 
@@ -32,14 +31,15 @@ def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[No
 @contextmanager
 def full_disk(step: int) -> Iterator[None]:
     """Leave no space for the optimizer's states in the checkpoint of `step`."""
-    write = checkpointing._write
+    write = Path.write_bytes
 
-    def write_part(path: Path, data: bytes) -> None:
+    def write_part(path: Path, data: bytes) -> int:
         full = path.parent.name == f".step-{step}.tmp" and path.name.startswith("optimizer")
-        write(path, data[:100] if full else data)
+        written = write(path, data[:100] if full else data)
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
+        return written
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing, "_write", write_part)
+        patch.setattr(Path, "write_bytes", write_part)
         yield

@@ -7,7 +7,6 @@ and the optimizer are in Accelerate's own sharded form.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from eval.files import begin_folder, is_full_disk, temporary_of, whole_folder
+from eval.files import is_full_disk
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
+from heads.files import begin_folder, temporary_of, whole_folder
 from train.averages import Sums
 from train.launch import SHARDED, on_main
 
@@ -81,15 +81,15 @@ def save_checkpoint(
         with _explained(folder, state), whole_folder(final, begun=sharded):
             if not sharded:
                 tensors = split_optimizer(_inner(optimizer).state_dict())
-                _write(temporary / "head.safetensors", save(_plain(head.state_dict())))
-                _write(temporary / "optimizer.safetensors", save(_plain(tensors)))
-            _write(temporary / "state.json", _json(asdict(state)))
+                (temporary / "head.safetensors").write_bytes(save(_plain(head.state_dict())))
+                (temporary / "optimizer.safetensors").write_bytes(save(_plain(tensors)))
+            (temporary / "state.json").write_bytes(_json(asdict(state)))
             manifest = {
                 str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "sha256": file_hash(file)}
                 for file in sorted(temporary.rglob("*"))
                 if file.is_file()
             }
-            _write(temporary / "manifest.json", _json(manifest))
+            (temporary / "manifest.json").write_bytes(_json(manifest))
         for path in list_checkpoints(folder)[:-keep]:
             shutil.rmtree(path)
 
@@ -247,13 +247,6 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _json(value: Any) -> bytes:

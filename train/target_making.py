@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.benchmark.metrics import is_loop
-from eval.files import check_folder, whole_folder, write_text
+from eval.files import check_folder, write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
+from heads.files import whole_folder
 from heads.target.frozen import load_target
 from heads.ttt_attention import causal_attention
 from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer

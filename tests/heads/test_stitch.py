@@ -77,7 +77,7 @@ def drafts_equal(folder: Path, head: Any) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_only_the_modules_tensors_differ(form: str, tmp_path: Path) -> None:
     target, folder, head = make(tmp_path, form)
-    (tmp_path / ".out.stitching/left").mkdir(parents=True)  # by a command that was killed
+    (tmp_path / ".out.tmp/left").mkdir(parents=True)  # by a command that was killed
     assert exit_status(lambda: main([str(folder), str(target), str(tmp_path / "out")])) == 0
     before, after, modules = raw(target), raw(tmp_path / "out"), head.to_checkpoint()
     assert before.keys() == after.keys()

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.files import whole_folder, write_json
+from eval.files import write_json
 from heads.checkpoint import file_hash
 from heads.errors import UserError
+from heads.files import whole_folder
 
 FORMAT = 1
 """Part of every folder's name, raised by a change of what is written for the same source."""
@@ -193,9 +194,6 @@ def _write(folder: Path, documents: Iterable[Document], tally: Tally) -> None:
             tokens.write(chunk.tokens.data)
             labels.write(chunk.labels.data)
             sums.add(chunk)
-        for file in (tokens, labels):
-            file.flush()
-            os.fsync(file.fileno())
     for name, part in (("ends", sums.ends), ("counts", sums.counts)):
         (folder / name).write_bytes(part.tobytes())
     write_json(folder / MANIFEST, {"files": sums.files(), "tally": asdict(tally)})
