@@ -4,13 +4,13 @@ Row k of a block predicts x_{a+k}, its own place, for k = 1 .. block_size - 1; t
 tokens are independent given the context, and q is the marginal of each. A tree's level holds the likeliest tokens of
 its row, the same below every node. With `causal: true` it is JetSpec's.
 
-Loss: `heads.draft_block`, of the tokens of the text or of the target's distribution.
+Loss: `heads.block.draft`, of the tokens of the text or of the target's distribution.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from heads.draft_block import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
 from heads.losses import LOSSES

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.draft_block import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
 

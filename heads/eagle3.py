@@ -26,7 +26,7 @@ from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
-from heads.recurrent import CosSin, Recurrent
+from heads.recurrent.draft import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget

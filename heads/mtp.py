@@ -28,7 +28,7 @@ from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_n
 from heads.formats.source import Source, tensor_files
 from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
-from heads.recurrent import CosSin, Recurrent
+from heads.recurrent.draft import CosSin, Recurrent
 from heads.target.block import BlockMaker
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget

@@ -16,7 +16,7 @@ from heads.base import Observation, SharedLayers
 from heads.draft_model import Draft, DraftState
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
-from heads.recurrent import Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape

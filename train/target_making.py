@@ -21,8 +21,8 @@ from eval.files import check_folder, write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.files import whole_folder
+from heads.recurrent.attention import causal_attention
 from heads.target.frozen import load_target
-from heads.ttt_attention import causal_attention
 from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main

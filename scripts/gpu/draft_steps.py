@@ -13,7 +13,7 @@ from heads.backends.slot_mapping import Drafted
 from heads.base import Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
-from heads.recurrent import Recurrent, RecurrentState
+from heads.recurrent.draft import Recurrent, RecurrentState
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 from scripts.grown.shapes import ModelShape

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from heads.block.draft import DraftBlockHead
 from heads.block.layers import BlockLayer
 from heads.dflash import DFlash
-from heads.draft_block import DraftBlockHead
 from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
@@ -147,7 +147,7 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
 
 
 def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
-    """DFlash and DSpark (`heads.draft_block`)."""
+    """DFlash and DSpark (`heads.block.draft`)."""
     config, new, width = head.config, growth.new, growth.width()
     grown_config = replace(
         config,

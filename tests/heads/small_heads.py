@@ -12,7 +12,7 @@ from heads.backends.selection import TORCH
 from heads.base import Batch, DraftHead, Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
-from heads.recurrent import Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.tree import parse_shape
 from heads.vocab import build_vocab
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.block.draft import DraftBlockHead
 from heads.checkpoint import load_head, save_head, target_record
-from heads.draft_block import DraftBlockHead
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target

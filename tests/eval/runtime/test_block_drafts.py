@@ -13,8 +13,8 @@ from eval.runtime.adaptive import Controller
 from heads.backends.selection import TORCH
 from heads.backends.torch.sampling import RowSampling
 from heads.base import Observation, SharedLayers
+from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
-from heads.draft_block import DraftBlockHead
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
 from tests.eval.runtime.test_rejection import EXACT, distance, draws_of, outcome

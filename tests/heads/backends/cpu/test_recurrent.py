@@ -15,7 +15,7 @@ from heads.backends.selection import CPU, TORCH
 from heads.base import Observation, Pick, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.mtp import Mtp, MtpConfig
-from heads.recurrent import Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.tree import Proposal, parse_shape
 from heads.vocab import build_vocab
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.backends.selection import TORCH
 from heads.errors import UserError
-from heads.recurrent import Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.tree import parse_shape
 from tests.heads.small_heads import (
     eagle3_head,

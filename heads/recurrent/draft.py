@@ -31,8 +31,8 @@ from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, rotation
 from heads.losses import draft_loss
+from heads.recurrent.attention import causal_attention
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
-from heads.ttt_attention import causal_attention
 
 AHEAD = 2
 """Step i of slot t predicts the token at t + AHEAD + i."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.ttt_attention import BLOCK, causal_attention
+from heads.recurrent.attention import BLOCK, causal_attention
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
 

@@ -15,9 +15,9 @@ from heads.backends.selection import TORCH
 from heads.base import Batch
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import TILE, Sight, by_pieces, by_tiles
+from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
-from heads.draft_block import DraftBlockHead, DraftBlockState
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
 from heads.target.aux_layers import spread_layer_ids
