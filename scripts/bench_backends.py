@@ -3,7 +3,7 @@
     python scripts/bench_backends.py recipes/quickstart/target
     python scripts/bench_backends.py recipes/quickstart/target --shape 0.4b      # random weights of that shape
 
-The head is an untrained EAGLE-3 head of the quickstart's sizes: time does not depend on weights. What gives less than
+The heads are untrained, of the quickstarts' sizes: time does not depend on weights. What gives less than
 1.3x, or a twentieth of a round, need not be C.
 """
 
@@ -22,7 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eval.command import Parser, count, exit_status
 from scripts.grown.shapes import SHAPES
 
-HEAD: dict[str, Any] = dict(depth=4, draft_vocab_size=2048, fc_norm=True, norm_output=True)
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": dict(depth=4, draft_vocab_size=2048, fc_norm=True, norm_output=True),
+    "dspark": dict(num_layers=3, markov_rank=64),
+}
+DRAFTS = (("", "none", 0), ("eagle3", "chain:5", 0), ("eagle3", "chain:5", 1), ("eagle3", "tree:5x4x16", 0))
+DRAFTS += (("dspark", "chain:7", 0),)
 PROMPT, LENGTH = 100, 256
 BACKENDS = ("cpu", "torch")
 
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     import torch
 
-    print(f"{'piece':<32}{'cpu':>18}{'torch':>20}    ratio of least and of median; microseconds, least and median")
+    print(f"{'piece':<36}{'cpu':>18}{'torch':>20}    ratio of least and of median; microseconds, least and median")
     with torch.inference_mode():
         for name, calls in open_pieces(options.target, options.shape).items():
             seconds: dict[str, list[float]] = {backend: [] for backend in calls}
@@ -54,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             least = {backend: min(found) * 1e6 for backend, found in seconds.items()}
             median = {backend: statistics.median(found) * 1e6 for backend, found in seconds.items()}
             figures = "".join(f"{least[backend]:>11.1f} {median[backend]:>8.1f}" for backend in calls)
-            print(f"{name:<32}{figures}    {least['torch'] / least['cpu']:.2f} {median['torch'] / median['cpu']:.2f}")
+            print(f"{name:<36}{figures}    {least['torch'] / least['cpu']:.2f} {median['torch'] / median['cpu']:.2f}")
     return 0
 
 
@@ -77,17 +82,18 @@ def open_pieces(path: str, shape: str | None) -> dict[str, dict[str, Callable[[]
         config.update(asdict(SHAPES[shape]))
         target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32), shape)
     narrow = {} if shape else {"intermediate_size": 384}
-    head = build_head("eagle3", HEAD | narrow, target, torch.ones(target.vocab_size, dtype=torch.int64)).float()
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    heads = {kind: build_head(kind, own | narrow, target, counts).float() for kind, own in HEADS.items()}
     pieces: dict[str, dict[str, Callable[[], float]]] = {}
     ids = target.sample(PROMPT, starts=(0,))[0].tolist()
-    for tree, temperature in (("none", 0), ("chain:5", 0), ("chain:5", 1), ("tree:5x4x16", 0)):
+    for kind, tree, temperature in DRAFTS:
         own = ROOT_ONLY if tree == "none" else parse_shape(tree)
         for backend in BACKENDS:
             settings = EngineOptions(shape=own, max_length=LENGTH, backend=backend)
-            engine = Engine(target, None if tree == "none" else head, settings)
+            engine = Engine(target, heads.get(kind), settings)
             engine.generate([Request(ids, 2, Sampling(temperature=temperature), ignore_eos=True)])
             for name, call in phases(engine.decoder).items():
-                pieces.setdefault(f"{tree} T={temperature} {name}", {})[backend] = call
+                pieces.setdefault(f"{kind} {tree} T={temperature} {name}".lstrip(), {})[backend] = call
     return pieces
 
 

@@ -144,6 +144,51 @@ class RecurrentSteps(ABC):
         return None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockSpec:
+    """A `heads.block.draft.DraftBlockHead` and the batch that it drafts for."""
+
+    head: Any
+    lm_head_weight: Tensor  # (V, D)
+    cos_sin_table: tuple[Tensor, Tensor]  # (S, d) each, of all slots
+    batch_size: int
+    product: "Callable[[nn.Linear], Product]"
+
+
+class BlockSteps(ABC):
+    """The context of a batch of a head that drafts a block, and the pass over a block.
+
+    Slot p holds the context's key of position p. A block's keys go to the slots from the root's on, and are taken over
+    by what is observed there.
+    """
+
+    head: Any
+    """The head with the backend's products in the place of its own."""
+    lm_head: Any
+    """(..., D) -> (..., V)."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        self.cos_sin_table = spec.cos_sin_table
+        self.row = torch.arange(spec.batch_size, device=self.cos_sin_table[0].device)[:, None]  # (B, 1)
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, 1, T, d) of positions (B, T)."""
+        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
+
+    def slots(self, mapping: Observed) -> Tensor:
+        """(B, M); padding goes to the last slot, which no block reaches."""
+        return mapping.slots(len(self.cos_sin_table[0]) - 1)
+
+    @abstractmethod
+    def extend(self, aux_hidden_states: Tensor, mapping: Observed) -> None:
+        """Take in the context of true features (B, M, L * D)."""
+
+    @abstractmethod
+    def run(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """The rows of a block x (B, R, D) at positions (B, R), over the slots that they see (B, R, E) -> (B, R, D)
+        after the final norm."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """The forms that one backend has."""
@@ -157,6 +202,7 @@ class Backend:
     """Layers of our own, `heads.backends.torch.decoder.NativeDecoder`; None where the model's own code runs."""
     decoder: Callable[[LanguageModel, CacheSpec], CachedDecoder]
     recurrent: Callable[[RecurrentSpec], RecurrentSteps]
+    block: Callable[[BlockSpec], BlockSteps]
     product: "Callable[[nn.Linear], Product]"
     """A draft's product, from its weights as they are now."""
     select: "Select"

@@ -8,6 +8,7 @@ from typing import Any
 
 from heads.backends.base import Backend
 from heads.backends.cpu import draws
+from heads.backends.cpu.block import CpuBlock
 from heads.backends.cpu.commit import CpuCommit
 from heads.backends.cpu.compiling import find_compiler
 from heads.backends.cpu.decoder import CpuDecoder, compiled_decoder, draft_product
@@ -17,6 +18,7 @@ from heads.backends.huggingface import HFDecoder
 from heads.backends.torch import accept as torch_accept
 from heads.backends.torch import select as torch_select
 from heads.backends.torch.architectures import native_decoder, why_not_native
+from heads.backends.torch.block import TorchBlock
 from heads.backends.torch.cached_decoder import TorchDecoder
 from heads.backends.torch.commit import Commit
 from heads.backends.torch.linear import Product
@@ -44,6 +46,7 @@ TORCH = Backend(
     native=native_decoder,
     decoder=first(TorchDecoder.of, HFDecoder),
     recurrent=TorchRecurrent,
+    block=TorchBlock,
     product=partial(Product.of, draft=True),
     select=torch_select.TORCH,
     take_newest=inputs.take_newest_twin,
@@ -59,6 +62,7 @@ CPU = replace(
     native=compiled_decoder,
     decoder=first(CpuDecoder.of, HFDecoder),
     recurrent=first(CpuRecurrent.of, TorchRecurrent),
+    block=first(CpuBlock.of, TorchBlock),
     product=draft_product,
     take_newest=draws.take_newest,
     sampling=draws.CpuSampling,

@@ -17,24 +17,24 @@ cache slots, E of them shown, H heads, d head dimension.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import Backend
+from heads.backends.base import Backend, BlockSpec, BlockSteps
 from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Sight, block_attention
-from heads.block.layers import BlockLayer, CosSin, output_head, with_products
+from heads.block.layers import BlockLayer, CosSin
 from heads.block.loss import BlockTask, block_loss
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
-from heads.layers import Attend, BlockConfig, BlockSettings, RMSNorm, masked_attention, rotation
+from heads.layers import Attend, BlockConfig, BlockSettings, RMSNorm, rotation
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, spread_layer_ids
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
@@ -99,29 +99,15 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
 
 @dataclass
 class DraftBlockState:
-    """Static tensors of one batch of sequences.
-
-    Slot p holds the context's key of position p. A block's keys go to the slots from the root's on, and are taken over
-    by what is observed there.
-    """
+    """Static tensors of one batch of sequences."""
 
     shape: TreeShape
     backend: Backend
-    head: Any
-    """The head with the backend's products in the place of its own."""
-    shared: SharedLayers
-    lm_head: Any
-    keys: list[Tensor]  # by layer, (B, H / G, S, d)
-    values: list[Tensor]
-    cos_sin_table: CosSin  # (S, d) each
+    steps: BlockSteps
+    embed_tokens: Callable[[Tensor], Tensor]
     slot: Tensor  # (S,) int64, 0 .. S - 1
-    row: Tensor  # (B, 1) int64, 0 .. B - 1
     root: Tensor  # (B,) int64
     length: Tensor  # (B,) int64, the root's position: slots before it are observed
-
-    def cos_sin(self, positions: Tensor) -> CosSin:
-        """Cosines and sines of positions (B, T)."""
-        return self.cos_sin_table[0][positions][:, None], self.cos_sin_table[1][positions][:, None]
 
     def extent(self, rows: int) -> int:
         """Slots that a block of `rows` need look at; a device that the host would have to wait for looks at all."""
@@ -317,22 +303,22 @@ class DraftBlockHead(nn.Module, DraftHead):
             )
         check_width(shape, config.vocab_size)
         assert shared.lm_head_weight is not None
-        slots = round_up(capacity + config.block_size + 1)
-        slot = torch.arange(slots, device=weight.device)
+        slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
         cos, sin = rotation(slot[None], config.head_dim, config.rope_theta, weight.dtype)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
-        forms = [(batch_size, config.num_key_value_heads, slots, config.head_dim)] * len(self.layers)
+        spec = BlockSpec(
+            head=self,
+            lm_head_weight=shared.lm_head_weight.to(weight.dtype),
+            cos_sin_table=(cos[0, 0], sin[0, 0]),
+            batch_size=batch_size,
+            product=backend.product,
+        )
         return DraftBlockState(
             shape=shape,
             backend=backend,
-            head=with_products(self, backend),
-            shared=shared,
-            lm_head=with_products(output_head(shared.lm_head_weight.to(weight.dtype)), backend),
-            keys=[weight.new_zeros(form) for form in forms],
-            values=[weight.new_zeros(form) for form in forms],
-            cos_sin_table=(cos[0, 0], sin[0, 0]),
+            steps=backend.block(spec),
+            embed_tokens=shared.embed_tokens,
             slot=slot,
-            row=torch.arange(batch_size, device=weight.device)[:, None],
             root=ids[0],
             length=ids[1],
         )
@@ -342,14 +328,9 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def extend(self, state: DraftBlockState, observation: Observation) -> None:
-        head, count, tokens = state.head, observation.count, observation.tokens
+        count, tokens = observation.count, observation.tokens
         mapping = Observed(observation.start, count, state.slot, observation.hidden.shape[1])
-        slots, cos_sin = mapping.slots(len(state.slot) - 1), state.cos_sin(mapping.positions)
-        context = head.fuse(observation.aux_hidden_states)  # (B, M, D)
-        for layer, keys, values in zip(head.layers, state.keys, state.values, strict=True):
-            k, v = layer.self_attn.keys(context, cos_sin)
-            keys[state.row, :, slots] = k.transpose(1, 2)
-            values[state.row, :, slots] = v.transpose(1, 2)
+        state.steps.extend(observation.aux_hidden_states, mapping)
         live = count > 0
         state.root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], state.root))
         state.length.copy_(torch.where(live, observation.start + count, state.length))
@@ -361,39 +342,28 @@ class DraftBlockHead(nn.Module, DraftHead):
         extent = state.extent(rows)
         last = positions if self.causal else positions[:, -1:].expand_as(positions)
         visible = state.slot[:extent] <= last[..., None]  # (B, R, E)
-
-        def attend_by(keys: Tensor, values: Tensor) -> Attend:
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys[state.row, :, positions] = k.transpose(1, 2)
-                values[state.row, :, positions] = v.transpose(1, 2)
-                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
-
-            return attend
-
         tokens = torch.cat([state.root[:, None], self.mask_tokens(state.root, rows - 1)], 1)
-        x = state.shared.embed_tokens(tokens).to(self.norm.weight.dtype)
-        attends = [attend_by(*cache) for cache in zip(state.keys, state.values, strict=True)]
-        out: Tensor = state.head.run(x, state.cos_sin(positions), attends)
+        out = state.steps.run(state.embed_tokens(tokens).to(self.norm.weight.dtype), positions, visible)
         return out[:, self.first_row :]
 
     @torch.no_grad()
     def propose(self, state: DraftBlockState, pick: Pick) -> Proposal:
         states = self.draft_states(state)
-        logits = state.lm_head(states)  # (B, K, V)
+        logits = state.steps.lm_head(states)  # (B, K, V)
 
         def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            given: Tensor = state.head.conditioned(logits[:, level, None], tokens)
+            given: Tensor = state.steps.head.conditioned(logits[:, level, None], tokens)
             return given.expand(-1, tokens.shape[1], -1)
 
-        first = state.head.conditioned(logits[:, :1], state.root[:, None])
+        first = state.steps.head.conditioned(logits[:, :1], state.root[:, None])
         proposal = grow(state.shape, state.root, state.length, first, pick, expand, None, state.backend.select)
         if not is_chain(state.shape):
             return proposal
-        return replace(proposal, confidence=state.head.confidence(states, proposal.tokens[:, :-1]))
+        return replace(proposal, confidence=state.steps.head.confidence(states, proposal.tokens[:, :-1]))
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
         """The layers and the output head are read once to draft, what makes the context's keys once to extend."""
-        width, layers = state.lm_head.product.weight_bytes, cast(Any, self.layers)
+        width, layers = state.steps.lm_head.product.weight_bytes, cast(Any, self.layers)
         keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
         V = self.config.vocab_size

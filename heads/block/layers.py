@@ -1,14 +1,10 @@
-"""Layers of heads that draft a block, and a backend's products in the place of their linear layers.
+"""Layers of heads that draft a block.
 
-Letters: B batch, T tokens, D hidden, V vocabulary, H heads, G query heads per key head, d head dimension.
+Letters: B batch, T tokens, D hidden, H heads, G query heads per key head, d head dimension.
 """
-
-import copy
-from typing import Any
 
 from torch import Tensor, nn
 
-from heads.backends.base import Backend
 from heads.layers import MLP, Attend, Attention, BlockConfig, RMSNorm, rotate
 
 CosSin = tuple[Tensor, Tensor]
@@ -46,31 +42,3 @@ class BlockLayer(nn.Module):
     def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
-class ProductModule(nn.Module):
-    """A backend's product in the place of a linear layer."""
-
-    def __init__(self, product: Any) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
-
-
-def with_products(module: Any, backend: Backend) -> Any:
-    """A module that shares the other's parameters, with a backend's products, of the weights as they are now, in the
-    place of its linear layers."""
-    if isinstance(module, nn.Linear):
-        return ProductModule(backend.product(module))
-    twin = copy.copy(module)
-    twin._modules = {name: with_products(part, backend) for name, part in module.named_children()}
-    return twin
-
-
-def output_head(weight: Tensor) -> nn.Linear:
-    """An output head with this matrix (V, D)."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made

@@ -1,0 +1,75 @@
+"""Heads that draft a block, on the CPU kernels: what `heads.backends.torch.block.TorchBlock` does, the layers one call.
+
+Weights are held in bfloat16, as those of all drafts are.
+
+Letters: B batch, M observed tokens, R rows of a block, L layers of the head, D hidden, H key heads, d head dimension, S
+cache slots, E of them shown.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.backends.base import BlockSpec, BlockSteps
+from heads.backends.cpu.decoder import CompiledNorm, in_c
+from heads.backends.cpu.stack import CpuStack
+from heads.backends.slot_mapping import Observed
+from heads.backends.torch.attention import GroupedAttention, rotate_
+from heads.backends.torch.block import ProductModule, output_head, with_products
+from heads.backends.torch.feedforward import GatedMLP
+from heads.backends.torch.linear import Norm, Product, unit
+from heads.target.families import additive
+
+
+class CpuBlock(BlockSteps):
+    """A batch's context in a cache of the kernels."""
+
+    @classmethod
+    def of(cls, spec: BlockSpec) -> "CpuBlock | None":
+        """None where the kernels do not know the head."""
+        if spec.lm_head_weight.dtype != torch.float32:
+            return None
+        blocks = [
+            (
+                Norm(layer.input_layernorm),
+                in_c(GroupedAttention(layer.self_attn, "full_attention", draft=True), draft=True),
+                Norm(layer.post_attention_layernorm),
+                in_c(GatedMLP(layer.mlp, draft=True), draft=True),
+            )
+            for layer in spec.head.layers
+        ]
+        stack = CpuStack.of(blocks)
+        return None if stack is None else cls(stack, spec)
+
+    def __init__(self, stack: CpuStack, spec: BlockSpec) -> None:
+        super().__init__(spec)
+        self.stack = stack
+        self.head = with_products(spec.head, spec.product, without="layers")
+        self.lm_head = ProductModule(spec.product(output_head(spec.lm_head_weight)))
+        self.norm = CompiledNorm(Norm(spec.head.norm))
+        attentions = [layer.self_attn for layer in spec.head.layers]
+        made = [projection.weight.detach() for a in attentions for projection in (a.k_proj, a.v_proj)]
+        self.context = in_c(Product(torch.cat(made)), draft=True)  # (L * 2 * H * d, D)
+        self.key_norm = torch.stack([a.k_norm.weight.detach() for a in attentions])[:, None]  # (L, 1, d)
+        self.eps = attentions[0].k_norm.eps
+        cos, sin = spec.cos_sin_table
+        half = cos.shape[1] // 2
+        self.turns = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
+        self.cache = stack.new_cache(batch_size=spec.batch_size, capacity=len(cos))
+
+    def extend(self, aux_hidden_states: Tensor, mapping: Observed) -> None:
+        (heads, d), positions, slots = self.stack.key_shape, mapping.positions, self.slots(mapping)
+        made = self.context(self.head.fuse(aux_hidden_states).flatten(0, 1))  # (B * M, L * 2 * H * d)
+        made = made.view(*positions.shape, self.stack.num_layers, 2, heads, d)
+        keys, values = made.unbind(3)  # (B, M, L, H, d)
+        keys = unit(keys, self.eps).mul_(self.key_norm)
+        cos, sin = (table[positions][:, :, None, None] for table in self.turns)
+        keys, block = rotate_(keys, (cos, sin)), self.cache.keys.shape[-1]
+        self.cache.keys[:, self.row, :, slots // block, :, slots % block] = keys
+        self.cache.values[..., :d][:, self.row, :, slots] = values
+
+    def run(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).clone()  # the kernels work in place
+        self.cache.aim(positions, extent=visible.shape[2])
+        mask = additive(visible, torch.float32)
+        self.stack.run(rows, self.cache, positions=positions, cos_sin_table=self.turns, mask=mask)
+        return self.norm(rows).view(x.shape)
