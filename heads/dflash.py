@@ -10,6 +10,8 @@ Loss: `heads.block.draft`, of the tokens of the text or of the target's distribu
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
@@ -44,8 +46,8 @@ class DFlash(DraftBlockHead):
     config: DFlashConfig
     first_row: ClassVar[int] = 1
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DFlashConfig, kept: Tensor | None = None) -> None:
+        super().__init__(config, kept)
         self.terms = ((1.0, config.loss),)
 
     @property

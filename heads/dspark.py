@@ -60,10 +60,10 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 class MarkovHead(nn.Module):
     """Logits of the next token by the one before, of low rank."""
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    def __init__(self, vocab_size: int, columns: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, columns, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -85,9 +85,9 @@ class DSpark(DraftBlockHead):
     config: DSparkConfig
     first_row: ClassVar[int] = 0
 
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__(config)
-        self.markov_head = MarkovHead(config.vocab_size, config.markov_rank)
+    def __init__(self, config: DSparkConfig, kept: Tensor | None = None) -> None:
+        super().__init__(config, kept)
+        self.markov_head = MarkovHead(config.vocab_size, config.columns, config.markov_rank)
         self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank
         self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None

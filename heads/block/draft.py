@@ -41,6 +41,7 @@ from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
 from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, is_chain
+from heads.vocab import read_vocab, vocab_tables
 
 EXPONENTIAL, D_PACE = "exponential", "d_pace"
 MOST_LAYERS = 64
@@ -74,6 +75,13 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
 
     aux_layer_ids: tuple[int, ...] = field()
     mask_token_id: int = field()
+    draft_vocab_size: int | None = None
+    """Published heads: tokens that are drafted, read by their rows of the target's output head. Null: all."""
+
+    @property
+    def columns(self) -> int:
+        """Return the number of tokens that are drafted."""
+        return self.draft_vocab_size or self.vocab_size
 
     def check(self, fewest_rows: int) -> None:
         """UserError for a config that cannot be."""
@@ -127,7 +135,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     """As `heads.block.loss.BlockTask.terms`."""
     confidence_weight: float = 0.0
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, kept: Tensor | None = None) -> None:
+        """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
         super().__init__()
         config.check(1 + self.first_row)
         D, L = config.hidden_size, len(config.aux_layer_ids)
@@ -139,6 +148,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.kept: Tensor | None
+        self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
     def for_target(cls, settings: DraftBlockSettings, target: FrozenTarget, token_counts: Tensor) -> Self:
@@ -157,13 +168,16 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], weights: dict[str, Tensor]) -> Self:
-        head = cls(from_plain(cls.Config, config))
+        made = from_plain(cls.Config, config)
+        part = made.draft_vocab_size is not None
+        head = cls(made, read_vocab(weights, made.columns, made.vocab_size) if part else None)
         check_tensors(head.to_checkpoint(), weights)
-        head.load_state_dict(weights)
+        head.load_state_dict({name: weights[name] for name in head.state_dict()})
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        return self.state_dict()
+        tables = {} if self.kept is None else vocab_tables(self.kept, self.config.vocab_size)
+        return self.state_dict() | tables
 
     @property
     def reserved_ids(self) -> tuple[int, ...]:
@@ -200,6 +214,11 @@ class DraftBlockHead(nn.Module, DraftHead):
     # Training
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
+        if self.kept is not None:
+            raise UserError(
+                f"head.init_from: a head that drafts {len(self.kept)} of the target's {self.config.vocab_size} tokens "
+                "is measured, not trained; start from one that drafts all"
+            )
         blocks = draw_blocks(loss_mask, documents, self.config.num_anchors)
         return blocks.labels(loss_mask, documents, self.depth)[1].sum((0, 1)).float()
 
@@ -301,14 +320,15 @@ class DraftBlockHead(nn.Module, DraftHead):
                 f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of {config.block_size}; "
                 "ask for no more"
             )
-        check_width(shape, config.vocab_size)
+        check_width(shape, config.columns)
         assert shared.lm_head_weight is not None
+        lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
         slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
         cos, sin = rotation(slot[None], config.head_dim, config.rope_theta, weight.dtype)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         spec = BlockSpec(
             head=self,
-            lm_head_weight=shared.lm_head_weight.to(weight.dtype),
+            lm_head_weight=lm_head_weight.to(weight.dtype),
             cos_sin_table=(cos[0, 0], sin[0, 0]),
             batch_size=batch_size,
             product=backend.product,
@@ -356,7 +376,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             return given.expand(-1, tokens.shape[1], -1)
 
         first = state.steps.head.conditioned(logits[:, :1], state.root[:, None])
-        proposal = grow(state.shape, state.root, state.length, first, pick, expand, None, state.backend.select)
+        proposal = grow(state.shape, state.root, state.length, first, pick, expand, self.kept, state.backend.select)
         if not is_chain(state.shape):
             return proposal
         return replace(proposal, confidence=state.steps.head.confidence(states, proposal.tokens[:, :-1]))
@@ -366,5 +386,5 @@ class DraftBlockHead(nn.Module, DraftHead):
         width, layers = state.steps.lm_head.product.weight_bytes, cast(Any, self.layers)
         keys = sum(p.weight.numel() for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         whole = sum(p.numel() for p in self.parameters()) - self.fc.weight.numel()
-        V = self.config.vocab_size
+        V = self.config.columns
         return RoundReads(width * (whole + V * self.config.hidden_size), width * (self.fc.weight.numel() + keys), V)

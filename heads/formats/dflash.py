@@ -34,7 +34,7 @@ from heads.formats.base import (
     vllm,
 )
 from heads.formats.decoder import decoder_settings, is_same_table, refuse_settings
-from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked
+from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked, sort_vocab
 from heads.formats.source import Source
 from heads.target.aux_layers import spread_layer_ids
 from heads.target.frozen import FrozenTarget
@@ -236,8 +236,8 @@ OWN_FIELDS = {
     *("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
 }
 """Fields of `dflash_config` that are read, or change nothing. Any other may be another head's."""
-UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq|d2t|t2d")
-"""Tensors of the target, and of no meaning, that files hold; the tables are those of a whole vocabulary."""
+UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
+"""Tensors of the target, and of no meaning, that files hold."""
 
 
 def block_kind(source: Source) -> str | None:
@@ -272,7 +272,6 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "attention_bias": getattr(qwen, "attention_bias", False),
             "rope_parameters": block.pop("rope_scaling"),
             "target_hidden_size": width != qwen.hidden_size,
-            "draft_vocab_size": own.get("draft_vocab_size") not in (None, qwen.vocab_size),
             "is_neox_style": own.get("is_neox_style") is False,
             "use_gemma_norm": own.get("use_gemma_norm"),
             "causal": spark and causal,
@@ -299,7 +298,14 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
         "aux_layer_ids": ids,
         "mask_token_id": mask,
     }
-    weights = block_weights(source, target)
+    drafted = own.get("draft_vocab_size") or qwen.vocab_size
+    if type(drafted) is not int or not 0 < drafted <= qwen.vocab_size:
+        raise UserError(
+            f"{path}: config.json: draft_vocab_size: expected 1 to {qwen.vocab_size}, the vocabulary, found {shown(drafted)}"
+        )
+    if drafted < qwen.vocab_size:
+        config["draft_vocab_size"] = drafted
+    weights = block_weights(source, target, drafted)
     if spark:
         name, rank = "confidence_head.proj.weight", own["markov_rank"]
         config |= {"markov_rank": rank, "confidence_weight": float(own.get("enable_confidence_head", name in weights))}
@@ -330,12 +336,17 @@ def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_l
     return entered
 
 
-def block_weights(source: Source, target: FrozenTarget) -> dict[str, Tensor]:
-    """A head's own tensors, under their names. UserError for embeddings or an output head that are not the target's."""
+def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[str, Tensor]:
+    """A head's own tensors, under their names, with the tables of a vocabulary of `drafted` tokens. UserError for
+    embeddings or an output head that are not the target's."""
     embed: Any = target.shared.embed_tokens
-    shared = {"embed_tokens.weight": embed.weight, "lm_head.weight": target.lm_head_weight}
+    found, lm_head = source.read(), target.lm_head_weight
+    sort_vocab(source.path, found, target.vocab_size, drafted)
+    if drafted < target.vocab_size and "t2d" in found:
+        lm_head = lm_head[found["t2d"].to(lm_head.device)]
+    shared = {"embed_tokens.weight": embed.weight, "lm_head.weight": lm_head}
     weights = {}
-    for name, value in source.read().items():
+    for name, value in found.items():
         if name in shared and not is_same_table(value, shared[name]):
             raise UserError(
                 f"{source.path}: {name} is not the target's own; only heads that share the target's embeddings and "

@@ -277,8 +277,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
 
 
 def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
-    """Bring the tables of a draft vocabulary into the form of `heads.vocab`, and the output head with them: draft ids
-    in the order of their target ids, both tables there or none."""
+    """Bring the tables of a draft vocabulary into the form of `heads.vocab`, and what has a row for each with them:
+    draft ids in the order of their target ids, both tables there or none."""
     d2t = weights.get("d2t")
     if d2t is None or d2t.shape != (Vd,) or d2t.is_floating_point():
         return  # said by who reads the tables
@@ -290,8 +290,9 @@ def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
     if "t2d" in weights and not torch.equal(weights["t2d"].bool(), marks):
         raise UserError(f"{path}: t2d marks other target ids than d2t names")
     weights |= {"d2t": kept - torch.arange(Vd), "t2d": marks}
-    if len(weights.get("lm_head.weight", ())) == Vd:
-        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        if len(weights.get(name, ())) == Vd:
+            weights[name] = weights[name][order]
     if Vd == V:
         del weights["d2t"], weights["t2d"]
 

@@ -56,15 +56,21 @@ BLOCKS: dict[str, Any] = BLOCK | dict(
 )
 
 
+def kept_ids(changes: Mapping[str, Any]) -> Tensor | None:
+    """The draft vocabulary of a head that has one."""
+    size = changes.get("draft_vocab_size")
+    return None if size is None else torch.randperm(V, generator=torch.Generator().manual_seed(0))[:size].sort().values
+
+
 def dflash(**changes: Any) -> DFlash:
     """A random DFlash head of the tiny target."""
-    made: DFlash = filled(DFlash(DFlashConfig(**BLOCKS | changes)))
+    made: DFlash = filled(DFlash(DFlashConfig(**BLOCKS | changes), kept_ids(changes)))
     return made
 
 
 def dspark(**changes: Any) -> DSpark:
     """A random DSpark head of the tiny target."""
-    made: DSpark = filled(DSpark(DSparkConfig(**BLOCKS | {"markov_rank": 6, **changes})))
+    made: DSpark = filled(DSpark(DSparkConfig(**BLOCKS | {"markov_rank": 6, **changes}), kept_ids(changes)))
     return made
 
 

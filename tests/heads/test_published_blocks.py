@@ -64,6 +64,28 @@ def test_a_head_is_read_as_its_project_meant_it(form: str, target: FrozenTarget,
     assert bool(found.origin.differs) is (form not in ("z-lab", "DeepSpec"))  # of these two engines load the files
 
 
+@pytest.mark.parametrize("form", ["speculators' DFlash", "speculators' DSpark"])
+def test_a_draft_vocabulary_is_read_in_any_order_and_by_rows_of_the_targets_output_head(
+    form: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    make, config = FORMS[form]
+    head = make(draft_vocab_size=48)
+    assert head.kept is not None
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(3))
+    weights = {**head.to_checkpoint(), "lm_head.weight": target.lm_head_weight[head.kept]}
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        if name in weights:
+            weights[name] = weights[name][order]
+    weights["d2t"] = head.kept[order] - torch.arange(48)
+    path = write(tmp_path / "head", config | {"draft_vocab_size": 48}, weights)
+    drafts_equal(read_published(path, target), head, target)
+    weights["lm_head.weight"] = weights["lm_head.weight"] * 2
+    path = write(tmp_path / "other", config | {"draft_vocab_size": 48}, weights)
+    assert "lm_head.weight is not the target's own" in refused(read_published, path, target)
+    mask, documents = torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64)
+    assert "measured, not trained" in refused(head.counts, mask, documents)
+
+
 LAST = {"mask_token_id": 5, "target_layer_ids": [1, 3, 7]}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("block size inside", {}, {"block_size": None, "dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}, False),
@@ -171,7 +193,8 @@ BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "anchor": (SPECULATORS_DSPARK, {"sample_from_anchor": False}, "sample_from_anchor"),
     "anchor, early": (SPECULATORS_DSPARK, {"sample_from_anchor": None}, "sample_from_anchor"),
     "Gemma's": (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
-    "draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "draft_vocab_size"),
+    "no tables of the draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": 64}, "d2t"),
+    "draft vocabulary": (SPECULATORS_DSPARK, {"draft_vocab_size": "64"}, "draft_vocab_size"),
     "layers": (SPECULATORS_DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 9]}, "layers"),
     "unknown": (SPECULATORS_DSPARK, {"speculators_model_type": "dspark2"}, "DSparkDraftModel"),
 }
