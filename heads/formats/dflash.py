@@ -301,7 +301,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     drafted = own.get("draft_vocab_size") or qwen.vocab_size
     if type(drafted) is not int or not 0 < drafted <= qwen.vocab_size:
         raise UserError(
-            f"{path}: config.json: draft_vocab_size: expected 1 to {qwen.vocab_size}, the vocabulary, found {shown(drafted)}"
+            f"{path}: config.json: draft_vocab_size: expected 1 to {qwen.vocab_size}, the target's tokens, found "
+            f"{shown(drafted)}"
         )
     if drafted < qwen.vocab_size:
         config["draft_vocab_size"] = drafted
