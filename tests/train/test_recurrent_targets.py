@@ -17,25 +17,36 @@ from tests.runs import Settings, WriteRecipe, audit, the_error
 from tests.small_targets import make_hybrid
 from train.entry import attempt
 
+BLOCK = {"aux_layer_ids": [1, 2, 3], "num_layers": 2, "intermediate_size": 64, "mask_token_id": 128}
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {"kind": "eagle3", "depth": 3, "aux_layer_ids": [1, 2, 3], "intermediate_size": 64},
+    "dflash": BLOCK | {"kind": "dflash", "block_size": 4},
+    "dspark": BLOCK | {"kind": "dspark", "block_size": 3, "markov_rank": 8},
+}
+
 
 @pytest.fixture
 def hybrid_settings(settings: Settings, tmp_path: Path, tiny_target_dir: Path) -> Settings:
     """A recipe on a tiny Qwen3-Next."""
     folder = tmp_path / "hybrid"
-    make_hybrid("qwen3_next", vocab_size=128, eos_token_id=1).model.save_pretrained(folder)
+    model = make_hybrid("qwen3_next", vocab_size=129, eos_token_id=1, tie_word_embeddings=False).model
+    with torch.no_grad():
+        model.get_output_embeddings().weight[128] = 0  # the mask of blocks, which no text has
+    model.save_pretrained(folder)
     load_tokenizer(str(tiny_target_dir)).save_pretrained(folder)
-    head = {"kind": "eagle3", "depth": 3, "aux_layer_ids": [1, 2, 3], "intermediate_size": 64}
     measured = settings["eval"] | {"tree": "chain:3", "report": {"repeats": 1, "temperatures": [0.0, 1.0]}}
-    return settings | {"target": {"path": str(folder)}, "head": head, "eval": measured}
+    return settings | {"target": {"path": str(folder)}, "head": HEADS["eagle"], "eval": measured}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("entry", HEADS)
 def test_a_head_learns_and_its_output_is_the_targets_own(
-    hybrid_settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    entry: str, hybrid_settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hybrid_settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 6, "new_tokens": 40}
     hybrid_settings["train"] |= {"max_steps": 150, "batch_size": 8, "checkpoint_every": 50}
-    assert attempt("eagle", [str(write_recipe(hybrid_settings))]) == 0
+    hybrid_settings["head"] = HEADS[entry]
+    assert attempt(entry, [str(write_recipe(hybrid_settings))]) == 0
     assert capsys.readouterr().err.count("one document a row") == 1
     folder = Path(hybrid_settings["output_dir"])
     results = json.loads((folder / "results.json").read_text())
