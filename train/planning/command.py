@@ -124,4 +124,4 @@ def _row(name: str, value: str) -> str:
 
 
 def _gib(name: str, size: float) -> str:
-    return _row(name, number(size / GIB))
+    return _row(name, number(size / GIB, 2 if size >= 2**27 else 4))

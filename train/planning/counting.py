@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.losses import CHUNK_BYTES
+from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
 from train.adapter import Joint, add_adapters
 from train.data.features import make_batch
@@ -49,6 +50,8 @@ class TargetCount:
     """Of them, those outside the layers: embeddings, final norm, output head."""
     layer_bytes: int
     """Of the largest layer."""
+    int8_bytes: int | None
+    """Of the target with `target.quantize: int8`; None where it does not apply."""
     flops: float
     """Of one token's pass through the layers; logits count to the head's loss."""
     activations: int
@@ -143,7 +146,8 @@ def count_target(
     chosen: int = getattr(config, "num_experts_per_tok", None) or 0
     idle = sum(size for name, size in in_layers.items() if ".experts." in name) if experts else 0
     idle = round(idle * (1 - chosen / experts)) if experts else 0
-    by_layer = [sum(_weights(module, w, quantize) for module in layer.modules()) for layer in target.layers]
+    by_layer = [_layer_bytes(layer, w, quantize) for layer in target.layers]
+    linear = sum(m.weight.numel() for m in target.layers.modules() if isinstance(m, nn.Linear))
     end_bytes = (total - sum(in_layers.values())) * w
     key_width, value_width, heads, key_heads = _attention_widths(config, D)
     intermediate: int = getattr(config, "intermediate_size", None) or 4 * D
@@ -161,6 +165,9 @@ def count_target(
         bytes=end_bytes + sum(by_layer),
         end_bytes=end_bytes,
         layer_bytes=max(by_layer),
+        int8_bytes=end_bytes + sum(_layer_bytes(layer, w, "int8") for layer in target.layers)
+        if linear >= LEAST_SHARE * sum(in_layers.values())
+        else None,
         flops=flops,
         activations=N * w * ((2 + aux_layers) * D + max(mlp, attention)) + batch_size * length**2 * (1 + w),
     )
@@ -177,12 +184,13 @@ def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int
     return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
 
 
-def _weights(module: nn.Module, width: int, quantize: str | None) -> int:
-    """Bytes of a module's own weights, `width` each; a quantised matrix has one each and a scale a row."""
-    if quantize and isinstance(module, nn.Linear):
-        rows, columns = module.weight.shape
-        return rows * (columns + width) + (0 if module.bias is None else rows * width)
-    return sum(p.numel() * width for p in module.parameters(recurse=False))
+def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
+    """Bytes of a layer's weights, `width` each; a quantised matrix has one for each, and a scale a row."""
+    whole = sum(p.numel() for p in layer.parameters()) * width
+    if quantize is None:
+        return whole
+    matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    return whole - sum(rows * (columns * (width - 1) - width) for rows, columns in (m.shape for m in matrices))
 
 
 def _section(recipe: Recipe) -> Any:

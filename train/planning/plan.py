@@ -190,10 +190,9 @@ class Plan:
         else:
             length = self.recipe.data.context_length
             found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
-        if self.recipe.target.quantize is None and launch.features == "process" and self.recipe.target.adapter is None:
-            layers = self.target.bytes - self.target.end_bytes
-            width = 4 if self.target.dtype == "float32" else 2
-            found.append(("target.quantize=int8, if its layers are linear", whole - layers + layers // width))
+        small = self.target.int8_bytes
+        if small is not None and small < self.target.bytes and launch.features == "process":
+            found.append(("target.quantize=int8", whole - self.target.bytes + small))
         if launch.features == "process":
             room = self.launch.memory_bytes - (whole - rows["target"]) - self.target.layer_bytes
             if room > 0:
