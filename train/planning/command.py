@@ -27,8 +27,8 @@ NAMES = {
 
 def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     """Print the plan of a recipe for train/NAME.py; the exit status is 0 if it fits or not."""
-    options, overrides = _parse(arguments)
-    recipe = recipe_of([options.recipe, *overrides], name, kinds)
+    options = parse_arguments(arguments)
+    recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
     launch = Launch(options.processes, options.sharing, options.features or features_of(recipe), options.memory)
     text = "\n".join(lines(make_plan(recipe, launch), options.tflops or [TFLOPS]))
     if os.environ.get("RANK", "0") == "0":
@@ -36,7 +36,8 @@ def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The recipe, its overrides, and the options of a plan."""
     parser = Parser("Plan a run.")
     add: Any = parser.add_argument
     add("recipe")
@@ -47,8 +48,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--features", choices=FEATURES)
     add("--memory", type=_positive)
     add("--tflops", type=_positive, action="append")
-    options = parser.parse_intermixed_args(list(arguments))
-    return options, options.overrides
+    return parser.parse_intermixed_args(list(arguments))
 
 
 def _launched() -> str:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.errors import UserError
 from heads.losses import CHUNK_BYTES
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
-from train.adapter import Joint, add_adapters
 from train.data.features import make_batch
 from train.data.packing import Rows
 from train.head_settings import make_head
@@ -65,7 +65,7 @@ class HeadCount:
     trained: int
     frozen: int
     bytes: int
-    """In float32, adapters included."""
+    """In float32."""
     copy_bytes: int
     """In the target's dtype: the copy that is measured, and the head's folder."""
     gradients: int
@@ -83,8 +83,14 @@ class HeadCount:
 
 
 def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
-    """Count a recipe's target and head as on a device of type `device`; `bf16`: products are, as with autocast."""
+    """Count a recipe's target and head as on a device of type `device`; `bf16`: products are, as with autocast.
+
+    UserError for adapters, which cannot be put into layers without values.
+    """
     settings, train, T = recipe.target, recipe.train, recipe.data.context_length
+    for key, adapter in (("target.adapter", settings.adapter), ("head.lora", getattr(recipe.head, "lora", None))):
+        if adapter is not None:
+            raise UserError(f"{key}: an adapter is not counted; plan without it, by {key}=null")
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
         wanted = torch.float32
@@ -93,10 +99,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
         head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
-        add_adapters(head)
-        adapter = settings.adapter
-        trained = Trained(head) if adapter is None else Joint(head, target, adapter, train.seed)
-        trained.begin_step(train.max_steps)  # an adapter's own steps, which take the most
+        trained = Trained(head)
         optimizer = make_optimizer(trained.parts(), train)
         parameters = [p for p in trained.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in parameters)
@@ -107,8 +110,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
         scale = torch.ones(len(trained.depth_weights))
         before = shapes.restart()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            with trained.original_target():
-                batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
+            batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
             features = shapes.live - before
             loss = trained(batch, scale, False)[0]
         loss.backward()
@@ -118,11 +120,10 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
         del batch, loss
         optimizer.step()
         state = sum(_size(value) for entry in optimizer.state_dict()["state"].values() for value in entry.values())
-        own = list(head.parameters())
         return about_target, HeadCount(
             trained=sum(p.numel() for p in parameters),
-            frozen=sum(p.numel() for p in own if not p.requires_grad),
-            bytes=sum(_size(p) for p in {id(p): p for p in [*own, *parameters]}.values()),
+            frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
+            bytes=sum(_size(p) for p in head.parameters()),
             copy_bytes=copy_bytes,
             gradients=gradients,
             optimizer=state,
@@ -161,7 +162,7 @@ def count_target(
     return TargetCount(
         total=total,
         active=total - idle,
-        dtype=str(target.dtype).removeprefix("torch.") + (f", layers {quantize}" if quantize else ""),
+        dtype=str(target.dtype).removeprefix("torch.") + (f", {quantize} layers" if quantize else ""),
         bytes=end_bytes + sum(by_layer),
         end_bytes=end_bytes,
         layer_bytes=max(by_layer),

@@ -171,7 +171,7 @@ class Plan:
         return self.steps * self.step_tokens
 
     def flops_per_token(self) -> tuple[float, float]:
-        """Of the target's forward pass and of the head's step, on these devices."""
+        """Return those of the target's forward pass and of the head's step, on these devices."""
         elsewhere = self.launch.features in ("vllm", "cache")
         return 0.0 if elsewhere else float(self.target.flops), self.head.flops
 

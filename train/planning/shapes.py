@@ -2,7 +2,7 @@
 
 Inside `Shapes` a number has a shape and no value. Token ids, masks and positions, which decide how many rows a loss
 reads, are real. Every operation is counted as the CPU's path makes it: live bytes of storages, their peak, and the
-operations of matrix products by torch's own formulas.
+operations of matrix products and attention by torch's own formulas.
 """
 
 import weakref
@@ -14,16 +14,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-ITEM = torch.ops.aten._local_scalar_dense.default
+aten = torch.ops.aten
+ITEM = aten._local_scalar_dense.default
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+        grad.shape, q.shape, k.shape, v.shape
+    ),
+}
+"""Operations of an operator by its arguments: torch's, and those that it lacks."""
 
 
 class Shapes(TorchDispatchMode):
     """A mode in which tensors of numbers have no values, and a count of what was asked for in it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live = self.peak = 0
         """Bytes of the tensors made in it that still exist, and the most since `restart`."""
@@ -47,8 +58,7 @@ class Shapes(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-        if formula is not None:
+        if (formula := FORMULAS.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
