@@ -16,7 +16,7 @@ from tests.runs import Settings, WriteRecipe, the_error
 from train.data.features import make_batch
 from train.entry import KINDS, attempt
 from train.head_settings import make_head
-from train.planning.counting import TargetCount, _full_rows, count_run, count_target
+from train.planning.counting import TargetCount, count_run, count_target, full_rows
 from train.planning.plan import Launch, Plan, make_plan
 from train.planning.shapes import Shapes
 from train.recipe import load_recipe
@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-LAST = ("num_nextn_predict_layers", 1)  # modules of multi-token prediction are no part of the model
+PREDICTS = {"num_nextn_predict_layers": 1}  # in DeepSeek-V3's config; its prediction module is no part of the model
 
 
 def sums_by_hand(name: str) -> tuple[int, int, int]:
@@ -120,7 +120,7 @@ def count_shape(path: str) -> TargetCount:
     ],
 )
 def test_a_target_is_the_sum_by_hand(name: str, billions: float, active: float, tmp_path: Path) -> None:
-    counted = count_shape(write_config(tmp_path, SHAPES[name] | dict([LAST])))
+    counted = count_shape(write_config(tmp_path, SHAPES[name] | PREDICTS))
     every, used, in_layers = sums_by_hand(name)
     assert (counted.total, counted.active) == (every, used)
     assert round(every / 1e9, 2) == billions and round(used / 1e9, 2) == active
@@ -144,7 +144,7 @@ def plan_of(settings: Settings, write_recipe: WriteRecipe, *overrides: str, **la
 
 @pytest.fixture
 def eagle(settings: Settings) -> Settings:
-    """An EAGLE-3 head on a target of a quarter of the layers and an eighth of the width of an 8B one."""
+    """An EAGLE-3 head trained in bfloat16, two micro-batches a step."""
     settings["head"] = {"kind": "eagle3", "depth": 2, "draft_vocab_size": 32000}
     settings["train"] |= {"precision": "bf16", "grad_accum": 2}
     return settings
@@ -192,6 +192,8 @@ HEADS_OF: dict[str, dict[str, Any]] = {
     "draft": {"layers": [0, 1]},
 }
 
+INT8 = "target.quantize=int8"
+
 
 class Watched(Shapes):
     """The same count of operations that are made."""
@@ -200,7 +202,7 @@ class Watched(Shapes):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._watch(leaf.untyped_storage())
+                self.watch(leaf.untyped_storage())
         return out
 
 
@@ -215,13 +217,13 @@ def test_what_is_counted_is_what_a_step_allocates(
     target = load_target(str(tiny_target_dir))
     head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     trained = Trained(head)
-    rows = _full_rows(2, 160)
+    rows = full_rows(2, 160)
     batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
     with Watched() as made:
         there = [*target.model.parameters(), *target.model.buffers(), *trained.parameters(), *trained.buffers()]
         for tensor in [*there, *vars(batch).values(), *vars(rows).values()]:
             if isinstance(tensor, Tensor):
-                made._watch(tensor.untyped_storage())
+                made.watch(tensor.untyped_storage())
         before = made.restart()
         loss = trained(batch, torch.ones(len(head.depth_weights)), False)[0]
         loss.backward()
@@ -261,14 +263,15 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "nowhere" in the_error(capsys)
 
 
-def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
-    plan = plan_of(eagle, write_recipe, memory=20.0)
-    advised = dict(plan.advice())
+def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:
+    eagle["head"]["draft_vocab_size"] = 64
+    plenty = plan_of(eagle, write_recipe, memory=80.0)
+    memory = (plenty.device_bytes() - 1) / 2**30
+    plan = Plan(plenty.recipe, Launch(memory=memory), plenty.target, plenty.head)
     assert plan.device_bytes() > plan.launch.memory_bytes
-    (quantised,) = (size for text, size in advised.items() if "int8" in text)
-    assert plan_of(eagle, write_recipe, "target.quantize=int8", memory=20.0).device_bytes() == quantised
-    (text, divided) = next((text, size) for text, size in advised.items() if "--features sharded" in text)
+    advised = dict(plan.advice())
+    assert plan_of(eagle, write_recipe, INT8, memory=memory).device_bytes() == advised[INT8]
+    text, divided = next((text, size) for text, size in advised.items() if "--features sharded" in text)
     processes = int(text.rpartition(" ")[2].rstrip(")"))
-    alone = Plan(plan.recipe, Launch(processes, features="sharded", memory=20.0), plan.target, plan.head)
-    assert alone.device()["target"] == divided - plan.device_bytes() + plan.device()["target"]
+    shared = Plan(plan.recipe, Launch(processes, features="sharded", memory=memory), plan.target, plan.head)
+    assert shared.device()["target"] == divided - plan.device_bytes() + plan.device()["target"]

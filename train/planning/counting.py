@@ -106,7 +106,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
         if train.grad_accum > 1:  # those of earlier micro-batches are there already
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        rows = _full_rows(train.batch_size, T)
+        rows = full_rows(train.batch_size, T)
         scale = torch.ones(len(trained.depth_weights))
         before = shapes.restart()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -202,7 +202,7 @@ def _section(recipe: Recipe) -> Any:
     return recipe.head.model_copy(update=changes)
 
 
-def _full_rows(B: int, T: int) -> Rows:
+def full_rows(B: int, T: int) -> Rows:
     """Rows of one document in which every token is a label."""
     tokens = torch.zeros(B, T, dtype=torch.int64)
     positions = torch.arange(T).expand(B, T)

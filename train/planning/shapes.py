@@ -62,10 +62,10 @@ class Shapes(TorchDispatchMode):
             self.flops += formula(*args, **kwargs, out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._watch(leaf.untyped_storage())
+                self.watch(leaf.untyped_storage())
         return out
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def watch(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self.storages:
             return
