@@ -77,7 +77,7 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
     found = [
         f"{recipe.head.kind} for {recipe.target.path}: {plural(launch.processes, 'device')} ({launch.sharing}), "
         f"target: {launch.features}; {train.batch_size} x {T} tokens a micro-batch, {products} products",
-        f"{'parameters':44}{'':>12}",
+        "parameters",
         _row("target", short(target.total)),
         _row("target, active for a token", short(target.active)),
         _row("head, trained", short(head.trained)),
@@ -89,7 +89,7 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
     names["optimizer"] = f"optimizer, {train.optimizer}"
     found += [_gib(names[key], size) for key, size in device.items()]
     found.append(_gib("  of these, the target's features", head.features))
-    found.append(_gib("  of these, one chunk of logits", made.chunk_bytes()))
+    found.append(_gib("  of these, one chunk of logits", head.chunk))
     found += [_gib("whole", whole), _gib("the device's memory", memory)]
     found.append(f"{'host memory':44}{'GiB':>12}")
     found += [_gib(f"a {name}", size) for name, size in made.host().items()]
@@ -97,7 +97,7 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
     found += [_gib(name, size) for name, size in made.disk().items()]
     if recipe.data.regenerate is None or recipe.data.regenerate.share < 1:
         found.append(_row("each 10^9 tokens of the sources", number(TOKEN_BYTES * 1e9 / GIB)))
-    found.append(f"{'the run':44}")
+    found.append("the run")
     found += [
         _row("steps", f"{made.steps:,}"),
         _row("tokens a step", f"{made.step_tokens:,}"),

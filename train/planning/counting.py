@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.errors import UserError
-from heads.losses import CHUNK_BYTES
+from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
 from train.data.features import make_batch
@@ -78,6 +78,8 @@ class HeadCount:
     """Most bytes above weights and gradients, features included."""
     flops: float
     """Of one token: loss and gradient, the target's logits included."""
+    chunk: int
+    """Of the activations, one chunk of the target's logits; a few of its size live at a time."""
     aux_layers: int
     hidden_size: int
 
@@ -101,6 +103,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
         trained = Trained(head)
         optimizer = make_optimizer(trained.parts(), train)
+        row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in parameters)
         if train.grad_accum > 1:  # those of earlier micro-batches are there already
@@ -131,6 +134,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
             features=features,
             activations=activations,
             flops=flops / (train.batch_size * T),
+            chunk=min(rows.tokens.numel(), max(LEAST_ROWS, CHUNK_BYTES[device] // row)) * row,
             aux_layers=len(head.aux_layer_ids),
             hidden_size=target.hidden_size,
         )

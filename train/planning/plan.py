@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from heads.losses import CHUNK_BYTES
 from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype
 from train.planning.counting import HeadCount, TargetCount, count_run
@@ -118,10 +117,6 @@ class Plan:
 
     def device_bytes(self) -> int:
         return sum(self.device().values())
-
-    def chunk_bytes(self) -> int:
-        """Of one chunk of float32 logits; a few live at a time."""
-        return CHUNK_BYTES[self.launch.device]
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory, of a process and of a node, at the peak."""
