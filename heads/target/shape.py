@@ -1,6 +1,6 @@
 """A target by its config alone: shapes without weights, from which a run is planned.
 
-It is made, and asked for anything, inside a mode in which tensors have no values (`train.planning.shapes.Shapes`).
+It is made, and asked for anything, inside a mode in which tensors have no values.
 """
 
 from collections.abc import Sequence
