@@ -30,6 +30,7 @@ from heads.registry import HEADS, build_head
 from heads.target.frozen import load_target, load_tokenizer
 from tests.chats import encode_chat
 from train.entry import LAUNCH, attempt
+from train.planning.command import parse_arguments as plan_arguments
 from train.recipe import load_recipe
 from train.target_recipe import load_target_recipe
 
@@ -142,7 +143,8 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     if command.arguments == ["--help"]:
         return
     if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
-        assert load_recipe(command.arguments[0], command.arguments[1:])
+        options = plan_arguments([*command.arguments, "--plan"])
+        assert load_recipe(options.recipe, options.overrides)
     elif command.program == "scripts/make_target.py":
         assert load_target_recipe(command.arguments[0], command.arguments[1:])
     else:

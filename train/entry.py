@@ -8,7 +8,14 @@ from eval.command import asks_usage, exit_status, print_line
 from train.usage import recipe_keys
 
 LAUNCH = "accelerate launch --config_file recipes/accelerate/local.yaml"
-USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...]"
+PLAN = "--plan"
+USAGE = f"usage: {LAUNCH} train/{{name}}.py RECIPE.yaml [key.sub=value ...] [{PLAN}]"
+PLANNING = f"""{PLAN} prints what the run would take, from the configs alone: memory, disk, operations, hours. With it:
+  --processes N             devices, one a process
+  --sharing MODE            of the head's training state: ddp, fsdp, zero2 or zero3
+  --features PLACE          of the target: process (whole in each), sharded, vllm or cache
+  --memory GIB              of a GPU to plan for; else for this machine's device
+  --tflops X                10^12 operations a second of a device (default: 396, 40% of an H100's); may be repeated"""
 KINDS = {
     "eagle": "eagle3",
     "mtp": "mtp",
@@ -29,8 +36,12 @@ def attempt(name: str, arguments: Sequence[str]) -> int:
     """The exit status of one run."""
 
     def run() -> int:
-        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: recipe_keys(KINDS[name])):
+        if asks_usage(USAGE.format(name=name), arguments, keys=lambda: f"{PLANNING}\n\n{recipe_keys(KINDS[name])}"):
             return 0
+        if PLAN in arguments:
+            from train.planning.command import plan
+
+            return plan(arguments, name, KINDS)
         from train.run import train_head
 
         return train_head(arguments, name, KINDS)

@@ -13,21 +13,14 @@ from train.interrupts import Interrupted, Interrupts
 from train.launch import load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run
-from train.recipe import Eval, load_recipe, plain_settings
+from train.recipe import Eval, Recipe, load_recipe, plain_settings
 from train.run_folder import RunFolder
 
 
 def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     """Train by a recipe and its overrides with train/NAME.py, and measure the head: the exit status. `kinds`: the kind
-    of head that each entry trains. UserError for a recipe of another kind."""
-    recipe = load_recipe(arguments[0], arguments[1:])
-    kind = recipe.head.kind
-    if kind != kinds[name]:
-        entry = next((entry for entry, trained in kinds.items() if trained == kind), None)
-        raise UserError(
-            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; "
-            + (f"use train/{entry}.py" if entry else "give that kind an entry and a line in KINDS of train/entry.py")
-        )
+    of head that each entry trains."""
+    recipe = recipe_of(arguments, name, kinds)
     try:
         with open_run(recipe) as run:
             outcome = fit(recipe, run)
@@ -36,6 +29,19 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
     except Interrupted as interrupted:
         tell_first(f"interrupted{interrupted}; the same command goes on from there")
         return 130
+
+
+def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Recipe:
+    """The recipe and its overrides on the command line of train/NAME.py. UserError for a recipe of another kind."""
+    recipe = load_recipe(arguments[0], arguments[1:])
+    kind = recipe.head.kind
+    if kind != kinds[name]:
+        entry = next((entry for entry, trained in kinds.items() if trained == kind), None)
+        raise UserError(
+            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; "
+            + (f"use train/{entry}.py" if entry else "give that kind an entry and a line in KINDS of train/entry.py")
+        )
+    return recipe
 
 
 def finish(outcome: Outcome, run: Run) -> int:

@@ -303,6 +303,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if parameter.is_meta:
+            continue
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
         digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())

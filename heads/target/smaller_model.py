@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from heads.errors import UserError, first_line
 from heads.target.encoder_decoder import auto_class
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.shape import ShapeTarget, load_shape
 
 DECIDED = frozenset(
     {"model_type", "vocab_size", "architectures", "dtype", "transformers_version", "auto_map", "quantization_config"}
@@ -25,8 +26,12 @@ DECIDED = frozenset(
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     """Load the causal LM at `path` in float32. UserError if it cannot take the masks of a draft, or has another
     tokenizer."""
-    check_tokenizers(path, target.name)
-    loaded = load_target(path, dtype=torch.float32)
+    loaded: FrozenTarget
+    if isinstance(target, ShapeTarget):
+        loaded = load_shape(path, dtype=torch.float32)
+    else:
+        check_tokenizers(path, target.name)
+        loaded = load_target(path, dtype=torch.float32)
     if loaded.start_token not in (None, target.start_token):
         raise UserError(
             f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "

@@ -1,0 +1,277 @@
+"""`--plan`: counts without weights against sums by hand, against a step that is made, and against a run's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from heads.target.frozen import load_target
+from heads.target.shape import load_shape
+from tests.runs import Settings, WriteRecipe, the_error
+from train.data.features import make_batch
+from train.entry import KINDS, attempt
+from train.head_settings import make_head
+from train.planning.counting import TargetCount, count_run, count_target, full_rows
+from train.planning.plan import Launch, Plan, make_plan
+from train.planning.shapes import Shapes
+from train.recipe import load_recipe
+from train.trained import Trained
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "Llama-3.3-70B": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "tie_word_embeddings": False,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+PREDICTS = {"num_nextn_predict_layers": 1}  # in DeepSeek-V3's config; its prediction module is no part of the model
+
+
+def sums_by_hand(name: str) -> tuple[int, int, int]:
+    """(all parameters, those of one token's pass, those in its layers) of a shape."""
+    c = SHAPES[name]
+    D, n, H = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+    ends = 2 * c["vocab_size"] * D
+    norms = 2 * D
+    if name == "DeepSeek-V3":
+        q = D * 1536 + 1536 + 1536 * H * (128 + 64)
+        kv = D * (512 + 64) + 512 + 512 * H * (128 + 128)
+        attention = q + kv + H * 128 * D
+        expert, router = 3 * D * 2048, D * 256
+        dense = 3 * (attention + norms + 3 * D * 18432)
+        every = dense + 58 * (attention + norms + router + 257 * expert)
+        used = dense + 58 * (attention + norms + router + 9 * expert)
+    elif name == "Qwen3-30B-A3B":
+        attention = 2 * D * H * 128 + 2 * D * 4 * 128 + 2 * 128  # and a norm each of queries and keys
+        expert, router = 3 * D * 768, D * 128
+        every, used = (n * (attention + norms + router + k * expert) for k in (128, 8))
+    else:
+        every = used = n * (2 * D * D + 2 * D * 8 * 128 + norms + 3 * D * c["intermediate_size"])
+    return every + ends + D, used + ends + D, used
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **config}))
+    return str(folder)
+
+
+def count_shape(path: str) -> TargetCount:
+    with Shapes():
+        return count_target(load_shape(path), batch_size=2, length=2048, aux_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("Llama-3.1-8B", 8.03, 8.03),
+        ("Llama-3.3-70B", 70.55, 70.55),
+        ("Qwen3-30B-A3B", 30.53, 3.35),
+        ("DeepSeek-V3", 671.03, 37.55),
+    ],
+)
+def test_a_target_is_the_sum_by_hand(name: str, billions: float, active: float, tmp_path: Path) -> None:
+    counted = count_shape(write_config(tmp_path, SHAPES[name] | PREDICTS))
+    every, used, in_layers = sums_by_hand(name)
+    assert (counted.total, counted.active) == (every, used)
+    assert round(every / 1e9, 2) == billions and round(used / 1e9, 2) == active
+    assert counted.bytes == 2 * every
+    c = SHAPES[name]
+    widths = 192 + 128 if name == "DeepSeek-V3" else 2 * 128
+    assert counted.flops == 2 * in_layers + 2 * 2048 * c["num_attention_heads"] * widths * c["num_hidden_layers"]
+
+
+def test_an_int8_target_is_the_sum_by_hand(tmp_path: Path) -> None:
+    counted = count_shape(write_config(tmp_path / "dense", SHAPES["Llama-3.1-8B"]))
+    D, I, kv = 4096, 14336, 1024  # noqa: E741
+    matrices, rows = 2 * D * D + 2 * D * kv + 3 * D * I, D + 2 * kv + D + 2 * I + D
+    assert counted.int8_bytes == 2 * (2 * 128256 * D + D) + 32 * (matrices + 2 * rows + 2 * 2 * D)
+    assert count_shape(write_config(tmp_path / "experts", SHAPES["Qwen3-30B-A3B"])).int8_bytes is None
+
+
+def plan_of(settings: Settings, write_recipe: WriteRecipe, *overrides: str, **launch: Any) -> Plan:
+    return make_plan(load_recipe(write_recipe(settings), overrides), Launch(**launch))
+
+
+@pytest.fixture
+def eagle(settings: Settings) -> Settings:
+    """An EAGLE-3 head trained in bfloat16, two micro-batches a step."""
+    settings["head"] = {"kind": "eagle3", "depth": 2, "draft_vocab_size": 32000}
+    settings["train"] |= {"precision": "bf16", "grad_accum": 2}
+    return settings
+
+
+def test_a_heads_state_is_the_sum_by_hand(eagle: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
+    plan = plan_of(eagle, write_recipe, memory=80.0)
+    D, I, kv = 4096, 14336, 1024  # noqa: E741
+    parameters = 3 * D * D + 2 * D * (D + 2 * kv) + D * D + 3 * D * I + 4 * D + 32000 * D
+    tensors = 13
+    rows = plan.device()
+    assert plan.head.trained == parameters
+    assert rows["head"] == rows["gradients"] == 4 * parameters
+    assert rows["optimizer"] == 8 * parameters + 4 * tensors
+    assert plan.head.checkpoint == 12 * parameters + 4 * tensors
+    assert rows["measured copy"] == 2 * parameters + 8 * 32000 + 128256  # and the tables of the draft vocabulary
+    assert plan.step_tokens == 2 * 2 * 48
+    assert plan.hours(100.0) == pytest.approx(6 * 192 * sum(plan.flops_per_token()) / 1e14 / 3600)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "share", "extra"), [("ddp", 1, 4), ("fsdp", 8, 2), ("zero2", 8, 2), ("zero3", 8, 2)]
+)
+def test_processes_hold_their_shares(
+    sharing: str, share: int, extra: int, eagle: Settings, write_recipe: WriteRecipe
+) -> None:
+    eagle["head"]["draft_vocab_size"] = 64
+    alone = plan_of(eagle, write_recipe, memory=80.0)
+    plan = plan_of(eagle, write_recipe, memory=80.0, processes=8, sharing=sharing, features="sharded")
+    rows = plan.device()
+    for name in ("head", "gradients", "optimizer"):
+        assert rows[name] == -(-alone.device()[name] // share)
+    assert rows["extra"] == extra * plan.head.trained
+    assert rows["target"] == -(-plan.target.bytes // 8) + plan.target.layer_bytes
+    assert plan.step_tokens == 8 * alone.step_tokens and plan.hours(1.0) == alone.hours(1.0)
+
+
+HEADS_OF: dict[str, dict[str, Any]] = {
+    "eagle3": {"depth": 3},
+    "mtp": {"depth": 2},
+    "medusa": {"depth": 2, "tree_nodes": 0},
+    "dflash": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5},
+    "dspark": {"num_layers": 2, "block_size": 4, "num_anchors": 8, "mask_token_id": 5, "markov_rank": 8},
+    "draft": {"layers": [0, 1]},
+}
+
+INT8 = "target.quantize=int8"
+
+
+class Watched(Shapes):
+    """The same count of operations that are made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.watch(leaf.untyped_storage())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_what_is_counted_is_what_a_step_allocates(
+    kind: str, settings: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+) -> None:
+    settings["head"] = {"kind": kind, **HEADS_OF[kind]}
+    settings["data"]["context_length"] = 160
+    recipe = load_recipe(write_recipe(settings))
+    _, counted = count_run(recipe, "cpu", bf16=False)
+    target = load_target(str(tiny_target_dir))
+    head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+    trained = Trained(head)
+    rows = full_rows(2, 160)
+    batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
+    with Watched() as made:
+        there = [*target.model.parameters(), *target.model.buffers(), *trained.parameters(), *trained.buffers()]
+        for tensor in [*there, *vars(batch).values(), *vars(rows).values()]:
+            if isinstance(tensor, Tensor):
+                made.watch(tensor.untyped_storage())
+        before = made.restart()
+        loss = trained(batch, torch.ones(len(head.depth_weights)), False)[0]
+        loss.backward()
+        peak = made.peak - before
+    assert counted.activations - counted.features == pytest.approx(peak - counted.gradients, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_takes_what_was_planned(optimizer: str, settings: Settings, write_recipe: WriteRecipe) -> None:
+    settings["train"] |= {"optimizer": optimizer, "max_steps": 2}
+    settings["eval"]["report"] = {"repeats": 1}
+    path = write_recipe(settings)
+    plan = make_plan(load_recipe(path), Launch())
+    assert attempt("medusa", [str(path)]) == 0
+    folder = Path(settings["output_dir"]) / "checkpoints/step-2"
+    tensors = [*load_file(folder / "head.safetensors").values(), *load_file(folder / "optimizer.safetensors").values()]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in tensors) == plan.head.checkpoint
+    saved = load_file(Path(settings["output_dir"]) / "head/medusa_lm_head.safetensors").values()
+    assert sum(tensor.numel() * tensor.element_size() for tensor in saved) == plan.head.copy_bytes
+
+
+def test_a_plan_needs_the_config_alone_and_writes_nothing(
+    eagle: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    eagle["target"]["path"] = write_config(tmp_path / "target", SHAPES["Llama-3.1-8B"])
+    path = str(write_recipe(eagle))
+    before = sorted(tmp_path.rglob("*"))
+    words = ["--plan", "--memory", "24", "--processes", "2", "--tflops", "100", "--tflops", "200"]
+    assert attempt("eagle", [path, *words]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert attempt("eagle", [path, "--plan", "--memory", "a lot"]) == 2
+    assert "a lot" in the_error(capsys)
+    assert attempt("medusa", [path, "--plan"]) == 2
+    assert "train/eagle.py" in the_error(capsys)
+    assert attempt("eagle", [path, "--plan", "target.path=nowhere"]) == 2
+    assert "nowhere" in the_error(capsys)
+
+
+def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:
+    eagle["head"]["draft_vocab_size"] = 64
+    plenty = plan_of(eagle, write_recipe, memory=80.0)
+    memory = (plenty.device_bytes() - 1) / 2**30
+    plan = Plan(plenty.recipe, Launch(memory=memory), plenty.target, plenty.head)
+    assert plan.device_bytes() > plan.launch.memory_bytes
+    advised = dict(plan.advice())
+    assert plan_of(eagle, write_recipe, INT8, memory=memory).device_bytes() == advised[INT8]
+    text, divided = next((text, size) for text, size in advised.items() if "--features sharded" in text)
+    processes = int(text.rpartition(" ")[2].rstrip(")"))
+    shared = Plan(plan.recipe, Launch(processes, features="sharded", memory=memory), plan.target, plan.head)
+    assert shared.device()["target"] == divided - plan.device_bytes() + plan.device()["target"]

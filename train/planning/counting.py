@@ -1,0 +1,229 @@
+"""The target's and the head's parts of a plan: parameters, bytes and operations, by shapes alone.
+
+Head: one micro-batch's loss, its gradient and one optimizer step are run in `Shapes`, on full rows of one document in
+which every token is a label, so they are counted at their most.
+
+Target, N = B * T tokens of a micro-batch, w bytes a number, forward alone, by formula:
+
+    FLOP a token = 2 * active parameters of the layers + 2 * T * heads * (key width + value width) * attention layers
+    bytes        = N w ((2 + L) D + widest) + B T^2 (1 + w)         two residuals, L auxiliary states, the mask twice
+    widest       = the larger of 3 I, or k (3 I + 2 D) with k experts a token, and twice a layer's queries, keys and
+                   values
+
+Letters: B batch, T tokens, D hidden, I intermediate, L auxiliary layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.errors import UserError
+from heads.losses import CHUNK_BYTES, LEAST_ROWS
+from heads.target.quantization import LEAST_SHARE
+from heads.target.shape import ShapeTarget, load_shape
+from train.data.features import make_batch
+from train.data.packing import Rows
+from train.head_settings import make_head
+from train.optim import make_optimizer
+from train.planning.shapes import Shapes
+from train.recipe import Recipe
+from train.trained import Trained
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+"""Names of the number of experts in configs."""
+
+
+@dataclass(frozen=True)
+class TargetCount:
+    """A target's parameters and bytes."""
+
+    total: int
+    active: int
+    """Parameters that one token's pass reads: of experts, those that it is sent to."""
+    dtype: str
+    bytes: int
+    end_bytes: int
+    """Of them, those outside the layers: embeddings, final norm, output head."""
+    layer_bytes: int
+    """Of the largest layer."""
+    int8_bytes: int | None
+    """Of the target with `target.quantize: int8`; None where it does not apply."""
+    flops: float
+    """Of one token's pass through the layers; logits count to the head's loss."""
+    activations: int
+    """Bytes of one micro-batch's pass."""
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """A head's parameters, and what one micro-batch and one optimizer step take."""
+
+    trained: int
+    frozen: int
+    bytes: int
+    """In float32."""
+    copy_bytes: int
+    """In the target's dtype: the copy that is measured, and the head's folder."""
+    gradients: int
+    optimizer: int
+    checkpoint: int
+    """Bytes of one checkpoint's tensors."""
+    features: int
+    """Bytes of the target's features of one micro-batch, as the loss reads them."""
+    activations: int
+    """Most bytes above weights and gradients, features included."""
+    flops: float
+    """Of one token: loss and gradient, the target's logits included."""
+    chunk: int
+    """Of the activations, one chunk of the target's logits; a few of its size live at a time."""
+    aux_layers: int
+    hidden_size: int
+
+
+def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
+    """Count a recipe's target and head as on a device of type `device`; `bf16`: products are, as with autocast.
+
+    UserError for adapters, which cannot be put into layers without values.
+    """
+    settings, train, T = recipe.target, recipe.train, recipe.data.context_length
+    for key, adapter in (("target.adapter", settings.adapter), ("head.lora", getattr(recipe.head, "lora", None))):
+        if adapter is not None:
+            raise UserError(f"{key}: an adapter is not counted; plan without it, by {key}=null")
+    wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if settings.dtype == "auto" and device == "cpu":
+        wanted = torch.float32
+    with Shapes() as shapes, _chunks_as_on(device):
+        target = load_shape(settings.path, dtype=wanted, trust_remote_code=settings.trust_remote_code)
+        head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
+        copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
+        about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
+        trained = Trained(head)
+        optimizer = make_optimizer(trained.parts(), train)
+        row = 4 * target.vocab_size  # of float32 logits
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in parameters)
+        if train.grad_accum > 1:  # those of earlier micro-batches are there already
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        rows = full_rows(train.batch_size, T)
+        scale = torch.ones(len(trained.depth_weights))
+        before = shapes.restart()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
+            features = shapes.live - before
+            loss = trained(batch, scale, False)[0]
+        loss.backward()
+        activations, flops = shapes.peak - before, shapes.flops
+        if train.grad_accum == 1:
+            activations = max(features, activations - gradients)
+        del batch, loss
+        optimizer.step()
+        state = sum(_size(value) for entry in optimizer.state_dict()["state"].values() for value in entry.values())
+        return about_target, HeadCount(
+            trained=sum(p.numel() for p in parameters),
+            frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
+            bytes=sum(_size(p) for p in head.parameters()),
+            copy_bytes=copy_bytes,
+            gradients=gradients,
+            optimizer=state,
+            checkpoint=sum(_size(tensor) for tensor in trained.stored.state_dict().values()) + state,
+            features=features,
+            activations=activations,
+            flops=flops / (train.batch_size * T),
+            chunk=min(rows.tokens.numel(), max(LEAST_ROWS, CHUNK_BYTES[device] // row)) * row,
+            aux_layers=len(head.aux_layer_ids),
+            hidden_size=target.hidden_size,
+        )
+
+
+def count_target(
+    target: ShapeTarget, batch_size: int, length: int, aux_layers: int, quantize: str | None = None
+) -> TargetCount:
+    """Count a target and one micro-batch's pass, by the formulas above."""
+    config, w, D = target.config, target.dtype.itemsize, target.hidden_size
+    total = sum(p.numel() for p in target.model.parameters())
+    in_layers = {name: p.numel() for name, p in target.layers.named_parameters()}
+    experts: int = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
+    chosen: int = getattr(config, "num_experts_per_tok", None) or 0
+    idle = sum(size for name, size in in_layers.items() if ".experts." in name) if experts else 0
+    idle = round(idle * (1 - chosen / experts)) if experts else 0
+    by_layer = [_layer_bytes(layer, w, quantize) for layer in target.layers]
+    linear = sum(m.weight.numel() for m in target.layers.modules() if isinstance(m, nn.Linear))
+    end_bytes = (total - sum(in_layers.values())) * w
+    key_width, value_width, heads, key_heads = _attention_widths(config, D)
+    intermediate: int = getattr(config, "intermediate_size", None) or 4 * D
+    mlp = 3 * intermediate
+    if experts:
+        mlp = max(mlp, chosen * (3 * (getattr(config, "moe_intermediate_size", None) or intermediate) + 2 * D))
+    attention = 2 * (heads + key_heads) * (key_width + value_width)
+    N = batch_size * length
+    flops = 2 * (sum(in_layers.values()) - idle)
+    flops += 2 * length * heads * (key_width + value_width) * target.attention_layers
+    return TargetCount(
+        total=total,
+        active=total - idle,
+        dtype=str(target.dtype).removeprefix("torch.") + (f", {quantize} layers" if quantize else ""),
+        bytes=end_bytes + sum(by_layer),
+        end_bytes=end_bytes,
+        layer_bytes=max(by_layer),
+        int8_bytes=end_bytes + sum(_layer_bytes(layer, w, "int8") for layer in target.layers)
+        if linear >= LEAST_SHARE * sum(in_layers.values())
+        else None,
+        flops=flops,
+        activations=N * w * ((2 + aux_layers) * D + max(mlp, attention)) + batch_size * length**2 * (1 + w),
+    )
+
+
+def _attention_widths(config: Any, hidden_size: int) -> tuple[int, int, int, int]:
+    """Widths of a key and of a value of one head, and the numbers of heads of queries and of keys."""
+    heads: int = config.num_attention_heads
+    width: int = getattr(config, "head_dim", None) or hidden_size // heads
+    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    nope = getattr(config, "qk_nope_head_dim", None)
+    if nope is None:
+        return width, width, heads, key_heads
+    return nope + config.qk_rope_head_dim, config.v_head_dim, heads, heads  # latent attention
+
+
+def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
+    """Bytes of a layer's weights, `width` each; a quantised matrix has one for each, and a scale a row."""
+    whole = sum(p.numel() for p in layer.parameters()) * width
+    if quantize is None:
+        return whole
+    matrices = [m.weight for m in layer.modules() if isinstance(m, nn.Linear)]
+    return whole - sum(rows * (columns * (width - 1) - width) for rows, columns in (m.shape for m in matrices))
+
+
+def _section(recipe: Recipe) -> Any:
+    """The recipe's head; one to start from and the id of a mask token have no shapes of their own."""
+    changes: dict[str, Any] = {"init_from": None}
+    if getattr(recipe.head, "mask_token_id", 0) is None:
+        changes["mask_token_id"] = 0
+    return recipe.head.model_copy(update=changes)
+
+
+def full_rows(B: int, T: int) -> Rows:
+    """Rows of one document in which every token is a label."""
+    tokens = torch.zeros(B, T, dtype=torch.int64)
+    positions = torch.arange(T).expand(B, T)
+    return Rows(tokens, torch.ones(B, T, dtype=torch.bool), positions, torch.zeros_like(tokens))
+
+
+@contextmanager
+def _chunks_as_on(device: str) -> Iterator[None]:
+    """Let a tensor without values, which says that it is on a CPU, take a loss's chunks of another device."""
+    own = CHUNK_BYTES["cpu"]
+    CHUNK_BYTES["cpu"] = CHUNK_BYTES[device]
+    try:
+        yield
+    finally:
+        CHUNK_BYTES["cpu"] = own
+
+
+def _size(tensor: Tensor, width: int | None = None) -> int:
+    """Bytes of a tensor; `width`: of its numbers, if they are floating-point."""
+    return tensor.numel() * (width if width and tensor.is_floating_point() else tensor.element_size())

@@ -1,0 +1,215 @@
+"""The figures of a training run before it starts: bytes by place, tokens, operations and hours."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from train.data.corpus import TYPES
+from train.fast_dtype import fastest_dtype
+from train.planning.counting import HeadCount, TargetCount, count_run
+from train.recipe import Recipe
+
+TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
+"""Of a tokenised token on disk."""
+ANSWER_BYTES = 8
+"""Of a token of an answer on disk, at most: as text, a comma and a space behind it."""
+FEATURE_BYTES = 2
+"""Of one number in a cache of features."""
+LIBRARIES = 2**30
+"""Host memory of a process that has imported torch, transformers and accelerate."""
+PER_NODE = 8
+"""Most processes of one node, a device each."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Division of the head's training state among the processes of a launch."""
+
+    divided: frozenset[str]
+    """Rows of the plan of which each process holds its share; of the others, all."""
+    extra: str
+    """The whole copy that each process holds beside them, when there are several."""
+
+
+EVERYTHING = frozenset({"head", "gradients", "optimizer"})
+SHARINGS = {
+    "ddp": Sharing(frozenset(), "buckets of gradients"),
+    "fsdp": Sharing(EVERYTHING, "gathered weights"),
+    "zero2": Sharing(EVERYTHING, "working copy of the head"),
+    "zero3": Sharing(EVERYTHING, "gathered weights"),
+}
+FEATURES = ("process", "sharded", "vllm", "cache")
+"""Places of the target: whole in each process; its layers divided among them; a server; a folder made before. With the
+last two a process holds embeddings, final norm and output head alone."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The machines of a plan."""
+
+    processes: int = 1
+    sharing: str = "ddp"
+    features: str = "process"
+    memory: float | None = None
+    """GiB of a GPU. None: the device of this machine."""
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.memory is not None or torch.cuda.is_available() else "cpu"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of one device; on a CPU, all memory of this machine."""
+        if self.memory is not None:
+            return round(self.memory * 2**30)
+        if torch.cuda.is_available():
+            return int(torch.cuda.get_device_properties(0).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def bf16(self, precision: str) -> bool:
+        """True if products are in bfloat16."""
+        if precision != "auto":
+            return precision == "bf16"
+        return self.memory is not None or fastest_dtype(torch.device(self.device)) == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe's counts, and what follows from them for a launch."""
+
+    recipe: Recipe
+    launch: Launch
+    target: TargetCount
+    head: HeadCount
+
+    def target_bytes(self) -> int:
+        """Of the target on one device."""
+        match self.launch.features:
+            case "process":
+                return self.target.bytes
+            case "sharded":
+                divided = -(-self.target.bytes // self.launch.processes)
+                return divided + (self.target.layer_bytes if self.launch.processes > 1 else 0)
+            case _:
+                return self.target.end_bytes
+
+    def device(self) -> dict[str, int]:
+        """Bytes on one device, by row of the plan."""
+        head, launch, sharing = self.head, self.launch, SHARINGS[self.launch.sharing]
+        state = {"head": head.bytes, "gradients": head.gradients, "optimizer": head.optimizer}
+        rows = {"target": self.target_bytes()}
+        for name, size in state.items():
+            rows[name] = -(-size // launch.processes) if name in sharing.divided else size
+        if launch.processes > 1:
+            narrow = launch.bf16(self.recipe.train.precision)
+            rows["extra"] = head.gradients if launch.sharing == "ddp" else head.bytes // (1 + narrow)
+        rows["measured copy"] = head.copy_bytes
+        rows["activations"] = max(head.activations, self.target_activations())
+        return rows
+
+    def target_activations(self) -> int:
+        """Of one micro-batch's forward pass, where a process makes it."""
+        return self.target.activations if self.launch.features in ("process", "sharded") else 0
+
+    def device_bytes(self) -> int:
+        return sum(self.device().values())
+
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory, of a process and of a node, at the peak."""
+        loaded = self.target.bytes if self.launch.features == "process" else self.target_bytes()
+        written = 2 * self.head.checkpoint  # as tensors and as the bytes of a file
+        beside = self.device_bytes() if self.launch.device == "cpu" else 0
+        process = LIBRARIES + max(loaded + self.head.bytes, written, beside)
+        return {"process": process, "node": process * min(self.launch.processes, PER_NODE)}
+
+    def answer_tokens(self) -> int:
+        """Tokens of the target's answers that are made first, at most."""
+        made = self.recipe.data.regenerate
+        return 0 if made is None else made.prompts * made.new_tokens
+
+    def data_tokens(self) -> int | None:
+        """Tokens of the training data, at most, where the recipe says how many there are."""
+        made = self.recipe.data.regenerate
+        return made.prompts * (made.prompt_tokens + made.new_tokens) if made is not None and made.share == 1 else None
+
+    def disk(self) -> dict[str, int]:
+        """Bytes on disk, by what they are."""
+        keep = min(self.recipe.train.keep_checkpoints, -(-self.steps // self.recipe.train.checkpoint_every))
+        rows = {f"{keep} checkpoints, and one being written": (keep + 1) * self.head.checkpoint}
+        rows["the head's folder"] = self.head.copy_bytes
+        if self.answer_tokens():
+            rows["answers, at most"] = ANSWER_BYTES * self.answer_tokens()
+        if self.launch.features == "cache":
+            known = self.data_tokens()
+            tokens = self.tokens if known is None else min(known, self.tokens)
+            rows["cache of features, at most"] = (
+                FEATURE_BYTES * tokens * (self.head.aux_layers + 1) * self.head.hidden_size
+            )
+        return rows
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.train.max_steps
+
+    @property
+    def step_tokens(self) -> int:
+        """Of one optimizer step of all processes."""
+        train = self.recipe.train
+        return train.batch_size * train.grad_accum * self.launch.processes * self.recipe.data.context_length
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.step_tokens
+
+    def flops_per_token(self) -> tuple[float, float]:
+        """Return those of the target's forward pass and of the head's step, on these devices."""
+        elsewhere = self.launch.features in ("vllm", "cache")
+        return 0.0 if elsewhere else float(self.target.flops), self.head.flops
+
+    def hours(self, tflops: float) -> float:
+        """Hours of the steps, at so many 10^12 operations a second of each device."""
+        return self.tokens * sum(self.flops_per_token()) / (tflops * 1e12 * self.launch.processes) / 3600
+
+    def advice(self) -> list[tuple[str, int]]:
+        """Changes that take less memory, each by itself, and the bytes on one device that they leave."""
+        rows, whole, launch, train = self.device(), self.device_bytes(), self.launch, self.recipe.train
+        found: list[tuple[str, int]] = []
+        if train.batch_size > 1:
+            less = rows["activations"] - rows["activations"] // train.batch_size
+            text = f"train.batch_size=1 train.grad_accum={train.grad_accum * train.batch_size}, the same step"
+            found.append((text, whole - less))
+        else:
+            length = self.recipe.data.context_length
+            found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
+        small = self.target.int8_bytes
+        if small is not None and small < self.target.bytes and launch.features == "process":
+            found.append(("target.quantize=int8", whole - self.target.bytes + small))
+        if launch.features == "process":
+            room = self.launch.memory_bytes - (whole - rows["target"]) - self.target.layer_bytes
+            if room > 0:
+                needed = max(2, math.ceil(self.target.bytes / room), launch.processes)
+                left = -(-self.target.bytes // needed) + self.target.layer_bytes
+                text = f"the target's layers divided among {needed} processes (--features sharded --processes {needed})"
+                found.append((text, whole - rows["target"] + left))
+            ends = whole - rows["target"] + self.target.end_bytes
+            found.append(("the target on a server (--features vllm)", ends))
+        if launch.processes > 1 and launch.sharing == "ddp":
+            state = sum(rows[name] for name in EVERYTHING)
+            found.append(("the head's state divided (--sharing fsdp)", whole - state + state // launch.processes))
+        return found
+
+
+def make_plan(recipe: Recipe, launch: Launch) -> Plan:
+    """Count a recipe for a launch."""
+    counted = count_run(recipe, launch.device, bf16=launch.bf16(recipe.train.precision))
+    return Plan(recipe, launch, *counted)
+
+
+def features_of(recipe: Recipe) -> str:
+    """The place of the target by the recipe's section `features`, if it has one."""
+    section: Any = getattr(recipe, "features", None)
+    return getattr(section, "kind", "process")

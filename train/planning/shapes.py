@@ -1,0 +1,87 @@
+"""Tensors without values: what a training step allocates and computes, counted without doing it.
+
+Inside `Shapes` a number has a shape and no value. Token ids, masks and positions, which decide how many rows a loss
+reads, are real. Every operation is counted as the CPU's path makes it: live bytes of storages, their peak, and the
+operations of matrix products and attention by torch's own formulas.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+ITEM = aten._local_scalar_dense.default
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+        grad.shape, q.shape, k.shape, v.shape
+    ),
+}
+"""Operations of an operator by its arguments: torch's, and those that it lacks."""
+
+
+class Shapes(TorchDispatchMode):
+    """A mode in which tensors of numbers have no values, and a count of what was asked for in it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = self.peak = 0
+        """Bytes of the tensors made in it that still exist, and the most since `restart`."""
+        self.flops = 0
+        """Operations of products since `restart`, a multiplication and an addition being two."""
+        self.storages: dict[int, weakref.ref[Any]] = {}
+
+    def restart(self) -> int:
+        """Begin to watch the peak and the operations anew; -> the bytes in use now."""
+        self.peak, self.flops = self.live, 0
+        return self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        without_values = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given)
+        if without_values and func is ITEM:
+            return 1.0  # scales of initial weights, which count for nothing here
+        if without_values or (not given and _makes_numbers(kwargs)):
+            with self.fake:
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if (formula := FORMULAS.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self.watch(leaf.untyped_storage())
+        return out
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.storages:
+            return
+
+        def freed(_: Any) -> None:
+            del self.storages[key]
+            self.live -= size
+
+        self.storages[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def _makes_numbers(kwargs: dict[str, Any]) -> bool:
+    """True for an operation that makes floating-point numbers of nothing; draws by a generator place real rows."""
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    device = kwargs.get("device")
+    on_meta = device is not None and torch.device(device).type == "meta"
+    return kwargs.get("generator") is None and dtype.is_floating_point and not on_meta
