@@ -1,5 +1,6 @@
 """Heads that draft a block draft on the CPU kernels what they draft without."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ CONFIG: dict[str, Any] = dict(
     block_size=6,
     num_layers=3,
 )
-HEADS = {
+HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash": lambda: DFlash(DFlashConfig(**CONFIG)),
     "dflash that is causal": lambda: DFlash(DFlashConfig(**CONFIG, causal=True)),
     "dspark": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16)),
