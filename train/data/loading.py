@@ -1,5 +1,6 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,9 @@ from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Answers, Progress, Regenerate, answer_documents, make_answers
-from train.data.corpus import Corpus, corpus_of
+from train.data.answers import Answering, Answers, Progress, Regenerate
+from train.data.corpus import Corpus, Tally, open_entry
+from train.data.dialogues import Dialogue
 from train.data.on_policy import OnPolicy, Samples
 from train.data.packing import Mixture, Pool, shares
 from train.data.reader import Reader
@@ -71,31 +73,72 @@ def read_prompts(
 
     quiet: say nothing of records left out.
     """
+    prompts: list[list[int]] = []
+    for source, count in _shared(data, settings, name):
+        entry = reader.prompts(source, settings.prompt_tokens, count, seed)
+        found = _check_prompts(entry, source, count, settings, name, reader, quiet=quiet)
+        prompts += [found.tokens[start:end].tolist() for start, end in found.spans()]
+    return prompts
+
+
+def read_answering(
+    data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
+) -> Answering:
+    """The answers that `data.regenerate` asks for, of which none is asked for yet. The arguments are those of
+    `read_prompts`."""
+    settings = data.regenerate
+    assert settings is not None
+    name, most = "data.regenerate", settings.prompt_tokens
+    shared = _shared(data, settings, name)
+    entries = [reader.first_prompts(source, most, count, seed) for source, count in shared]
+    for entry, (source, count) in zip(entries, shared, strict=True):
+        _check_prompts(entry, source, count, settings, name, reader, quiet=quiet)
+
+    def dialogues() -> Iterator[Dialogue]:
+        for source, count in shared:
+            yield from source.dialogues(reader.rendering, Tally(), most, count, seed)
+
+    return Answering(settings, dialogues, entries, target, reader, progress)
+
+
+def _shared(data: Data, settings: Answers, name: str) -> list[tuple[AnySource, int]]:
+    """The sources, each with the number of its prompts."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
         )
-    prompts: list[list[int]] = []
-    wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
-    for source, count in zip(data.sources, wanted, strict=True):
-        found = reader.prompts(source, settings.prompt_tokens, count, seed)
-        if len(found) < count:  # the whole source is read
-            source.check(found.tally)
-        if found.tally.skipped and not quiet:
-            reader.say(describe_skipped(found.tally, str(source)))
-        if len(found) < count:
-            raise UserError(
-                f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
-                f"expected {count}; lower prompts or raise prompt_tokens"
-            )
-        prompts += [found.tokens[start:end].tolist() for start, end in found.spans()]
-    too_long = max(map(len, prompts)) + settings.new_tokens
-    if too_long > data.context_length:
+    longest = settings.prompt_tokens + settings.new_tokens
+    if longest > data.context_length:
         raise UserError(
-            f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-            f"got {data.context_length}"
+            f"data.context_length: expected at least {longest}, a prompt and an answer of {name}, got "
+            f"{data.context_length}; raise it, or lower prompt_tokens or new_tokens"
         )
-    return prompts
+    return list(
+        zip(data.sources, shares([source.weight or 1.0 for source in data.sources], settings.prompts), strict=True)
+    )
+
+
+def _check_prompts(
+    entry: str, source: AnySource, count: int, settings: Answers, name: str, reader: Reader, *, quiet: bool
+) -> Corpus:
+    """The prompts of a source. UserError where they are fewer than `count`."""
+    found = open_entry(entry)
+    if len(found) < count:  # the whole source is read
+        source.check(found.tally)
+    if found.tally.skipped and not quiet:
+        reader.say(describe_skipped(found.tally, str(source)))
+    if len(found) < count:
+        raise UserError(
+            f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
+            f"expected {count}; lower prompts or raise prompt_tokens"
+        )
+    return found
+
+
+def describe_cut(tally: Tally) -> str:
+    """The conversations that the target answers in part, by reason, in one line."""
+    reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
+    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
 
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
@@ -135,7 +178,7 @@ def load_data(
         )
     if target.is_recurrent:
         reader.say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")
-    regenerate, accelerator = data.regenerate, reader.accelerator
+    regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
     kept = 1.0 if regenerate is None else 1 - regenerate.share
@@ -156,20 +199,10 @@ def load_data(
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # Of sources that are rows too, the records left out are said already.
-        prompts = read_prompts(data, seed, regenerate, "data.regenerate", reader, quiet=bool(pools))
-        requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
-        answers = make_answers(
-            target,
-            requests,
-            regenerate.batch_size,
-            folder,
-            process=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-            wait=accelerator.wait_for_everyone,
-            progress=progress,
-        )
-        documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
-        add(corpus_of(documents), regenerate.share, "data.regenerate")
+        corpus = read_answering(data, seed, target, reader, progress, quiet=bool(pools)).corpus()
+        if corpus.tally.skipped:
+            reader.say(describe_cut(corpus.tally))
+        add(corpus, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
     check_reserved(head, mixture, reader.rendering.tokenizer)
     check_supervision(head, mixture)
