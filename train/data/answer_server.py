@@ -6,6 +6,7 @@ model wrote. vLLM gives them from `/v1/completions` where `return_token_ids` is 
 
 import asyncio
 import json
+import math
 import os
 import random
 import time
@@ -30,6 +31,8 @@ PATIENCE = 600.0
 """Seconds for which a request is tried anew where the server is away or overloaded."""
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
 """Seconds before the second trial, and before any."""
+QUIET = 60.0
+"""Seconds in which no further fault is said."""
 CONNECT_SECONDS = 10.0
 SLOWEST = 1.0
 """Seconds for a token, beside a minute for the answer, after which an answer is given up."""
@@ -78,14 +81,14 @@ def _completions(model: str, request: "Request", eos_token_ids: Sequence[int]) -
         "prompt": list(request.prompt),
         "max_tokens": request.max_new_tokens,
         "return_token_ids": True,
-        "seed": request.sampling.seed % 2**31,
+        "seed": request.sampling.seed,
         **_sampling(request, eos_token_ids, top_k=0),
     }
 
 
 def _generate(model: str, request: "Request", eos_token_ids: Sequence[int]) -> dict[str, Any]:
     sampling = _sampling(request, eos_token_ids, top_k=-1)
-    length = {"max_new_tokens": request.max_new_tokens, "sampling_seed": request.sampling.seed % 2**31}
+    length = {"max_new_tokens": request.max_new_tokens, "sampling_seed": request.sampling.seed}
     return {"input_ids": list(request.prompt), "sampling_params": sampling | length}
 
 
@@ -131,7 +134,8 @@ class Client:
     protocol: Protocol | None = None
     """None until the server is checked."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _away: bool = False
+    _said: float = -math.inf
+    """When a fault was last said."""
 
     async def __aenter__(self) -> "Client":
         key = os.environ.get(KEY_VARIABLE)
@@ -154,23 +158,18 @@ class Client:
         started, delay = time.monotonic(), FIRST_DELAY
         while True:
             try:
-                ids = await self._ask(protocol, request)
+                return await self._ask(protocol, request)
             except _Fault as fault:
                 if time.monotonic() - started + delay > self.patience:
                     raise UserError(
                         f"{self.url}: no answer in {self.patience:.0f} s of trials ({fault}); mend the server, and the "
                         "same command goes on"
                     ) from None
-                if not self._away:
+                if time.monotonic() - self._said > QUIET:
                     self.say(f"{self.url}: {fault}; trying on for {self.patience:.0f} s")
-                self._away = True
+                    self._said = time.monotonic()
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
                 delay = min(2 * delay, LONGEST_DELAY)
-            else:
-                if self._away:
-                    self.say(f"{self.url}: answers again")
-                self._away = False
-                return ids
 
     async def _check_server(self, request: "Request") -> Protocol:
         """Find the protocol of a server that is there and has the target, by an answer that is not kept."""
@@ -233,6 +232,8 @@ class Client:
                 text = await reply.read()
         except TimeoutError:
             raise _Fault("no reply in time") from None
+        except aiohttp.ClientConnectorError:
+            raise _Fault("no connection") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Fault(first_line(error)) from None
         if reply.status == 429 or reply.status >= 500:
@@ -249,7 +250,7 @@ class Client:
 
 
 def _message(text: bytes) -> str:
-    """What a server says of a refusal, in a line."""
+    """The words of a refusal, in a line."""
     try:
         reply = json.loads(text)
         error = reply.get("error", reply)

@@ -71,7 +71,8 @@ class Regenerate(Answers):
 
     def sampled(self, prompt: list[int]) -> Request:
         """Ask for the answer to a prompt, with noise that follows from the prompt."""
-        return self.request(prompt, int.from_bytes(prompt_key(prompt)[:4]))
+        seed = (self.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # as servers take it
+        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=seed))
 
 
 @dataclass(frozen=True)

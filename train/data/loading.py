@@ -54,6 +54,8 @@ def check_data(data: Data, target: FrozenTarget) -> None:
                 f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
                 f"{source.kind}; use kind chat"
             )
+    if data.regenerate is not None and data.regenerate.server is not None:
+        raise UserError("data.regenerate.server: servers take no prompts of an encoder-decoder target; leave it out")
     for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
         if answers is not None and answers.train_on_prompts:
             raise UserError(
