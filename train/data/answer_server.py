@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -138,7 +139,7 @@ class Client:
     """When a fault was last said."""
 
     async def __aenter__(self) -> "Client":
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE, "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=self.settings.in_flight)
         self.session = aiohttp.ClientSession(headers=headers, connector=connector)
@@ -155,19 +156,21 @@ class Client:
         """The answer to a request. UserError where the server will not give one, or has none for `patience` seconds."""
         async with self._lock:
             protocol = self.protocol = self.protocol or await self._check_server(request)
-        started, delay = time.monotonic(), FIRST_DELAY
+        failing, delay = math.inf, FIRST_DELAY
         while True:
             try:
                 return await self._ask(protocol, request)
             except _Fault as fault:
-                if time.monotonic() - started + delay > self.patience:
+                now = time.monotonic()
+                failing = min(failing, now)
+                if now - failing + delay > self.patience:
                     raise UserError(
                         f"{self.url}: no answer in {self.patience:.0f} s of trials ({fault}); mend the server, and the "
                         "same command goes on"
                     ) from None
-                if time.monotonic() - self._said > QUIET:
+                if now - self._said > QUIET:
                     self.say(f"{self.url}: {fault}; trying on for {self.patience:.0f} s")
-                    self._said = time.monotonic()
+                    self._said = now
                 await asyncio.sleep(delay * random.uniform(0.5, 1))
                 delay = min(2 * delay, LONGEST_DELAY)
 
@@ -179,23 +182,18 @@ class Client:
             sampling=replace(request.sampling, temperature=0.0),
         )
         try:
-            reply = await self._send("GET", "/v1/models")
-            models = [str(model["id"]) for model in reply["data"]]
+            models = _models(await self._send("GET", "/v1/models"))
             if self.model not in models:
                 raise UserError(
-                    f"{self.url}: expected a server of {self.model}, it serves {', '.join(models)}; name the target "
-                    "there with data.regenerate.server.model, or serve it"
+                    f"{self.url}: expected a server of {self.model}, it serves {', '.join(models) or 'nothing'}; name "
+                    "the target there with data.regenerate.server.model, or serve it"
                 )
             for protocol in PROTOCOLS:
-                try:
+                with suppress(_NoIds):
                     ids = await self._ask(protocol, trial)
-                except _NoIds:
-                    continue
-                if fault := self.check(trial.prompt, ids):
-                    raise UserError(f"{self.url}: {fault}")
-                return protocol
-        except (LookupError, TypeError):
-            raise UserError(f"{self.url}: expected a list of its models from /v1/models, got {shown(reply)}") from None
+                    if fault := self.check(trial.prompt, ids):
+                        raise UserError(f"{self.url}: {fault}")
+                    return protocol
         except _Fault as fault:
             raise UserError(f"{self.url}: {fault}; start the server, or mend it, and begin again") from None
         raise UserError(
@@ -245,8 +243,16 @@ class Client:
             raise UserError(f"{self.url}{path}: refused, status {reply.status} ({_message(text)}); {what}")
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _Fault(f"{path} gives no JSON, but {shown(text[:80].decode(errors='replace'))}") from None
+
+
+def _models(reply: Any) -> list[str]:
+    """The names in a list of models."""
+    try:
+        return [str(model["id"]) for model in reply["data"]]
+    except (LookupError, TypeError):
+        raise _Fault(f"/v1/models lists no models, but {shown(reply)}") from None
 
 
 def _message(text: bytes) -> str:
@@ -269,28 +275,32 @@ def answer_by_server(
     done: Callable[[Dialogue], None],
 ) -> None:
     """Have the server answer the dialogues, `in_flight` at a time, and keep the answers."""
-    asked: dict[tuple[int, ...], asyncio.Future[list[int]]] = {}
+    asked: dict[tuple[int, ...], asyncio.Task[list[int]]] = {}
 
     async def ask(prompt: list[int]) -> list[int]:
         ids = await client.answer(request_of(prompt))
         store.add(prompt, ids)
         return ids
 
-    async def work() -> None:
+    async def work(group: asyncio.TaskGroup) -> None:
         for dialogue in dialogues:
             while (prompt := dialogue.prompt) is not None:
                 ids = store.get(prompt)
                 if ids is None:
                     key = tuple(prompt)
                     if key not in asked:  # by another dialogue
-                        asked[key] = asyncio.ensure_future(ask(prompt))
+                        asked[key] = group.create_task(ask(prompt))
                     ids = await asked[key]
                     asked.pop(key, None)
                 dialogue.answer(ids)
             done(dialogue)
 
     async def main() -> None:
-        async with client:
-            await asyncio.gather(*(work() for _ in range(in_flight)))
+        async with client, asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(work(group))
 
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -119,7 +119,7 @@ class AnswerStore:
 
 def _records(path: Path, size: int) -> Iterator[tuple[bytes, int, int]]:
     """(hash of the prompt, place of the first token, number of tokens) of each sound record."""
-    data = np.memmap(path, np.uint8, "r", shape=(size,)) if size else np.zeros(0, np.uint8)
+    data = np.memmap(path, np.uint8, "r", shape=(size,)).data if size else memoryview(b"")
     at = 0
     while at + HEADER.size <= size:
         checksum, key, count = HEADER.unpack_from(data, at)

@@ -1,5 +1,6 @@
 """Answers of a server: the target's own, many at a time, and one clear line where they are not to be had."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.answering import Stub, serving
 from train.data.answer_server import KEY_VARIABLE, Client, Server, answer_by_server
 from train.data.answer_store import AnswerStore
 from train.data.dialogues import Dialogue, Prompts, lone
+from train.interrupts import Interrupted, Interrupts
 
 EOS = 1
 TOKENS = 6
@@ -41,9 +43,9 @@ def ask(
 ) -> None:
     """Have the stub answer dialogues into a folder."""
     server = Server(url=settings.pop("url", stub.url), in_flight=in_flight, **settings)
-    say = [].append if said is None else said.append
-    client = Client(server, server.model or "tiny", 128, (EOS,), check, say, patience)
-    with AnswerStore(folder, say, 0) as store:
+    lines: list[str] = [] if said is None else said
+    client = Client(server, server.model or "tiny", 128, (EOS,), check, lines.append, patience)
+    with AnswerStore(folder, lines.append, 0) as store:
         store.read()
         answer_by_server(
             iter(dialogues),
@@ -189,6 +191,21 @@ def test_the_key_is_sent_and_nowhere_told(stub: Stub, tmp_path: Path, monkeypatc
     ask(stub, prompts(5), tmp_path, in_flight=1, patience=10, said=said)
     assert said and not any(stub.key in line for line in said)
     assert not any(stub.key.encode() in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_a_signal_ends_the_asking_at_once(stub: Stub, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def hold() -> None:
+        if stub.answered == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.wait(timeout=20)
+
+    stub.hold = hold
+    with Interrupts(), pytest.raises(Interrupted):
+        ask(stub, prompts(100), tmp_path, in_flight=1)
+    ended.set()
+    assert kept(tmp_path) == 19  # beside the trial
 
 
 CHILD = """

@@ -15,7 +15,8 @@ ANSWERS = {(5, 6): [1], (7, 8, 9): [2, 3, 2**31 - 1], (4,): [5, 6, 7, 8]}
 
 @contextmanager
 def opened(folder: Path, writer: int | None = None, said: list[str] | None = None) -> Iterator[AnswerStore]:
-    with AnswerStore(folder, [].append if said is None else said.append, writer) as store:
+    lines: list[str] = [] if said is None else said
+    with AnswerStore(folder, lines.append, writer) as store:
         store.read()
         yield store
 

@@ -60,7 +60,8 @@ def documents(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> list[st
     for document in answer_documents(dialogue.exchanges, train_on_prompts=False):
         text, inside = "", False
         for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
-            text += ("[" if label and not inside else "]" if inside and not label else "") + tokenizer.decode([token])
+            text += "[" if label and not inside else "]" if inside and not label else ""
+            text += str(tokenizer.decode([token]))
             inside = label
         texts.append(text + "]" * inside)
     return texts
