@@ -1,6 +1,6 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -68,72 +68,58 @@ def has_date(data: Data, rendering: Rendering) -> bool:
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
-def read_prompts(
-    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, quiet: bool = False
-) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight.
-
-    quiet: say nothing of records left out.
-    """
-    prompts: list[list[int]] = []
-    for source, count in _shared(data, settings, name):
-        entry = reader.prompts(source, settings.prompt_tokens, count, seed)
-        found = _check_prompts(entry, source, count, settings, name, reader, quiet=quiet)
-        prompts += [found.tokens[start:end].tolist() for start, end in found.spans()]
-    return prompts
+def read_prompts(data: Data, seed: int, settings: Answers, name: str, reader: Reader) -> list[list[int]]:
+    """The prompts of `settings`, called `name` in the recipe, in a fixed order."""
+    entries = [entry for _, _, entry in _find_prompts(data, seed, settings, name, reader, reader.prompts, quiet=True)]
+    return [corpus.tokens[start:end].tolist() for corpus in map(open_entry, entries) for start, end in corpus.spans()]
 
 
 def read_answering(
     data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
 ) -> Answering:
-    """The answers that `data.regenerate` asks for, of which none is asked for yet. The arguments are those of
-    `read_prompts`."""
+    """The answers that `data.regenerate` asks for, of which none is asked for yet. quiet: say nothing of records left
+    out."""
     settings = data.regenerate
     assert settings is not None
-    name, most = "data.regenerate", settings.prompt_tokens
-    shared = _shared(data, settings, name)
-    entries = [reader.first_prompts(source, most, count, seed) for source, count in shared]
-    for entry, (source, count) in zip(entries, shared, strict=True):
-        _check_prompts(entry, source, count, settings, name, reader, quiet=quiet)
+    found = _find_prompts(data, seed, settings, "data.regenerate", reader, reader.first_prompts, quiet=quiet)
 
     def dialogues() -> Iterator[Dialogue]:
-        for source, count in shared:
-            yield from source.dialogues(reader.rendering, Tally(), most, count, seed)
+        for source, count, _ in found:
+            yield from source.dialogues(reader.rendering, Tally(), settings.prompt_tokens, count, seed)
 
-    return Answering(settings, dialogues, entries, target, reader, progress)
+    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader, progress)
 
 
-def _shared(data: Data, settings: Answers, name: str) -> list[tuple[AnySource, int]]:
-    """The sources, each with the number of its prompts."""
+def _find_prompts(
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, read: Callable[..., str], *, quiet: bool
+) -> list[tuple[AnySource, int, str]]:
+    """The sources, each with the number of its prompts, by weight, and the entry that `read` keeps them in. UserError
+    where they are too few, or too long to train on."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
         )
-    longest = settings.prompt_tokens + settings.new_tokens
-    if longest > data.context_length:
-        raise UserError(
-            f"data.context_length: expected at least {longest}, a prompt and an answer of {name}, got "
-            f"{data.context_length}; raise it, or lower prompt_tokens or new_tokens"
-        )
-    return list(
-        zip(data.sources, shares([source.weight or 1.0 for source in data.sources], settings.prompts), strict=True)
-    )
-
-
-def _check_prompts(
-    entry: str, source: AnySource, count: int, settings: Answers, name: str, reader: Reader, *, quiet: bool
-) -> Corpus:
-    """The prompts of a source. UserError where they are fewer than `count`."""
-    found = open_entry(entry)
-    if len(found) < count:  # the whole source is read
-        source.check(found.tally)
-    if found.tally.skipped and not quiet:
-        reader.say(describe_skipped(found.tally, str(source)))
-    if len(found) < count:
-        raise UserError(
-            f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
-            f"expected {count}; lower prompts or raise prompt_tokens"
-        )
+    found = []
+    wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
+    for source, count in zip(data.sources, wanted, strict=True):
+        entry = read(source, settings.prompt_tokens, count, seed)
+        prompts = open_entry(entry)
+        if len(prompts) < count:  # the whole source is read
+            source.check(prompts.tally)
+        if prompts.tally.skipped and not quiet:
+            reader.say(describe_skipped(prompts.tally, str(source)))
+        if len(prompts) < count:
+            raise UserError(
+                f"{name}.prompts: {source} gives {len(prompts)} prompts of at most {settings.prompt_tokens} tokens, "
+                f"expected {count}; lower prompts or raise prompt_tokens"
+            )
+        too_long = max(end - start for start, end in prompts.spans()) + settings.new_tokens
+        if too_long > data.context_length:
+            raise UserError(
+                f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+                f"got {data.context_length}"
+            )
+        found.append((source, count, entry))
     return found
 
 
@@ -210,7 +196,7 @@ def load_data(
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader, quiet=True)
+    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader)
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 
