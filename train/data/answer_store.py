@@ -8,6 +8,7 @@ An answer is kept as soon as it is added, whatever ends the process. A record th
 and no other.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -39,8 +40,7 @@ class AnswerStore:
         """`writer`: the number of the log that answers are added to; None only reads."""
         self.folder, self.say, self.writer = folder, say, writer
         self._places: dict[bytes, tuple[BinaryIO, int, int]] = {}
-        self._files: list[BinaryIO] = []
-        self._log: BinaryIO | None = None
+        self._files: dict[Path, BinaryIO] = {}
 
     def __enter__(self) -> Self:
         """Take the log to write to. UserError where another run holds it, or where it cannot be written."""
@@ -48,10 +48,10 @@ class AnswerStore:
             return self
         with unwritable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._log = self._path(self.writer).open("ab+", buffering=0)
-            self._files.append(self._log)
+            log = self._path(self.writer)
+            self._files[log] = log.open("ab+", buffering=0)
             try:
-                fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._files[log], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self.__exit__()
                 raise UserError(
@@ -61,7 +61,7 @@ class AnswerStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
     def __len__(self) -> int:
@@ -75,19 +75,20 @@ class AnswerStore:
                 "DRAFTSMITH_DATA_CACHE"
             )
         for path in sorted(self.folder.glob("*.log")):
-            own = self._log is not None and self.writer is not None and path == self._path(self.writer)
-            file = self._log if own and self._log is not None else path.open("rb", buffering=0)
-            if not own:
-                self._files.append(file)
-            end, damaged = 0, os.fstat(file.fileno()).st_size
-            for key, start, count in _records(path, damaged):
-                self._places.setdefault(key, (file, start, count))
-                end = start + 4 * count
-                damaged -= HEADER.size + 4 * count
-            if damaged:
-                self.say(f"{path}: {damaged} bytes of it are no whole answers; they are dropped, and asked for again")
-            if own:
-                file.truncate(end)
+            with unwritable(self.folder):
+                own = path in self._files
+                if not own:
+                    self._files[path] = path.open("rb", buffering=0)
+                file = self._files[path]
+                end, damaged = 0, os.fstat(file.fileno()).st_size
+                for key, start, count in _records(path, damaged):
+                    self._places.setdefault(key, (file, start, count))
+                    end = start + 4 * count
+                    damaged -= HEADER.size + 4 * count
+                if damaged:
+                    self.say(f"{path}: {damaged} bytes are no whole answers; they are dropped, and asked for again")
+                if own:
+                    file.truncate(end)
 
     def get(self, prompt: Sequence[int]) -> list[int] | None:
         """The answer to a prompt, if there is one."""
@@ -103,15 +104,16 @@ class AnswerStore:
         key = prompt_key(prompt)
         if key in self._places:
             return
-        assert self._log is not None
-        begin = os.fstat(self._log.fileno()).st_size
+        assert self.writer is not None
+        log = self._files[self._path(self.writer)]
+        begin = os.fstat(log.fileno()).st_size
         body = HEADER.pack(0, key, len(answer))[CHECKSUM_BYTES:] + np.array(answer, dtype="<i4").tobytes()
         record = zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little") + body
         with unwritable(self.folder):
-            if self._log.write(record) != len(record):
-                self._log.truncate(begin)
-                raise OSError(28, "No space left on device")
-        self._places[key] = (self._log, begin + HEADER.size, len(answer))
+            if log.write(record) != len(record):
+                log.truncate(begin)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._places[key] = (log, begin + HEADER.size, len(answer))
 
     def _path(self, writer: int) -> Path:
         return self.folder / f"{writer}.log"

@@ -72,7 +72,7 @@ def test_a_damaged_answer_is_dropped_and_no_other(tmp_path: Path) -> None:
     said: list[str] = []
     with opened(tmp_path, 0, said) as store:
         store.add((7, 8, 9), ANSWERS[7, 8, 9])
-    assert "0.log: 36 bytes of it are no whole answers" in said[0] and found(tmp_path) == ANSWERS
+    assert "0.log: 36 bytes are no whole answers" in said[0] and found(tmp_path) == ANSWERS
 
 
 def test_two_runs_do_not_write_at_a_time(tmp_path: Path) -> None:
