@@ -1,5 +1,5 @@
-"""A server on this machine that answers as vLLM or SGLang would, with a function's answers; and as a process of its own
-with those of our engine: python -m tests.answering TARGET."""
+"""A server on this machine that answers as vLLM or SGLang would, with a function's answers; and, as a process of its
+own, with those of a target: python -m tests.answering TARGET."""
 
 import json
 import sys
@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
+import torch
+
+from eval.benchmark.loading import load_pair
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget
 
 Answer = Callable[[Request], list[int]]
 Reply = tuple[int, bytes]
@@ -133,8 +135,8 @@ def by_engine(target: FrozenTarget, max_length: int = 128) -> Answer:
 
 def main() -> None:
     """Serve a target until the process is ended, and print the address."""
-    target = load_target(sys.argv[1])
-    with serving(Stub(by_engine(target, target.context_length), model=str(Path(sys.argv[1])))) as stub:
+    target, _ = load_pair(sys.argv[1], dtype="auto", device=torch.device("cpu"), trust_remote_code=False)
+    with serving(Stub(by_engine(target, target.context_length), model=sys.argv[1])) as stub:
         print(stub.url, flush=True)
         while True:
             time.sleep(1)
