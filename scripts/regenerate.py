@@ -1,8 +1,7 @@
 """Let the target answer the prompts of a recipe: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...].
 
-Writes OUTPUT_DIR/answers.jsonl, a record a line: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The answers
-are also kept in the form that training reads, so a run of the same recipe in the same folder does not ask for them
-again.
+Writes OUTPUT_DIR/answers.jsonl, a record an answer: `text` (prompt and answer), `prompt_ids` and `answer_ids`. The
+answers are also kept beside the tokenised data, so no run asks the same target for them again.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,3 +44,14 @@ def full_disk(step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "write_bytes", write_part)
         yield
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let no file of this process exceed `most` bytes, as a disk quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

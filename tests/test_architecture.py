@@ -12,8 +12,21 @@ ORDER = ("heads", "eval", "train", "scripts", "tests")  # each may import itself
 LEAN = {"torch", "transformers", "safetensors", "numpy", "triton"}  # all that heads/ and eval/runtime/ may need
 OPTIONAL = {"heads/target/quantization.py": {"torchao"}}
 DEPENDENCIES = LEAN | {
-    *("accelerate", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib", "mypy", "peft"),
-    *("pydantic", "pytest", "requests", "rich", "ruff", "setuptools", "tokenizers", "tqdm", "wandb", "yaml"),
+    *("accelerate", "aiohttp", "datasets", "deepspeed", "huggingface_hub", "hypothesis", "jinja2", "matplotlib"),
+    *(
+        "mypy",
+        "peft",
+        "pydantic",
+        "pytest",
+        "requests",
+        "rich",
+        "ruff",
+        "setuptools",
+        "tokenizers",
+        "tqdm",
+        "wandb",
+        "yaml",
+    ),
 }
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

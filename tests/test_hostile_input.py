@@ -1,9 +1,6 @@
 """Input that is worse than wrong: each is one UserError, and none of it hangs or passes unseen."""
 
 import errno
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,8 @@ from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
 from heads.lookup import LookupConfig
-from train.data.answers import write_answers
+from tests.faults import small_files
+from train.data.on_policy import write_answers
 from train.recipe import load_recipe
 
 
@@ -92,17 +90,6 @@ def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> N
 
     assert exit_status(take) == 2
     assert capsys.readouterr().err.startswith("error: the memory does not suffice (")
-
-
-@contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """Let no file of this process exceed `most` bytes, as a disk quota does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_answers_that_do_not_fit_leave_nothing_half_written(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from train.strict_yaml import read_settings
 FREE_SETTINGS = (
     ("output_dir",),
     ("tracking",),
+    ("data", "regenerate", "batch_size"),
+    ("data", "regenerate", "server", "url"),
+    ("data", "regenerate", "server", "in_flight"),
     ("train", "checkpoint_every"),
     ("train", "keep_checkpoints"),
     ("train", "log_every"),

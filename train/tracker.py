@@ -54,7 +54,8 @@ class Tracker:
         form is printed."""
         if not self.main:
             return
-        text, last = f"data.regenerate: {done}/{total} prompts answered, {tokens} tokens", done == total
+        whose = " by the first process" if self.accelerator.num_processes > 1 else ""
+        text, last = f"data.regenerate: {done}/{total} dialogues answered{whose}, {tokens} tokens", done == total
         if self.stream.isatty():
             print(f"\r\033[K{text}", end="\n" if last else "", file=self.stream, flush=True)
         elif last:

@@ -1,25 +1,35 @@
-"""The target's own answers as training data, made by the runtime and kept in a file for resumed runs."""
+"""The target's own answers as training data: asked for once, by our runtime or by a server, and kept for every head."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from pydantic import Field
 
-from eval.files import write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.corpus import Document
+from train.data.answer_server import Client, Server, answer_by_server
+from train.data.answer_store import AnswerStore, prompt_key
+from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry
+from train.data.dialogues import Dialogue
+from train.data.reader import Reader
 from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Progress = Callable[[int, int, int], None]
-"""(answers so far, answers wanted, tokens so far)."""
+"""(dialogues answered so far, dialogues to answer, tokens so far), of this process."""
+Exchange = tuple[Sequence[int], Sequence[int]]
+"""A prompt and its answer."""
+
+MARGIN = 1.0
+"""Largest difference of logits between the likeliest token and one that a server of the same target takes for it."""
+BATCHES = 8
+"""Batches that the engine is given at a time: rows that end early take the next prompt."""
 
 
 class Answers(Settings):
@@ -46,108 +56,194 @@ class Answers(Settings):
 
 
 class Regenerate(Answers):
-    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text."""
+    """Train on the target's own answers to prompts from the sources: a draft head has to predict the target's text.
 
+    Of a conversation every answer is the target's, each on its own answers before, up to a prompt that is longer than
+    `prompt_tokens`. Answers are kept beside the tokenised data, for all heads of the target.
+    """
+
+    prompts: Annotated[int, Field(ge=1, le=10**8)]
+    """Number of conversations, or prompts cut from text, to take from the sources. The sources must hold as many."""
     share: Share = 1.0
     """Share of the training rows that are answers. The rest are the sources as they are."""
+    server: Server | None = None
+    """A server that answers in place of this process. Null: the runtime answers, on every process."""
+
+    def sampled(self, prompt: list[int]) -> Request:
+        """Ask for the answer to a prompt, with noise that follows from the prompt."""
+        seed = (self.seed + int.from_bytes(prompt_key(prompt)[:4])) % 2**31  # as servers take it
+        return Request(prompt, self.new_tokens, Sampling(temperature=self.temperature, seed=seed))
 
 
-def make_answers(
-    target: FrozenTarget,
-    requests: Sequence[Request],
-    batch_size: int,
-    folder: Path,
-    *,
-    process: int = 0,
-    num_processes: int = 1,
-    wait: Callable[[], None] = lambda: None,
-    progress: Progress = lambda done, total, tokens: None,
-    open_engine: Callable[..., Engine] = Engine,
-) -> list[list[int]]:
-    """The target's answer to each request. Every process answers its share; all of them return all the answers.
+@dataclass(frozen=True)
+class Answering:
+    """The target's answers to dialogues of the sources. Every process does the same with it."""
 
-    Finished answers are appended to a part file, a line each, and taken up again after an interruption.
-    """
-    key = answers_key(target, requests)
-    whole = folder / f"answers-{key}.jsonl"
-    if not whole.is_file():
-        parts = [folder / f"answers-{key}.{n}-of-{num_processes}.part" for n in range(num_processes)]
-        share = requests[process::num_processes]
-        done, tokens = _repair_part(parts[process]), 0
-        longest = max((len(request.prompt) + request.max_new_tokens + 1 for request in share), default=0)
-        engine = open_engine(target, None, EngineOptions(batch_size=batch_size, max_length=longest)) if share else None
-        with parts[process].open("a", encoding="utf-8") as file:
-            while engine is not None and done < len(share):
-                for output in engine.generate(share[done : done + 8 * batch_size]):
-                    file.write(json.dumps(output.tokens) + "\n")
-                    tokens += len(output.tokens)
-                file.flush()
-                done = min(done + 8 * batch_size, len(share))
-                progress(done, len(share), tokens)
-        wait()
-        if process == 0:
-            in_turn = zip_longest(*(read_answers(part) for part in parts))
-            write_answers(whole, [answer for turn in in_turn for answer in turn if answer is not None])
-            for part in parts:
-                part.unlink()
-        wait()
-    answers = read_answers(whole)
-    if len(answers) != len(requests):
-        raise UserError(
-            f"{whole}: expected {len(requests)} answers, found {len(answers)}; delete the file to make them again"
+    settings: Regenerate
+    dialogues: Callable[[], Iterator[Dialogue]]
+    """All dialogues, from their beginning."""
+    first_prompts: Sequence[str]
+    """Entries of the token cache that hold the first prompts of all dialogues, in order."""
+    target: FrozenTarget
+    reader: Reader
+    progress: Progress = lambda done, total, tokens: None
+    open_engine: Callable[..., Engine] = Engine
+
+    @property
+    def store_name(self) -> str:
+        """The folder's name for the answers of this target, sampled so."""
+        settings, target = self.settings, self.target
+        key: dict[str, Any] = {"target": target.fingerprint, "dtype": str(target.dtype)}
+        key |= {"new_tokens": settings.new_tokens, "temperature": settings.temperature}
+        if settings.temperature > 0:
+            key["seed"] = settings.seed
+        if settings.server is not None:  # whose kernels and number type are its own
+            key["server"] = self._model
+        return entry_name(key)
+
+    @property
+    def folder(self) -> Path:
+        return cache_root() / "answers" / self.store_name
+
+    @property
+    def _model(self) -> str:
+        server = self.settings.server
+        return (server.model if server is not None else None) or self.target.name
+
+    def corpus(self) -> Corpus:
+        """The documents of all dialogues, whose labels are the answers. Called by every process."""
+        trained = self.settings.train_on_prompts
+        name = entry_name({"answers": self.store_name, "to": list(self.first_prompts), "train_on_prompts": trained})
+        if self.reader.has(name):
+            return open_entry(name)
+        self.ask()
+
+        def documents(tally: Tally) -> Iterable[Document]:
+            for dialogue in self.answered():
+                tally.records += 1
+                if dialogue.cut is not None:
+                    tally.skipped[dialogue.cut] = tally.skipped.get(dialogue.cut, 0) + 1
+                yield from answer_documents(dialogue.exchanges, train_on_prompts=trained)
+
+        return self.reader.write(name, documents)
+
+    def ask(self) -> None:
+        """Ask for all answers that are not kept yet, each process for its share. Called by every process."""
+        accelerator = self.reader.accelerator
+        process, num_processes = accelerator.process_index, accelerator.num_processes
+        with AnswerStore(self.folder, self.reader.say, process) as store:
+            accelerator.wait_for_everyone()
+            store.read(num_processes)
+            self.answer_share(store, process, num_processes)
+        accelerator.wait_for_everyone()
+
+    def answer_share(self, store: AnswerStore, process: int, num_processes: int) -> None:
+        """Answer the dialogues of one process. Those that begin alike are the same process's."""
+
+        def is_own(prompt: Sequence[int] | None) -> bool:
+            return prompt is not None and int.from_bytes(prompt_key(prompt)[4:8]) % num_processes == process
+
+        firsts = chain.from_iterable(map(_prompts, self.first_prompts))
+        total, done, tokens = sum(map(is_own, firsts)), 0, 0
+
+        def finished(dialogue: Dialogue) -> None:
+            nonlocal done, tokens
+            done, tokens = done + 1, tokens + sum(len(answer) for _, answer in dialogue.exchanges)
+            self.progress(done, total, tokens)
+
+        own = (dialogue for dialogue in self.dialogues() if is_own(dialogue.prompt))
+        server = self.settings.server
+        if server is None:
+            self._answer_by_engine(own, store, finished)
+            return
+        target = self.target
+        client = Client(server, self._model, target.vocab_size, target.eos_token_ids, self._fault_of, self.reader.say)
+        in_flight = max(1, server.in_flight // num_processes)
+        answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
+
+    def answered(self) -> Iterator[Dialogue]:
+        """All dialogues with their answers, which are kept."""
+        with AnswerStore(self.folder, self.reader.say) as store:
+            store.read()
+            for dialogue in self.dialogues():
+                while dialogue.prompt is not None:
+                    answer = store.get(dialogue.prompt)
+                    if answer is None:
+                        raise UserError(
+                            f"{store.folder}: an answer is gone that was there before; the same command makes it again"
+                        )
+                    dialogue.answer(answer)
+                yield dialogue
+
+    def _answer_by_engine(
+        self, dialogues: Iterator[Dialogue], store: AnswerStore, finished: Callable[[Dialogue], None]
+    ) -> None:
+        settings, target = self.settings, self.target
+        longest = min(settings.prompt_tokens + settings.new_tokens + 1, target.context_length)
+        options = EngineOptions(batch_size=settings.batch_size, max_length=longest)
+        engine: Engine | None = None
+        begun: list[Dialogue] = []
+        while held := [*begun, *islice(dialogues, max(0, BATCHES * settings.batch_size - len(begun)))]:
+            begun = []
+            for dialogue in held:
+                while dialogue.prompt is not None and (kept := store.get(dialogue.prompt)) is not None:
+                    dialogue.answer(kept)
+                if dialogue.prompt is None:
+                    finished(dialogue)
+                else:
+                    begun.append(dialogue)
+            if begun:
+                engine = engine or self.open_engine(target, None, options)
+                alike = {tuple(dialogue.prompt or ()): dialogue.prompt or [] for dialogue in begun}
+                self._generate(engine, list(alike.values()), store)
+
+    def _generate(self, engine: Engine, prompts: Sequence[list[int]], store: AnswerStore) -> None:
+        """Have prompts answered, and keep each answer when it is whole."""
+        made: list[list[int]] = [[] for _ in prompts]
+
+        def keep(number: int, fresh: list[int]) -> None:
+            made[number] += fresh
+            if len(made[number]) == self.settings.new_tokens or fresh[-1] in self.target.eos_token_ids:
+                store.add(prompts[number], made[number])
+
+        engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
+
+    def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
+        """The fault of a server's greedy answer: a token that the target holds for far less likely than another."""
+        tokens = torch.tensor([[*prompt, *answer]], device=self.target.device)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        features = self.target.packed_features(tokens, positions, torch.zeros_like(tokens), ())
+        logits = self.target.shared.lm_head(features.hidden[:, len(prompt) - 1 : -1])[0].float()
+        behind = logits.amax(dim=-1) - logits[torch.arange(len(answer)), tokens[0, len(prompt) :]]
+        worst = int(behind.argmax())
+        if float(behind[worst]) <= MARGIN:
+            return None
+        return (
+            f"expected the target's greedy answer, got token {answer[worst]} at place {worst}, whose logit is "
+            f"{float(behind[worst]):.1f} below that of {int(logits[worst].argmax())}; serve the same weights as "
+            "target.path, in the same precision"
         )
-    return answers
 
 
-def answer_documents(
-    prompts: Sequence[list[int]], answers: Sequence[list[int]], *, train_on_prompts: bool
-) -> list[Document]:
-    """Prompt and answer side by side; the answer's tokens are the labels."""
-    documents = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        labels = np.ones(len(prompt) + len(answer), dtype=np.bool_)
-        labels[: len(prompt)] = train_on_prompts
-        documents.append(Document(np.array([*prompt, *answer], dtype=np.int32), labels))
-    return documents
+def answer_documents(exchanges: Iterable[Exchange], *, train_on_prompts: bool) -> list[Document]:
+    """Prompts and answers side by side; the answers' tokens are the labels. A prompt that goes on from the answer
+    before it goes on in its document, another begins a document of its own."""
+    documents: list[Document] = []
+    ids: list[int] = []
+    labels: list[bool] = []
+    for prompt, answer in exchanges:
+        if list(prompt[: len(ids)]) != ids:
+            documents.append(_document(ids, labels))
+            ids, labels = [], []
+        labels += [train_on_prompts] * (len(prompt) - len(ids)) + [True] * len(answer)
+        ids = [*prompt, *answer]
+    return [*documents, _document(ids, labels)] if ids else documents
 
 
-def answers_key(target: FrozenTarget, requests: Sequence[Request]) -> str:
-    """A hash of all that the answers depend on: the target, the prompts and the sampling, but not the batch size."""
-    sampling = requests[0].sampling
-    drawn: dict[str, Any] = {"new_tokens": requests[0].max_new_tokens, "temperature": sampling.temperature}
-    if sampling.temperature > 0:
-        drawn["seed"] = sampling.seed
-    text = json.dumps([target.fingerprint, str(target.dtype), drawn, [request.prompt for request in requests]])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _document(ids: list[int], labels: list[bool]) -> Document:
+    return Document(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
-def _repair_part(part: Path) -> int:
-    """Drop a last line cut short by a crash; returns how many answers are whole."""
-    if not part.is_file():
-        return 0
-    data = part.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        part.write_bytes(whole)
-    return whole.count(b"\n")
-
-
-def read_answers(path: Path) -> list[list[int]]:
-    """Token ids, a list a line. UserError for a line that is none."""
-
-    def parse() -> Iterator[list[int]]:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield [int(token) for token in json.loads(line)]
-                except (ValueError, TypeError):
-                    raise UserError(
-                        f"{path}:{number}: expected a list of token ids; delete the file to make the answers again"
-                    ) from None
-
-    return list(parse())
-
-
-def write_answers(path: Path, answers: Sequence[list[int]]) -> None:
-    """Write a file that `read_answers` reads, whole or not at all."""
-    write_text(path, "".join(json.dumps(answer) + "\n" for answer in answers))
+def _prompts(entry: str) -> Iterator[list[int]]:
+    corpus = open_entry(entry)
+    return (corpus.tokens[start:end].tolist() for start, end in corpus.spans())

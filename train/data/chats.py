@@ -112,11 +112,11 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
     labels: list[bool] = []
     documents: list[Document] = []
     for turn in conversation.turns:
-        prompt, whole = _ids(tokenizer, turn.prompt), _ids(tokenizer, turn.whole)
+        prompt, whole = token_ids(tokenizer, turn.prompt), token_ids(tokenizer, turn.whole)
         start = _common_prefix(prompt, whole)
         if start < len(prompt):
             before = template.render(turn.before, place=place, tools=conversation.tools)
-            if start < len(_ids(tokenizer, before)):
+            if start < len(token_ids(tokenizer, before)):
                 raise RecordError(
                     f"{place}: the chat template rewrites what stands before the answer of turn "
                     f"{len(turn.before) + 1}, so its labels cannot be found; give the source a chat_template that only "
@@ -143,7 +143,7 @@ def encode_prompt(
     if not turns:
         return None
     text = template.render(messages[: turns[-1]], place=place, tools=tools, answer_next=True)
-    return _ids(template.tokenizer, text)
+    return token_ids(template.tokenizer, text)
 
 
 def _reasoning(message: Message) -> Iterator[str]:
@@ -201,7 +201,8 @@ def _encodings(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequ
     return batch.encodings or []
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a rendered text, to which nothing is added."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
 

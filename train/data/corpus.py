@@ -151,7 +151,7 @@ def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> N
     documents: the source, which counts its records in the tally. UserError where the folder cannot be written.
     """
     root = cache_root()
-    try:
+    with unwritable(root):
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root / f".{name}.lock"):
             if find_fault(root / name) is None:
@@ -159,9 +159,16 @@ def write_once(name: str, documents: Callable[[Tally], Iterable[Document]]) -> N
             with whole_folder(root / name) as temporary:
                 tally = Tally()
                 _write(temporary, documents(tally), tally)
+
+
+@contextmanager
+def unwritable(folder: Path) -> Iterator[None]:
+    """Turn the failure to write to a folder of the cache into a UserError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(
-            f"{root}: cannot be written to ({error.strerror}); free space there, or name another folder with "
+            f"{folder}: cannot be written to ({error.strerror}); free space there, or name another folder with "
             "DRAFTSMITH_DATA_CACHE"
         ) from error
 

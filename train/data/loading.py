@@ -1,5 +1,6 @@
 """Training rows by a recipe's `data`: its sources, the target's answers, and the draft's own text."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,9 @@ from heads.backends.huggingface import positions_of
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Answers, Progress, Regenerate, answer_documents, make_answers
-from train.data.corpus import Corpus, corpus_of
+from train.data.answers import Answering, Answers, Progress, Regenerate
+from train.data.corpus import Corpus, Tally, open_entry
+from train.data.dialogues import Dialogue
 from train.data.on_policy import OnPolicy, Samples
 from train.data.packing import Mixture, Pool, shares
 from train.data.reader import Reader
@@ -52,6 +54,8 @@ def check_data(data: Data, target: FrozenTarget) -> None:
                 f"data.sources.{number}: an encoder-decoder target learns from questions and their answers, got kind "
                 f"{source.kind}; use kind chat"
             )
+    if data.regenerate is not None and data.regenerate.server is not None:
+        raise UserError("data.regenerate.server: servers take no prompts of an encoder-decoder target; leave it out")
     for name, answers in (("regenerate", data.regenerate), ("on_policy", data.on_policy)):
         if answers is not None and answers.train_on_prompts:
             raise UserError(
@@ -64,38 +68,65 @@ def has_date(data: Data, rendering: Rendering) -> bool:
     return any(source.template(rendering).has_date for source in data.sources if isinstance(source, ChatSource))
 
 
-def read_prompts(
-    data: Data, seed: int, settings: Answers, name: str, reader: Reader, *, quiet: bool = False
-) -> list[list[int]]:
-    """The prompts of `settings`, called `name` in the recipe, in a fixed order, shared among the sources by weight.
+def read_prompts(data: Data, seed: int, settings: Answers, name: str, reader: Reader) -> list[list[int]]:
+    """The prompts of `settings`, called `name` in the recipe, in a fixed order."""
+    entries = [entry for _, _, entry in _find_prompts(data, seed, settings, name, reader, reader.prompts, quiet=True)]
+    return [corpus.tokens[start:end].tolist() for corpus in map(open_entry, entries) for start, end in corpus.spans()]
 
-    quiet: say nothing of records left out.
-    """
+
+def read_answering(
+    data: Data, seed: int, target: FrozenTarget, reader: Reader, progress: Progress, *, quiet: bool = False
+) -> Answering:
+    """The answers that `data.regenerate` asks for, of which none is asked for yet. quiet: say nothing of records left
+    out."""
+    settings = data.regenerate
+    assert settings is not None
+    found = _find_prompts(data, seed, settings, "data.regenerate", reader, reader.first_prompts, quiet=quiet)
+
+    def dialogues() -> Iterator[Dialogue]:
+        for source, count, _ in found:
+            yield from source.dialogues(reader.rendering, Tally(), settings.prompt_tokens, count, seed)
+
+    return Answering(settings, dialogues, [entry for _, _, entry in found], target, reader, progress)
+
+
+def _find_prompts(
+    data: Data, seed: int, settings: Answers, name: str, reader: Reader, read: Callable[..., str], *, quiet: bool
+) -> list[tuple[AnySource, int, str]]:
+    """The sources, each with the number of its prompts, by weight, and the entry that `read` keeps them in. UserError
+    where they are too few, or too long to train on."""
     if settings.prompts < len(data.sources):
         raise UserError(
             f"{name}.prompts: expected at least one for each of {len(data.sources)} sources, got {settings.prompts}"
         )
-    prompts: list[list[int]] = []
+    found = []
     wanted = shares([source.weight or 1.0 for source in data.sources], settings.prompts)
     for source, count in zip(data.sources, wanted, strict=True):
-        found = reader.prompts(source, settings.prompt_tokens, count, seed)
-        if len(found) < count:  # the whole source is read
-            source.check(found.tally)
-        if found.tally.skipped and not quiet:
-            reader.say(describe_skipped(found.tally, str(source)))
-        if len(found) < count:
+        entry = read(source, settings.prompt_tokens, count, seed)
+        prompts = open_entry(entry)
+        if len(prompts) < count:  # the whole source is read
+            source.check(prompts.tally)
+        if prompts.tally.skipped and not quiet:
+            reader.say(describe_skipped(prompts.tally, str(source)))
+        if len(prompts) < count:
             raise UserError(
-                f"{name}.prompts: {source} gives {len(found)} prompts of at most {settings.prompt_tokens} tokens, "
+                f"{name}.prompts: {source} gives {len(prompts)} prompts of at most {settings.prompt_tokens} tokens, "
                 f"expected {count}; lower prompts or raise prompt_tokens"
             )
-        prompts += [found.tokens[start:end].tolist() for start, end in found.spans()]
-    too_long = max(map(len, prompts)) + settings.new_tokens
-    if too_long > data.context_length:
-        raise UserError(
-            f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
-            f"got {data.context_length}"
-        )
-    return prompts
+        too_long = max(end - start for start, end in prompts.spans()) + settings.new_tokens
+        if too_long > data.context_length:
+            raise UserError(
+                f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "
+                f"got {data.context_length}"
+            )
+        found.append((source, count, entry))
+    return found
+
+
+def describe_cut(tally: Tally) -> str:
+    """The conversations that the target answers in part, by reason, in one line."""
+    reasons = ", ".join(f"{count} before {why}" for why, count in sorted(tally.skipped.items()))
+    return f"data.regenerate: {sum(tally.skipped.values())} of {tally.records} conversations end early: {reasons}"
 
 
 def read_source(source: AnySource, name: str, reader: Reader) -> Corpus:
@@ -135,7 +166,7 @@ def load_data(
         )
     if target.is_recurrent:
         reader.say(f"{target.name}: one document a row, because its recurrent layers cannot be masked by document")
-    regenerate, accelerator = data.regenerate, reader.accelerator
+    regenerate = data.regenerate
     pools: list[Pool] = []
     weights: list[float] = []
     kept = 1.0 if regenerate is None else 1 - regenerate.share
@@ -156,26 +187,16 @@ def load_data(
         weights = [kept * weight / sum(weights) for weight in weights]
     if regenerate is not None:
         # Of sources that are rows too, the records left out are said already.
-        prompts = read_prompts(data, seed, regenerate, "data.regenerate", reader, quiet=bool(pools))
-        requests = [regenerate.request(prompt, n) for n, prompt in enumerate(prompts)]
-        answers = make_answers(
-            target,
-            requests,
-            regenerate.batch_size,
-            folder,
-            process=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-            wait=accelerator.wait_for_everyone,
-            progress=progress,
-        )
-        documents = answer_documents(prompts, answers, train_on_prompts=regenerate.train_on_prompts)
-        add(corpus_of(documents), regenerate.share, "data.regenerate")
+        corpus = read_answering(data, seed, target, reader, progress, quiet=bool(pools)).corpus()
+        if corpus.tally.skipped:
+            reader.say(describe_cut(corpus.tally))
+        add(corpus, regenerate.share, "data.regenerate")
     mixture = Mixture(pools, weights, seed)
     check_reserved(head, mixture, reader.rendering.tokenizer)
     check_supervision(head, mixture)
     if data.on_policy is None:
         return mixture, None
-    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader, quiet=True)
+    prompts = read_prompts(data, seed, data.on_policy, "data.on_policy", reader)
     return mixture, Samples(mixture, prompts, data.on_policy, folder / "on_policy")
 
 

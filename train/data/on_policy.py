@@ -5,17 +5,19 @@ At a fixed number of steps the runtime lets the draft answer the next prompts, a
 up to the next time. They are kept in files, because a resumed run no longer has the weights that wrote them.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from eval.files import write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from train.data.answers import Answers, answer_documents, read_answers, write_answers
+from train.data.answers import Answers, answer_documents
 from train.data.corpus import corpus_of
 from train.data.packing import PATTERN, Mixture, Pool
 from train.strict_yaml import Count, Share, Temperature
@@ -86,8 +88,13 @@ class Samples:
         answers, prompts = read_answers(file), [list(request.prompt) for request in self.requests(begin)]
         if len(answers) != len(prompts):
             raise UserError(f"{file}: expected {len(prompts)} samples, found {len(answers)}; begin anew elsewhere")
+        documents = [
+            document
+            for exchange in zip(prompts, answers, strict=True)
+            for document in answer_documents([exchange], train_on_prompts=settings.train_on_prompts)
+        ]
         pool = Pool(
-            corpus_of(answer_documents(prompts, answers, train_on_prompts=settings.train_on_prompts)),
+            corpus_of(documents),
             self.base.pools[0].row_length,
             packs=self.base.pools[0].packs,
         )
@@ -95,3 +102,25 @@ class Samples:
             return Mixture([pool], [1.0], self.base.seed)
         weights = [count * (1 - settings.share) for count in self.base.counts]
         return Mixture([*self.base.pools, pool], [*weights, PATTERN * settings.share], self.base.seed)
+
+
+def read_answers(path: Path) -> list[list[int]]:
+    """Token ids, a list a line. UserError for a line that is none."""
+
+    def parse() -> Iterator[list[int]]:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield [int(token) for token in json.loads(line)]
+                except (ValueError, TypeError):
+                    raise UserError(
+                        f"{path}:{number}: expected a list of token ids; restore the file, or begin anew in another "
+                        "output_dir"
+                    ) from None
+
+    return list(parse())
+
+
+def write_answers(path: Path, answers: Sequence[list[int]]) -> None:
+    """Write a file that `read_answers` reads, whole or not at all."""
+    write_text(path, "".join(json.dumps(answer) + "\n" for answer in answers))

@@ -8,7 +8,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from heads.errors import UserError
-from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry, write_once
+from train.data.corpus import (
+    Corpus,
+    Document,
+    Tally,
+    cache_root,
+    entry_name,
+    find_fault,
+    open_entry,
+    write_once,
+)
 from train.data.sources import AnySource, Rendering, Say
 from train.data.templates import tokenizer_key
 from train.interrupts import Interrupted
@@ -24,20 +33,42 @@ class Reader:
 
     def documents(self, source: AnySource) -> Corpus:
         """The documents of a source. Called by every process."""
-        return self._read(source, {}, lambda tally: source.documents(self.rendering, tally))
+        return open_entry(self._write(source, {}, lambda tally: source.documents(self.rendering, tally)))
 
-    def prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> Corpus:
-        """At most `wanted` prompts of at most `most` tokens, as documents without labels. Called by every process."""
+    def prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> str:
+        """The entry of at most `wanted` prompts of at most `most` tokens, as documents without labels. Called by every
+        process."""
 
         def read(tally: Tally) -> Iterable[Document]:
-            for prompt in source.prompts(self.rendering, tally, most, wanted, seed):
-                yield Document(np.array(prompt, dtype=np.int32), np.zeros(len(prompt), dtype=np.bool_))
+            return map(_unlabelled, source.prompts(self.rendering, tally, most, wanted, seed))
 
-        return self._read(source, {"prompts": [most, wanted, seed]}, read)
+        return self._write(source, {"prompts": [most, wanted, seed]}, read)
 
-    def _read(
-        self, source: AnySource, form: dict[str, list[int]], read: Callable[[Tally], Iterable[Document]]
-    ) -> Corpus:
+    def first_prompts(self, source: AnySource, most: int, wanted: int, seed: int) -> str:
+        """The entry of the prompts that open the dialogues of a source, as `prompts`."""
+
+        def read(tally: Tally) -> Iterable[Document]:
+            for dialogue in source.dialogues(self.rendering, tally, most, wanted, seed):
+                assert dialogue.prompt is not None
+                yield _unlabelled(dialogue.prompt)
+
+        return self._write(source, {"first prompts": [most, wanted, seed]}, read)
+
+    def has(self, name: str) -> bool:
+        """True if every node has the entry, sound. Called by every process."""
+        faults = on_each_node(self.accelerator, lambda: find_fault(cache_root() / name) or "")
+        return not any(faults)
+
+    def write(self, name: str, documents: Callable[[Tally], Iterable[Document]]) -> Corpus:
+        """An entry, written on each node unless it is there. Called by every process."""
+
+        def act() -> str:
+            write_once(name, documents)
+            return name
+
+        return open_entry(on_each_node(self.accelerator, act)[0])
+
+    def _write(self, source: AnySource, form: dict[str, list[int]], read: Callable[[Tally], Iterable[Document]]) -> str:
         def write() -> str:
             key = {"tokenizer": tokenizer_key(self.rendering.tokenizer), **source.key(self.rendering), **form}
             name = entry_name(key)
@@ -52,7 +83,11 @@ class Reader:
         names = on_each_node(self.accelerator, write)
         if len(set(names)) > 1:
             raise UserError(f"{source}: the machines of this launch read different data; give all of them the same")
-        return open_entry(names[0])
+        return names[0]
+
+
+def _unlabelled(ids: list[int]) -> Document:
+    return Document(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.bool_))
 
 
 def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from eval.files import write_text
 from heads.errors import UserError
-from train.data.answers import make_answers
-from train.data.loading import check_data, read_prompts
-from train.launch import load_recipe_target
+from train.data.loading import check_data, read_answering
+from train.launch import load_recipe_target, on_main
 from train.opening import open_reader, open_run
 from train.recipe import load_recipe
 
@@ -15,21 +14,24 @@ from train.recipe import load_recipe
 def regenerate(arguments: Sequence[str]) -> int:
     """Let the target answer, and write the records of a recipe and its overrides."""
     recipe = load_recipe(arguments[0], arguments[1:])
-    settings = recipe.data.regenerate
-    if settings is None:
+    if recipe.data.regenerate is None:
         raise UserError(f"{arguments[0]}: data.regenerate: is missing; say how many prompts are to be answered")
     with open_run(recipe) as run:
-        folder, say = run.folder.path, run.tracker.say
         target, tokenizer = load_recipe_target(recipe.target, run.accelerator)
         check_data(recipe.data, target)
         reader = open_reader(recipe.data, tokenizer, run)
-        prompts = read_prompts(recipe.data, recipe.train.seed, settings, "data.regenerate", reader)
-        requests = [settings.request(prompt, n) for n, prompt in enumerate(prompts)]
-        answers = make_answers(target, requests, settings.batch_size, folder, progress=run.tracker.answering)
-        records = [
-            {"text": tokenizer.decode(prompt + answer), "prompt_ids": prompt, "answer_ids": answer}
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        write_text(folder / "answers.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-        say(f"{len(records)} answers in {folder / 'answers.jsonl'}")
+        answering = read_answering(recipe.data, recipe.train.seed, target, reader, run.tracker.answering)
+        answering.ask()
+        path = run.folder.path / "answers.jsonl"
+
+        def write() -> int:
+            records = [
+                {"text": tokenizer.decode([*prompt, *answer]), "prompt_ids": prompt, "answer_ids": answer}
+                for dialogue in answering.answered()
+                for prompt, answer in dialogue.exchanges
+            ]
+            write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+            return len(records)
+
+        run.tracker.say(f"{on_main(run.accelerator, write)} answers in {path}")
     return 0

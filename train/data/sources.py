@@ -31,6 +31,7 @@ from train.data.chats import (
     read_conversation,
 )
 from train.data.corpus import Document, Tally
+from train.data.dialogues import Dialogue, answer_by_answer, lone
 from train.data.templates import ChatTemplate
 from train.strict_yaml import Count, Name, Settings, Weight
 
@@ -71,10 +72,8 @@ class Texts:
 
     def prompts(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[list[int]]:
         """Openings at line starts in the first three quarters of texts, `most` / 4 to `most` tokens long."""
-        texts = [text for text in islice(self.texts(), wanted) if len(text) >= MIN_PROMPT_CHARACTERS]
         tokenizer, random = rendering.tokenizer, np.random.default_rng((seed, 3))
-        for n in range(wanted if texts else 0):
-            text = texts[n % len(texts)]
+        for text in islice(self._over_and_over(wanted), wanted):
             length = int(random.integers(max(1, most // 4), most + 1))
             # A quarter of the prompts open a document; the others begin at a line somewhere inside it.
             inside = random.random() >= 0.25
@@ -85,6 +84,20 @@ class Texts:
             if ids[-1:] == [tokenizer.eos_token_id]:
                 ids = ids[:-1]
             yield ids[:length] or tokenizer(text, verbose=False)["input_ids"][:length]
+
+    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
+        """Each of the prompts by itself."""
+        return (Dialogue(lone(prompt)) for prompt in self.prompts(rendering, tally, most, wanted, seed))
+
+    def _over_and_over(self, most: int) -> Iterator[str]:
+        """The first `most` texts that are long enough for prompts, without end."""
+        found = True
+        while found:
+            found = False
+            for text in islice(self.texts(), most):
+                if len(text) >= MIN_PROMPT_CHARACTERS:
+                    found = True
+                    yield text
 
     def check(self, tally: Tally) -> None:
         """Every text can be used."""
@@ -165,7 +178,8 @@ class ChatSource(RecordSource):
     """File with a Jinja chat template, used in place of the tokenizer's own."""
     answers: Literal["all", "last"] = "all"
     """`last` trains on the last answer of each conversation alone. It saves tokens under a chat template that rewrites
-    earlier turns, which gives every answer a document of its own."""
+    earlier turns, which gives every answer a document of its own. `data.regenerate` then asks for the last alone, on
+    the turns as they are recorded."""
     max_skipped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Largest share of records to leave out because they cannot be used: no answer, an unknown role, refused by the
     chat template. Above it, training does not begin."""
@@ -213,6 +227,17 @@ class ChatSource(RecordSource):
 
         short = (prompt for prompt in self._read(read, tally) if prompt and len(prompt) <= most)
         return islice(short, wanted)
+
+    def dialogues(self, rendering: Rendering, tally: Tally, most: int, wanted: int, seed: int) -> Iterator[Dialogue]:
+        """The first conversations whose first prompts are no longer than `most` tokens."""
+        template, last_only = self.template(rendering), self.answers == "last"
+
+        def read(place: str, messages: Any, tools: Any) -> Dialogue:
+            return Dialogue(
+                answer_by_answer(template, messages, place=place, tools=tools, most=most, last_only=last_only)
+            )
+
+        return islice((dialogue for dialogue in self._read(read, tally) if dialogue.prompt is not None), wanted)
 
     def check(self, tally: Tally) -> None:
         """UserError where more records cannot be used than the source allows."""

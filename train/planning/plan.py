@@ -15,8 +15,8 @@ from train.recipe import Recipe
 
 TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
 """Of a tokenised token on disk."""
-ANSWER_BYTES = 8
-"""Of a token of an answer on disk, at most: as text, a comma and a space behind it."""
+ANSWER_BYTES = 9
+"""Of a token of an answer on disk: as it was given, and in the documents with its label."""
 FEATURE_BYTES = 2
 """Of one number in a cache of features."""
 LIBRARIES = 2**30
@@ -127,9 +127,13 @@ class Plan:
         return {"process": process, "node": process * min(self.launch.processes, PER_NODE)}
 
     def answer_tokens(self) -> int:
-        """Tokens of the target's answers that are made first, at most."""
-        made = self.recipe.data.regenerate
-        return 0 if made is None else made.prompts * made.new_tokens
+        """Tokens of the target's answers that are made first, at most: those of a conversation are all but the last in
+        its longest prompt."""
+        made, data = self.recipe.data.regenerate, self.recipe.data
+        if made is None:
+            return 0
+        before = made.prompt_tokens if any(source.kind == "chat" for source in data.sources) else 0
+        return made.prompts * (before + made.new_tokens)
 
     def data_tokens(self) -> int | None:
         """Tokens of the training data, at most, where the recipe says how many there are."""

@@ -1,29 +1,29 @@
-"""The target's own answers: what the runtime gives, kept and taken up again."""
+"""The target's own answers: what the runtime gives, asked for once for all heads and any number of processes."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
-from tests.chats import reader_of
-from train.data.answers import Regenerate, answer_documents, answers_key, make_answers
-from train.data.loading import read_prompts, read_source
-from train.recipe import load_recipe
+from tests.answering import Stub, by_engine, serving
+from tests.chats import documents_of, reader_of
+from train.data.answer_store import AnswerStore
+from train.data.answers import Answering
+from train.data.corpus import open_entry
+from train.data.loading import Data, describe_cut, read_answering, read_source
 
-PROMPTS = [[0, 40 + n, 50, 60 + n] for n in range(9)]
-
-
-def ask(prompts: list[list[int]], **settings: Any) -> list[Request]:
-    sampled = Regenerate(prompts=9, **{"new_tokens": 6, **settings})
-    return [sampled.request(prompt, n) for n, prompt in enumerate(prompts)]
-
-
-GREEDY = ask(PROMPTS)
+WORDS = ["the sea", "ten birds", "a stone", "the sand", "there", "read on", "so", "no end"]
 
 
 @pytest.fixture(scope="module")
@@ -31,118 +31,198 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))
 
 
-def test_answers_are_the_targets_greedy_continuations(target: FrozenTarget, tmp_path: Path) -> None:
-    made = make_answers(target, GREEDY, 1, tmp_path)
-    engine = Engine(target, None, EngineOptions(max_length=32))
-    assert made == [output.tokens for output in engine.generate([Request(prompt, 6) for prompt in PROMPTS])]
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 class Noting(Engine):
-    """An engine that notes the requests that it is given."""
+    """An engine that notes the requests that it is given, and is interrupted after some answers."""
 
     noted: ClassVar[list[Request]] = []
+    answers_left: ClassVar[float] = math.inf
 
-    def generate(self, requests: Any, **rest: Any) -> Any:
+    def generate(self, requests: Any, *, on_tokens: Any = None) -> Any:
         self.noted.extend(requests)
-        return super().generate(requests, **rest)
+        lengths: Counter[int] = Counter()
+
+        def on(index: int, tokens: list[int]) -> None:
+            if Noting.answers_left == 0:
+                raise KeyboardInterrupt
+            on_tokens(index, tokens)
+            lengths[index] += len(tokens)
+            Noting.answers_left -= tokens[-1] == 1 or lengths[index] == requests[index].max_new_tokens
+
+        return super().generate(requests, on_tokens=on)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def asked() -> list[Request]:
     """Requests that engines were given."""
     Noting.noted.clear()
+    Noting.answers_left = math.inf
     return Noting.noted
 
 
-def test_answers_are_made_once(target: FrozenTarget, tmp_path: Path, asked: list[Request]) -> None:
-    made = make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting)
-    assert len(asked) == len(PROMPTS)
-    assert make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting) == made and len(asked) == len(PROMPTS)
-    assert len(list(tmp_path.iterdir())) == 1
+Make = Callable[..., Answering]
 
 
-def test_an_interrupted_file_is_taken_up_at_its_last_whole_line(
-    target: FrozenTarget, tmp_path: Path, asked: list[Request]
-) -> None:
-    made = make_answers(target, GREEDY, 1, tmp_path)
-    (whole,) = tmp_path.iterdir()
-    lines = whole.read_text().splitlines(keepends=True)
-    whole.unlink()
-    part = tmp_path / f"answers-{answers_key(target, GREEDY)}.0-of-1.part"
-    part.write_text("".join(lines[:7]) + lines[7][:3])
+@pytest.fixture
+def make(target: FrozenTarget, tmp_path: Path) -> Make:
+    """settings of `data.regenerate` -> the answers of the tiny target to short conversations."""
+
+    def make(
+        said: list[str] | None = None, *, turns: int = 2, target: FrozenTarget = target, **settings: Any
+    ) -> Answering:
+        path = tmp_path / f"chats-{turns}.jsonl"
+        chats = [
+            [
+                {"role": role, "content": f"{WORDS[n % 8]} {n // 8} {turn}"}
+                for turn in range(turns)
+                for role in ("user", "assistant")
+            ]
+            for n in range(20)
+        ]
+        path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        regenerate = {"prompts": 20, "prompt_tokens": 64, "new_tokens": 6, "batch_size": 3, **settings}
+        data = Data.model_validate({"sources": [{"kind": "chat", "path": str(path)}], "regenerate": regenerate})
+        reader = reader_of(load_tokenizer(target.name), said)
+        found = read_answering(data, 0, target, reader, lambda *_: None)
+        return replace(found, open_engine=Noting)
+
+    return make
+
+
+def exchanges(answering: Answering) -> list[tuple[list[int], list[int]]]:
+    return [exchange for dialogue in answering.answered() for exchange in dialogue.exchanges]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_the_targets_to_every_turn(temperature: float, make: Make, target: FrozenTarget) -> None:
+    answering = make(turns=3, temperature=temperature)
+    corpus = answering.corpus()
+    made = exchanges(answering)
+    engine = Engine(target, None, EngineOptions(max_length=80))
+    requests = [answering.settings.sampled(prompt) for prompt, _ in made]
+    assert [output.tokens for output in engine.generate(requests)] == [answer for _, answer in made]
+    assert len({request.sampling.seed for request in requests}) == len({tuple(r.prompt) for r in requests})
+    answered = [len(dialogue.exchanges) for dialogue in answering.answered()]
+    assert len(answered) == 20 and max(answered) == 3 and sum(answered) == len(made)
+    assert corpus.tokens[corpus.labels].tolist() == [token for _, answer in made for token in answer]
+
+
+def test_conversations_that_end_early_are_counted(make: Make) -> None:
+    tally = make(turns=3, prompt_tokens=40).corpus().tally
+    line = describe_cut(tally)
+    assert tally.records == 20 and 0 < sum(tally.skipped.values()) < 20
+    assert "of 20 conversations end early: " in line and " before a prompt of more than 40 tokens" in line
+
+
+def test_another_head_asks_for_nothing(make: Make, asked: list[Request], cache: Path) -> None:
+    corpus = make().corpus()
+    assert len(asked) >= 20
     asked.clear()
-    assert make_answers(target, GREEDY, 1, tmp_path, open_engine=Noting) == made and len(asked) == 2
+    assert np.array_equal(make(batch_size=1, share=0.5).corpus().tokens, corpus.tokens) and not asked
+    trained = make(train_on_prompts=True).corpus()  # documents of its own, from the same answers
+    assert not asked and trained.num_labels > corpus.num_labels
+    make(prompts=18).corpus()
+    assert not asked
+    make(new_tokens=7).corpus()
+    assert asked and len(list((cache / "answers").iterdir())) == 2
 
 
-def test_shares_of_two_processes_make_the_same_answers(target: FrozenTarget, tmp_path: Path) -> None:
-    sampled = ask(PROMPTS, temperature=1.0)
-    alone = make_answers(target, sampled, 1, tmp_path)
-    (tmp_path / "two").mkdir()
-
-    def other_process() -> None:
-        """Its own share, which the first process is waiting for."""
-        with pytest.raises(FileNotFoundError):  # of the whole, which the first writes
-            make_answers(target, sampled, 1, tmp_path / "two", process=1, num_processes=2)
-
-    waits: Iterator[Callable[[], None]] = iter([other_process, lambda: None])
-    both = make_answers(target, sampled, 1, tmp_path / "two", num_processes=2, wait=lambda: next(waits)())
-    assert both == alone
+def share(answering: Answering, process: int, num_processes: int) -> None:
+    """Answer as one process of several does."""
+    with AnswerStore(answering.folder, print, process) as store:
+        store.read()
+        answering.answer_share(store, process, num_processes)
 
 
-def test_the_key_is_what_answers_depend_on(target: FrozenTarget) -> None:
-    key = answers_key(target, GREEDY)
-    assert answers_key(target, ask(PROMPTS, seed=3)) == key
-    others = [ask(PROMPTS, new_tokens=7), ask(PROMPTS, temperature=1.0), ask(PROMPTS[1:])]
-    assert all(answers_key(target, other) != key for other in others)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2)])
+def test_another_number_of_processes_makes_no_answer_anew(
+    before: int, after: int, make: Make, asked: list[Request]
+) -> None:
+    answering = make()
+    for process in range(before):
+        share(answering, process, before)
+    whole = len(asked)
+    asked.clear()
+    for process in range(after):
+        share(answering, process, after)
+    assert not asked and len({tuple(prompt) for prompt, _ in exchanges(answering)}) == whole
+    sizes = [path.stat().st_size for path in answering.folder.glob("*.log")]
+    assert sum(size > 0 for size in sizes) == before
 
 
-def test_a_damaged_file_is_named_by_line(target: FrozenTarget, tmp_path: Path) -> None:
-    make_answers(target, GREEDY, 1, tmp_path)
-    (whole,) = tmp_path.iterdir()
-    whole.write_text(whole.read_text().replace("[", "", 1))
-    with pytest.raises(UserError, match=r"\.jsonl:1: expected a list of token ids"):
-        make_answers(target, GREEDY, 1, tmp_path)
+def test_an_interruption_loses_the_rows_in_flight(make: Make, asked: list[Request]) -> None:
+    answering = make(turns=1)
+    Noting.answers_left = 7
+    with pytest.raises(KeyboardInterrupt):
+        answering.ask()
+    Noting.answers_left = math.inf
+    asked.clear()
+    answering.ask()
+    assert len(asked) == 20 - 7
 
 
-def test_only_the_answer_is_trained_on_unless_given_otherwise() -> None:
-    (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=False)
-    assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.tolist() == [False, False, True, True, True]
-    (document,) = answer_documents([[1, 2]], [[3, 4, 5]], train_on_prompts=True)
-    assert document.labels.all()
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_gives_the_same_answers(
+    temperature: float, make: Make, target: FrozenTarget, asked: list[Request]
+) -> None:
+    own = make(temperature=temperature).corpus()
+    asked.clear()
+    with serving(Stub(by_engine(target), model=target.name)) as stub:
+        answering = make(temperature=temperature, server={"url": stub.url})
+        corpus = answering.corpus()
+        assert np.array_equal(corpus.tokens, own.tokens) and np.array_equal(corpus.labels, own.labels)
+        stub.asked.clear()
+        assert (
+            make(temperature=temperature, server={"url": stub.url + "/v1", "in_flight": 3}).corpus().digest
+            == own.digest
+        )
+        assert not stub.asked and not asked
+    answering.corpus()  # without a server, and without an engine
+
+
+def test_a_server_of_other_weights_is_refused(make: Make, target: FrozenTarget, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        other = FrozenTarget(LlamaForCausalLM(target.checkpoint_config), target.name)
+    with serving(Stub(by_engine(other), model=target.name)) as stub:
+        with pytest.raises(UserError, match=r"expected the target's greedy answer, got token \d+ at place \d"):
+            make(server={"url": stub.url}).corpus()
+        assert len(stub.asked) == 1
 
 
 def test_prompts_come_from_every_source_by_weight(
-    settings: dict[str, Any], write_recipe: Callable[[dict[str, Any]], Path], tmp_path: Path, tiny_target_dir: Path
+    settings: dict[str, Any], tmp_path: Path, target: FrozenTarget
 ) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("".join(json.dumps({"instruction": f"say {n}", "response": "so"}) + "\n" for n in range(20)))
     text = settings["data"]["sources"][0] | {"weight": 1.0}
-    settings["data"]["sources"] = [text, {"kind": "chat", "path": str(chats), "weight": 3.0}]
-    settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 16}
-    settings["head"] = {"kind": "eagle3"}
-    tokenizer = load_tokenizer(str(tiny_target_dir))
+    sources = [text, {"kind": "chat", "path": str(chats), "weight": 3.0}]
+    tokenizer = load_tokenizer(target.name)
 
-    def read() -> list[list[int]]:
-        recipe = load_recipe(write_recipe(settings))
-        assert recipe.data.regenerate is not None
-        reader = reader_of(tokenizer)
-        return read_prompts(recipe.data, recipe.train.seed, recipe.data.regenerate, "data.regenerate", reader)
+    def read(count: int) -> list[list[int]]:
+        regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
+        data = Data.model_validate({"sources": sources, "regenerate": regenerate})
+        answering = read_answering(data, 0, target, reader_of(tokenizer), lambda *_: None)
+        firsts = [ids for entry in answering.first_prompts for ids in documents_of(open_entry(entry))]
+        assert [dialogue.prompt for dialogue in answering.dialogues()] == [first.ids.tolist() for first in firsts]
+        return [first.ids.tolist() for first in firsts]
 
-    prompts = read()
+    prompts = read(16)
     assert len(prompts) == 16 and all(1 <= len(prompt) <= 12 for prompt in prompts)
     assert sum(str(tokenizer.decode(prompt)).startswith("<s><|user|>say") for prompt in prompts) == 12
-    settings["data"]["regenerate"]["prompts"] = 40
     with pytest.raises(UserError, match=r"chats.jsonl gives 20 prompts of at most 12 tokens, expected 30"):
-        read()
+        read(40)
 
 
-def test_a_file_whose_every_label_is_masked_is_refused(
-    settings: dict[str, Any], write_recipe: Callable[[dict[str, Any]], Path], tmp_path: Path, tiny_target_dir: Path
-) -> None:
+def test_a_file_whose_every_label_is_masked_is_refused(tmp_path: Path, tiny_target_dir: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3)
-    settings["data"]["sources"] = [{"kind": "chat", "path": str(chats)}]
-    settings["head"] = {"kind": "eagle3"}
-    source = load_recipe(write_recipe(settings)).data.sources[0]
+    data = Data.model_validate({"sources": [{"kind": "chat", "path": str(chats)}]})
     with pytest.raises(UserError, match=r"chats.jsonl: 3 of 3 records are left out: 3 without an answer"):
-        read_source(source, "data.sources.0", reader_of(load_tokenizer(str(tiny_target_dir))))
+        read_source(data.sources[0], "data.sources.0", reader_of(load_tokenizer(str(tiny_target_dir))))

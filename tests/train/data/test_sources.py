@@ -8,13 +8,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.errors import UserError
+from heads.target.frozen import load_target
 from tests.chats import documents_of, reader_of
-from tests.runs import Settings, WriteRecipe
-from train.data.answers import Answers
 from train.data.corpus import Document
-from train.data.loading import read_prompts, read_source
+from train.data.loading import Data, read_answering, read_source
 from train.data.sources import ChatSource
-from train.recipe import Recipe, load_recipe
 
 GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "the sea"}]}
 ODD: dict[str, dict[str, Any]] = {
@@ -94,29 +92,19 @@ def test_more_than_the_recipe_allows_is_refused(tmp_path: Path, tokenizer: PreTr
         read([ODD["no turns"]], tmp_path, tokenizer, max_skipped=1.0)
 
 
-def chat_recipe(settings: Settings, write_recipe: WriteRecipe, path: Path) -> tuple[Recipe, Answers]:
-    settings["data"] = {
-        "sources": [{"kind": "chat", "path": str(path)}],
-        "context_length": 64,
-        "regenerate": {"prompts": 4, "prompt_tokens": 16, "new_tokens": 8},
-    }
-    settings["head"] = {"kind": "eagle3"}
-    recipe = load_recipe(write_recipe(settings))
-    assert recipe.data.regenerate is not None
-    return recipe, recipe.data.regenerate
-
-
 def test_prompts_are_read_past_odd_records(
-    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tiny_target_dir: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The share is of a whole source: a few records at its beginning say nothing of it."""
     path = tmp_path / "chats.json"
-    recipe, wanted = chat_recipe(settings, write_recipe, path)
+    regenerate = {"prompts": 4, "prompt_tokens": 16, "new_tokens": 8}
+    sources = [{"kind": "chat", "path": str(path)}]
+    data = Data.model_validate({"sources": sources, "context_length": 64, "regenerate": regenerate})
+    target, said = load_target(str(tiny_target_dir)), list[str]()
     path.write_text(json.dumps([ODD["no turns"], *[GOOD] * 30]))
-    said: list[str] = []
-    reader = reader_of(tokenizer, said)
-    assert len(read_prompts(recipe.data, recipe.train.seed, wanted, "data.regenerate", reader)) == 4
+    answering = read_answering(data, 0, target, reader_of(tokenizer, said), lambda *_: None)
+    assert len(list(answering.dialogues())) == 4
     assert len(said) == 2 and "1 of 5 records are left out" in said[1]
     path.write_text(json.dumps([ODD["no turns"], GOOD]))
     with pytest.raises(UserError, match=r"1 of 2 records are left out"):
-        read_prompts(recipe.data, recipe.train.seed, wanted, "data.regenerate", reader)
+        read_answering(data, 0, target, reader_of(tokenizer), lambda *_: None)

@@ -1,0 +1,134 @@
+"""Conversations put to the target turn by turn, on its own answers, and the documents that they make."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmark.records import Message, RecordError
+from heads.target.frozen import load_tokenizer
+from train.data.answers import answer_documents
+from train.data.dialogues import Dialogue, answer_by_answer
+from train.data.templates import ChatTemplate
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+CHAT: list[Message] = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "as recorded"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "as recorded"},
+]
+FORGETFUL = (  # past answers lose what is before the bar, as reasoning is lost
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content.split('|')[-1] }}"
+    "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target_dir: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(tiny_target_dir))
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+def converse(
+    tokenizer: PreTrainedTokenizerBase,
+    answers: list[str],
+    messages: list[Message] = CHAT,
+    template: str | None = None,
+    most: int = 100,
+    **settings: Any,
+) -> tuple[list[str], Dialogue]:
+    """The prompts that a conversation gives, where the answers are these."""
+    made = answer_by_answer(ChatTemplate(tokenizer, template), messages, place="x", most=most, **settings)
+    dialogue, prompts = Dialogue(made), []
+    for answer in answers:
+        if dialogue.prompt is not None:
+            prompts.append(str(tokenizer.decode(dialogue.prompt)))
+            dialogue.answer(ids(tokenizer, answer))
+    assert dialogue.prompt is None
+    return prompts, dialogue
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> list[str]:
+    """The text of each document, with its labels between brackets."""
+    texts = []
+    for document in answer_documents(dialogue.exchanges, train_on_prompts=False):
+        text, inside = "", False
+        for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
+            text += "[" if label and not inside else "]" if inside and not label else ""
+            text += str(tokenizer.decode([token]))
+            inside = label
+        texts.append(text + "]" * inside)
+    return texts
+
+
+def test_each_turn_stands_on_the_targets_own_answers(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts, dialogue = converse(tokenizer, ["so</s>", "it is</s>"])
+    assert prompts == ["<s><|user|>one<|assistant|>", "<s><|user|>one<|assistant|>so</s><|user|>two<|assistant|>"]
+    assert documents(tokenizer, dialogue) == ["<s><|user|>one<|assistant|>[so</s>]<|user|>two<|assistant|>[it is</s>]"]
+    assert dialogue.cut is None
+
+
+def test_an_answer_cut_short_ends_before_the_end_of_its_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    _, dialogue = converse(tokenizer, ["so", "it is</s>"])
+    assert documents(tokenizer, dialogue) == ["<s><|user|>one<|assistant|>[so]</s><|user|>two<|assistant|>[it is</s>]"]
+
+
+def test_a_template_that_rewrites_answers_gives_each_a_document(tokenizer: PreTrainedTokenizerBase) -> None:
+    _, dialogue = converse(tokenizer, ["why|so</s>", "it is</s>"], template=FORGETFUL)
+    assert documents(tokenizer, dialogue) == [
+        "<|user|>one<|assistant|>[why|so</s>]",
+        "<|user|>one<|assistant|>so</s><|user|>two<|assistant|>[it is</s>]",
+    ]
+
+
+def test_an_answer_that_is_tokenised_otherwise_keeps_its_own_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As where a model writes a word in two tokens: the next prompt begins anew with the tokenizer's."""
+    made = Dialogue(answer_by_answer(ChatTemplate(tokenizer), CHAT, place="x", most=100))
+    written = [*ids(tokenizer, "t"), *ids(tokenizer, "h"), tokenizer.eos_token_id]
+    assert written[:2] != ids(tokenizer, "th")
+    made.answer(written)
+    made.answer(ids(tokenizer, "so</s>"))
+    first, second = answer_documents(made.exchanges, train_on_prompts=False)
+    assert first.ids[first.labels].tolist() == written
+    assert second.ids[second.labels].tolist() == ids(tokenizer, "so</s>")
+
+
+def test_a_conversation_ends_where_the_next_prompt_is_too_long(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts, dialogue = converse(tokenizer, ["so</s>"], most=10)
+    assert len(prompts) == 1 and dialogue.cut == "a prompt of more than 10 tokens"
+    assert converse(tokenizer, [], most=3)[1].exchanges == []
+
+
+def test_a_conversation_ends_where_an_answer_is_no_plain_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    _, dialogue = converse(tokenizer, ["s<|user|>o</s>"])
+    assert len(dialogue.exchanges) == 1 and dialogue.cut == "a turn on an answer with special tokens"
+
+
+def test_the_last_answer_alone_stands_on_the_record(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompts, _ = converse(tokenizer, ["so</s>"], last_only=True)
+    assert prompts == ["<s><|user|>one<|assistant|>as recorded</s><|user|>two<|assistant|>"]
+
+
+def test_calls_of_tools_stay_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = FORGETFUL.replace(
+        "m.content.split('|')[-1]", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    )
+    chat = [CHAT[0], CALL, {"role": "tool", "content": "3"}, CHAT[1]]
+    prompts, _ = converse(tokenizer, ["so</s>"], chat, template)
+    assert prompts == ["<|user|>one<|assistant|>f</s><|tool|>3<|assistant|>"]
+
+
+def test_a_record_without_an_answer_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(RecordError, match="expected an answer of the assistant"):
+        converse(tokenizer, [], CHAT[:1])
+
+
+def test_prompts_are_labels_where_they_are_asked_for() -> None:
+    (document,) = answer_documents([([1, 2], [3]), ([1, 2, 3, 4], [5])], train_on_prompts=True)
+    assert document.ids.tolist() == [1, 2, 3, 4, 5] and document.labels.all()

@@ -1,0 +1,69 @@
+"""Runs as processes of their own on answers of a server: killed, and gone on with in another number of processes."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heads.target.frozen import load_target
+from tests.answering import Stub, by_engine, serving
+from tests.runs import Settings, WriteRecipe, train
+from tests.train.test_runs import ROOT, finish, launcher, start
+
+pytestmark = pytest.mark.slow
+
+TWO = launcher("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+ONE = launcher("--num_processes", "1")
+SCRIPT = ROOT / "scripts/regenerate.py"
+
+
+@pytest.fixture
+def recipe(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe on the answers to every turn of conversations."""
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
+    chats = tmp_path / "chats.jsonl"
+    chat = [{"role": role, "content": "{} so {}"} for role in ("user", "assistant", "user", "assistant")]
+    records = [[turn | {"content": f"the sea {n} {k}"} for k, turn in enumerate(chat)] for n in range(200)]
+    chats.write_text("".join(json.dumps({"messages": record}) + "\n" for record in records))
+    regenerate = {"prompts": 200, "prompt_tokens": 64, "new_tokens": 8, "temperature": 0.7}
+    settings["data"] = {"sources": [{"kind": "chat", "path": str(chats)}], "context_length": 96}
+    settings["data"]["regenerate"] = regenerate
+    return write_recipe(settings)
+
+
+@pytest.fixture
+def stub(tiny_target_dir: Path) -> Iterator[Stub]:
+    with serving(Stub(by_engine(load_target(str(tiny_target_dir))), model=str(tiny_target_dir))) as stub:
+        yield stub
+
+
+@pytest.mark.parametrize(("first", "second"), [(TWO, ONE), (ONE, TWO)], ids=["2 to 1", "1 to 2"])
+def test_another_number_of_processes_goes_on_after_a_kill(
+    first: list[str], second: list[str], recipe: Path, stub: Stub, tmp_path: Path
+) -> None:
+    server = f"data.regenerate.server={{url: {stub.url}}}"
+    killed = start(recipe, server, launcher=first, script=SCRIPT)
+    while stub.answered < 80:
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    while stub.in_flight:
+        time.sleep(0.01)
+    asked, trials = [request for request in stub.asked if request.sampling.temperature > 0], 1 + (first is TWO)
+    stub.asked.clear()
+    finish(start(recipe, server, launcher=second, script=SCRIPT))
+    again = {tuple(request.prompt) for request in stub.asked} & {tuple(request.prompt) for request in asked}
+    assert len(again) <= 64 + trials
+    answers = (tmp_path / "run/answers.jsonl").read_text().splitlines()
+    assert len({tuple(json.loads(line)["prompt_ids"]) for line in answers}) >= 200
+    stub.asked.clear()
+    for count, processes in enumerate((ONE, TWO)):
+        finish(start(recipe, server, f"output_dir={tmp_path}/{count}", launcher=processes, script=SCRIPT))
+        assert (tmp_path / f"{count}/answers.jsonl").read_text().splitlines() == answers
+    train(recipe, server, "head.depth=3")  # another head
+    assert not stub.asked

@@ -1,0 +1,90 @@
+"""Records as dialogues: prompts that are put to the target one after the other, each on its own answers before."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from eval.benchmark.records import Message, RecordError
+from train.data.chats import token_ids
+from train.data.templates import ChatTemplate
+
+Prompts = Generator[list[int], list[int], str | None]
+"""Gives a prompt, is sent its answer, and returns the reason why it ends before the record does, if it does."""
+
+
+class Dialogue:
+    """The prompts of one record, and the answers to them."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self.prompt: list[int] | None = None
+        """Token ids of the next prompt; None where there is none."""
+        self.exchanges: list[tuple[list[int], list[int]]] = []
+        """Prompts, each with its answer."""
+        self.cut: str | None = None
+        """Reason why it ended before the record did."""
+        self._next(None)
+
+    def answer(self, ids: list[int]) -> None:
+        """Take the answer to `prompt`."""
+        assert self.prompt is not None
+        self.exchanges.append((self.prompt, ids))
+        self._next(ids)
+
+    def _next(self, answer: Any) -> None:
+        try:
+            self.prompt = self._prompts.send(answer)
+        except StopIteration as end:
+            self.prompt, self.cut = None, end.value
+
+
+def lone(prompt: list[int]) -> Prompts:
+    """One prompt."""
+    yield prompt
+    return None
+
+
+def answer_by_answer(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    place: str,
+    tools: Any = None,
+    most: int,
+    last_only: bool = False,
+) -> Prompts:
+    """The prompts of a conversation, in which the target's answers stand in place of the assistant's; turns that call
+    tools stay, since the next turns answer their calls. It ends before a prompt of more than `most` tokens.
+
+    last_only: only the last answer is the target's. RecordError for a conversation that has no first prompt.
+    """
+    messages = list(template.prepared(messages, place=place, tools=tools))
+    tokenizer = template.tokenizer
+    special = special_ids(tokenizer)
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and "tool_calls" not in message]
+    if not turns:
+        raise RecordError(f"{place}: expected an answer of the assistant, got none", "without an answer")
+    for turn in turns[-1:] if last_only else turns:
+        try:
+            text = template.render(messages[:turn], place=place, tools=tools, answer_next=True)
+        except RecordError as error:
+            if turn == turns[0] or last_only:
+                raise
+            return f"a turn {error.reason}"
+        prompt = token_ids(tokenizer, text)
+        if len(prompt) > most:
+            return f"a prompt of more than {most} tokens"
+        answer = yield prompt
+        said = answer[:-1] if answer[-1] in special else answer
+        if turn != turns[-1] and not special.isdisjoint(said):
+            # Such as channels and calls: only the template knows the turn that would be written so.
+            return "a turn on an answer with special tokens"
+        messages[turn] = {"role": "assistant", "content": str(tokenizer.decode(said))}
+    return None
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that are marks and no text."""
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset(tokenizer.all_special_ids).union(added)
