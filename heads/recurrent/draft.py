@@ -17,11 +17,13 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.backends.base import Backend, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
@@ -40,8 +42,18 @@ AHEAD = 2
 UNREAD = ("lm_head.weight", "embed_tokens.weight")
 """Tensors that no module reads: the first is counted for itself, of the second a row a token is read."""
 
+KEPT_SHARE = 1 / 8
+"""Share of a device's memory that the activations of a loss's steps may take before they are computed twice."""
+
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass
@@ -76,6 +88,9 @@ class Recurrent(nn.Module, DraftHead):
     kept: Tensor
     """(Vd,) int64, the target id of each draft id."""
     num_modules: int = 1
+    recompute: bool | None = None
+    """True: the backward pass makes each step's activations anew. False: they are kept. None: they are kept as far as
+    they take at most `KEPT_SHARE` of the device's memory. Values and gradients are the same."""
     rotary: tuple[nn.Module, ...] = ()
     """The module of transformers that makes rotary positions which no base alone describes. In a tuple: no module of
     ours, whose frequencies `to` would round."""
@@ -131,15 +146,51 @@ class Recurrent(nn.Module, DraftHead):
         state = self.start(batch.aux_hidden_states, batch.hidden)
         own, normed = self.shared_layers(batch.shared), []
         embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
+        recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
             if i < self.num_modules:
-                attend = _attend_by_steps(batch.documents)
-            embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
-            embedding = self.masked(embedding, batch.positions + i)
-            cos_sin = self.cos_sin(batch.positions + i, state.dtype)
-            state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
+                keys, values = [], []
+            given = (i, embeddings, batch.positions, batch.documents, state, *keys, *values)
+            if recompute:
+                made = checkpoint(self.step_of_slots, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                made = self.step_of_slots(*given)
+            state = made[0]
+            keys.append(made[1])
+            values.append(made[2])
             normed.append(self.normed(state))
         return normed
+
+    def step_of_slots(
+        self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step i of all slots. `earlier`: keys, then values, of its module's steps before. -> state, keys, values.
+
+        A module attends causally at its first use; later uses see their slot's own keys too.
+        """
+        keys, values = list(earlier[: len(earlier) // 2]), list(earlier[len(earlier) // 2 :])
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:])
+
+        embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+        embedding = self.masked(embedding, positions + i)
+        cos_sin = self.cos_sin(positions + i, state.dtype)
+        state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
+        return state, keys[-1], values[-1]
+
+    def recomputes(self, state: Tensor, depth: int) -> bool:
+        """Return True if the steps from `state` (B, T, D) on are to be computed again in the backward pass.
+
+        By shapes and the device alone: processes that share the weights of a head have to agree.
+        """
+        if self.recompute is not None:
+            return self.recompute
+        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # that a step keeps of a token
+        kept = depth * state[..., 0].numel() * widths * state.element_size()
+        return kept > KEPT_SHARE * total_memory(state.device)
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
@@ -227,19 +278,3 @@ class Recurrent(nn.Module, DraftHead):
         guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
 
-
-def _attend_by_steps(documents: Tensor) -> Attend:
-    """Training's attention of one module: causal at its first use; later uses see their slot's own keys too."""
-    base: list[Tensor] = []
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if base:
-            keys.append(k)
-            values.append(v)
-        else:
-            base.extend((k, v))
-        return causal_attention(q, base[0], base[1], documents, keys, values)
-
-    return attend
