@@ -277,4 +277,3 @@ class Recurrent(nn.Module, DraftHead):
         lm_head_weight = self.lm_head_weight(batch.shared)
         guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
-
