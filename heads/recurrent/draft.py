@@ -29,6 +29,7 @@ from heads.backends.base import Backend, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, rotation
@@ -88,6 +89,8 @@ class Recurrent(nn.Module, DraftHead):
     kept: Tensor
     """(Vd,) int64, the target id of each draft id."""
     num_modules: int = 1
+    sliding_window: int | None = None
+    """Positions that attention sees, the token's own included. None: all."""
     recompute: bool | None = None
     """True: the backward pass makes each step's activations anew. False: they are kept. None: they are kept as far as
     they take at most `KEPT_SHARE` of the device's memory. Values and gradients are the same."""
@@ -173,7 +176,7 @@ class Recurrent(nn.Module, DraftHead):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k)
             values.append(v)
-            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:])
+            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
 
         embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
         embedding = self.masked(embedding, positions + i)
@@ -228,6 +231,8 @@ class Recurrent(nn.Module, DraftHead):
     ) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
         check_width(shape, config.draft_vocab_size)
+        if self.sliding_window is not None and shape.depth >= self.sliding_window:
+            raise UserError(f"{shape}: a head whose window is {self.sliding_window} drafts fewer tokens than that")
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(

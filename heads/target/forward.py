@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from heads.packed import TILE, packed_mask, packed_visible
 from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
 
-TILE = 128
-"""Number of queries, and of keys, in a tile."""
 FLEX, TILES = "flex_attention", "draftsmith_tiles"
 """Names of attention functions in transformers' interface."""
 
@@ -71,7 +70,7 @@ def decode_packed(
     if isinstance(base, EncoderDecoder) or not takes_block_masks(base, config):
         visible = packed_visible(documents)
         return decode(base, config, dtype, tokens, positions=positions, visible=visible, key_positions=positions)
-    masks = masks_by_kind(config, lambda window: packed_mask(positions, documents, window))
+    masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
     with attention_function(config, attention or (FLEX if tokens.is_cuda else TILES)):
         hidden: Tensor = base(
             input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
@@ -83,38 +82,6 @@ def takes_block_masks(base: Any, config: Any) -> bool:
     """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
     recurrent layers where it says that they do not."""
     return base._supports_flex_attn or bool(RECURRENT_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
-
-
-def packed_visible(documents: Tensor) -> Tensor:
-    """(B, T, T) bool: attention that is causal and stays inside each document of a packed row, documents (B, T)."""
-    T = documents.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
-    return causal & (documents[:, :, None] == documents[:, None, :])
-
-
-def packed_mask(positions: Tensor, documents: Tensor, window: int | None) -> BlockMask:
-    """Return the same as FlexAttention's mask, with a sliding window where there is one; positions and documents
-    (B, T). Documents lie in one piece."""
-    T, device = documents.shape[1], documents.device
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= q) & (documents[b, q] == documents[b, key])
-        return seen if window is None else seen & (positions[b, q] - positions[b, key] < window)
-
-    slot = torch.arange(T, device=device)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    least = torch.where(begins, slot, 0).cummax(1).values  # (B, T) the first slot that each row sees
-    if window is not None:
-        least = torch.maximum(least, slot - window + 1)
-    start = slot[::TILE]  # of each tile
-    first = least[:, start] // TILE  # (B, tiles) the first tile of keys: it never falls from row to row
-    tile = torch.arange(len(start), device=device)
-    shown = ((tile >= first[..., None]) & (tile <= tile[:, None]))[:, None]  # (B, 1, tiles, key tiles)
-    order = shown.int().argsort(dim=-1, descending=True, stable=True)
-    return BlockMask.from_kv_blocks(
-        shown.sum(-1).int(), order.int(), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=(T, T)
-    )
 
 
 @contextmanager

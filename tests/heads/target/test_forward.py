@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.packed import TILE, packed_mask, packed_visible
 from heads.target import forward
-from heads.target.forward import FLEX, TILE, decode, decode_packed, packed_mask, packed_visible
+from heads.target.forward import FLEX, decode, decode_packed
 from heads.target.frozen import FrozenTarget
 from tests.heads.target.test_frozen import make_model
 
@@ -67,7 +68,7 @@ def test_no_tensor_of_the_square_of_the_length_is_made(largest_tensor: Callable[
 @pytest.mark.parametrize("window", [None, 5, 140])
 def test_the_block_mask_shows_what_the_rule_shows(window: int | None) -> None:
     _, positions, documents = rows(300)
-    mask = packed_mask(positions, documents, window)
+    mask = packed_mask(documents, window)
     wanted = packed_visible(documents)
     if window is not None:
         wanted &= positions[:, :, None] - positions[:, None] < window
