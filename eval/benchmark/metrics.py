@@ -75,13 +75,13 @@ def tau_by_position(traces: Sequence[Trace]) -> list[dict[str, Any]]:
             sums[1] += 1
     found = []
     for number, by_prompt in sorted(bins.items()):
-        tokens, rounds = zip(*by_prompt.values(), strict=True)
+        emitted, rounds = zip(*by_prompt.values(), strict=True)
         found.append(
             {
                 "from": NEAR * 2 ** (number - 1) if number else 0,
                 "to": NEAR * 2**number,
-                "mean": _ratio(sum(tokens), sum(rounds)),
-                "ci95": ratio_interval(tokens, rounds),
+                "mean": _ratio(sum(emitted), sum(rounds)),
+                "ci95": ratio_interval(emitted, rounds),
                 "rounds": sum(rounds),
             }
         )

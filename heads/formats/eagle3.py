@@ -185,6 +185,7 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if not faults:
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += tensors(eagle3_tensors(config), folder.shapes)
+        faults += fields(config, SLIDING) if config.get("sliding_window") else []
         ignored = [
             name
             for name in (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")

@@ -149,6 +149,8 @@ class Recurrent(nn.Module, DraftHead):
         state = self.start(batch.aux_hidden_states, batch.hidden)
         own, normed = self.shared_layers(batch.shared), []
         embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
+        keys: list[Tensor] = []  # of the module's steps so far
+        values: list[Tensor] = []
         recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
             if i < self.num_modules:
@@ -193,7 +195,7 @@ class Recurrent(nn.Module, DraftHead):
             return self.recompute
         widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # that a step keeps of a token
         kept = depth * state[..., 0].numel() * widths * state.element_size()
-        return kept > KEPT_SHARE * total_memory(state.device)
+        return bool(kept > KEPT_SHARE * total_memory(state.device))
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)

@@ -123,7 +123,8 @@ def attention_masks(
             return additive(visible, dtype)
         return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
 
-    return masks_by_kind(config, mask)
+    made: Tensor | dict[str, Any] = masks_by_kind(config, mask)
+    return made
 
 
 def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:

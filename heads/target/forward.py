@@ -6,7 +6,7 @@ decoders hand to their attention function as it is: FlexAttention itself on a GP
 Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,15 +112,13 @@ def by_tiles(
     `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks. Backward makes each tile's weights anew.
     """
     query, key = query.to(value.dtype), key.to(value.dtype)
-    B, _, T, _ = query.shape
     first = mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
-    batch = torch.arange(B, device=query.device)[:, None, None]
     outs = []
     for i, tile in enumerate(first):
-        rows, keys = slice(i * TILE, min((i + 1) * TILE, T)), slice(tile * TILE, min((i + 1) * TILE, T))
-        q, k = (torch.arange(part.start, part.stop, device=query.device) for part in (rows, keys))
-        visible = mask.mask_mod(batch, batch, q[:, None], k)  # (B, rows, E)
-        given = (query[:, :, rows], key[:, :, keys], value[:, :, keys], visible, scaling, softcap, s_aux)
+        start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
+        seen = slice(tile * TILE, stop)
+        parts = query[:, :, start:stop], key[:, :, seen], value[:, :, seen]
+        given = (*parts, mask.mask_mod, stop, scaling, softcap, s_aux)
         if torch.is_grad_enabled():
             outs.append(checkpoint(_tile, *given, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -132,11 +130,16 @@ def _tile(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    visible: Tensor,
+    mask: Callable[..., Tensor],
+    stop: int,
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention of the queries before slot `stop` over the keys before it, as many as are given."""
+    row, key = (torch.arange(stop - x.shape[2], stop, device=q.device) for x in (q, k))
+    batch = torch.arange(len(q), device=q.device)[:, None, None]
+    visible = mask(batch, batch, row[:, None], key)  # (B, rows, E)
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=visible[:, None], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
