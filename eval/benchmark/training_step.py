@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     device = torch.device(options.device)
     head, batch = make_head(options).to(device), make_batch(options, device)
-    head.recompute = options.variant == "recomputed"
+    head.most_kept = 0 if options.variant == "recomputed" else sys.maxsize
     weights = torch.tensor(head.depth_weights, device=device)
     scale = weights / head.counts(batch.loss_mask, batch.documents)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
@@ -126,7 +126,7 @@ def saved_bytes(tokens: int, *, recompute: bool) -> int:
     try:
         with FakeTensorMode():
             head, batch = make_head(options, **LLAMA_8B_BLOCK), make_batch(options, torch.device("cpu"))
-            head.recompute = recompute
+            head.most_kept = 0 if recompute else sys.maxsize
             given = [*head.parameters(), batch.tokens, batch.embeddings, batch.aux_hidden_states, batch.hidden]
             storages = [tensor.untyped_storage() for tensor in given]
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from heads.backends.base import Backend, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, round_up
-from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
@@ -42,9 +42,6 @@ AHEAD = 2
 
 UNREAD = ("lm_head.weight", "embed_tokens.weight")
 """Tensors that no module reads: the first is counted for itself, of the second a row a token is read."""
-
-KEPT_SHARE = 1 / 8
-"""Share of a device's memory that the activations of a loss's steps may take before they are computed twice."""
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
@@ -91,9 +88,6 @@ class Recurrent(nn.Module, DraftHead):
     num_modules: int = 1
     sliding_window: int | None = None
     """Positions that attention sees, the token's own included. None: all."""
-    recompute: bool | None = None
-    """True: the backward pass makes each step's activations anew. False: they are kept. None: they are kept as far as
-    they take at most `KEPT_SHARE` of the device's memory. Values and gradients are the same."""
     rotary: tuple[nn.Module, ...] = ()
     """The module of transformers that makes rotary positions which no base alone describes. In a tuple: no module of
     ours, whose frequencies `to` would round."""
@@ -191,11 +185,10 @@ class Recurrent(nn.Module, DraftHead):
 
         By shapes and the device alone: processes that share the weights of a head have to agree.
         """
-        if self.recompute is not None:
-            return self.recompute
+        most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
         widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # that a step keeps of a token
-        kept = depth * state[..., 0].numel() * widths * state.element_size()
-        return bool(kept > KEPT_SHARE * total_memory(state.device))
+        kept: int = depth * state[..., 0].numel() * widths * state.element_size()
+        return kept > most
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)

@@ -1,7 +1,7 @@
 """Forward passes of a Hugging Face decoder: under a mask, and over packed rows of documents.
 
 Over packed rows no tensor of (T, T) is made. The decoder is given a block mask of FlexAttention, which transformers'
-decoders hand to their attention function as it is: FlexAttention itself on a GPU, elsewhere `by_tiles`.
+decoders hand to their attention function as it is: `by_flex` on a GPU, elsewhere `by_tiles`.
 
 Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
 """
@@ -17,12 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from heads.packed import TILE, packed_mask, packed_visible
 from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
 
-FLEX, TILES = "flex_attention", "draftsmith_tiles"
+FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
 """Names of attention functions in transformers' interface."""
 
 
@@ -67,11 +68,12 @@ def decode_packed(
 
     Families whose masks can be nothing but a tensor, as transformers says of them, get one of (T, T).
     """
-    if isinstance(base, EncoderDecoder) or not takes_block_masks(base, config):
+    if not takes_block_masks(base, config):
         visible = packed_visible(documents)
         return decode(base, config, dtype, tokens, positions=positions, visible=visible, key_positions=positions)
     masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
-    with attention_function(config, attention or (FLEX if tokens.is_cuda else TILES)):
+    is_long = tokens.shape[1] > TILE  # a short row is not worth compiling kernels for
+    with attention_function(config, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
         hidden: Tensor = base(
             input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
         ).last_hidden_state
@@ -81,7 +83,11 @@ def decode_packed(
 def takes_block_masks(base: Any, config: Any) -> bool:
     """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
     recurrent layers where it says that they do not."""
-    return base._supports_flex_attn or bool(RECURRENT_LAYERS.intersection(getattr(config, "layer_types", None) or ()))
+    if isinstance(base, EncoderDecoder):
+        return False
+    return bool(base._supports_flex_attn) or bool(
+        RECURRENT_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    )
 
 
 @contextmanager
@@ -93,6 +99,16 @@ def attention_function(config: Any, name: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = usual
+
+
+def by_flex(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **settings: Any
+) -> tuple[Tensor, Any]:
+    """transformers' FlexAttention, in one dtype: under autocast some families rotate in float32."""
+    made: tuple[Tensor, Any] = flex_attention_forward(
+        module, query.to(value.dtype), key.to(value.dtype), value, mask, **settings
+    )
+    return made
 
 
 def by_tiles(
@@ -157,4 +173,5 @@ def _tile(
     return weights @ v
 
 
+AttentionInterface.register(FLEX, by_flex)
 AttentionInterface.register(TILES, by_tiles)
