@@ -31,14 +31,14 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
         seen = (key <= q) & (documents[b, q] == documents[b, key])
         return seen if window is None else seen & (q - key < window)
 
-    slot = torch.arange(T, device=device)
+    slot = torch.arange(T, dtype=torch.int64, device=device)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     least = torch.where(begins, slot, 0).cummax(1).values  # (B, T) the first slot that each row sees
     if window is not None:
         least = torch.maximum(least, slot - window + 1)
     first = least[:, ::TILE] // TILE  # (B, tiles) the first tile of keys: it never falls from row to row
-    tile = torch.arange(first.shape[1], device=device)
+    tile = torch.arange(first.shape[1], dtype=torch.int64, device=device)
     shown = ((tile >= first[..., None]) & (tile <= tile[:, None]))[:, None]  # (B, 1, tiles, key tiles)
     order = shown.int().argsort(dim=-1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(

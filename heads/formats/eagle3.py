@@ -53,7 +53,7 @@ EAGLE3_FIELDS: dict[str, Any] = {
 }
 
 SLIDING = {"layer_types": ["sliding_attention"]}
-"""What says that the layer has the config's sliding window."""
+"""Mark of a layer that has the config's sliding window."""
 
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -149,11 +149,11 @@ class Recurrent(nn.Module, DraftHead):
         for i in range(depth):
             if i < self.num_modules:
                 keys, values = [], []
-            given = (i, embeddings, batch.positions, batch.documents, state, *keys, *values)
+            given = (embeddings, batch.positions, batch.documents, state, *keys, *values)
             if recompute:
-                made = checkpoint(self.step_of_slots, *given, use_reentrant=False, preserve_rng_state=False)
+                made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                made = self.step_of_slots(*given)
+                made = self.step_of_slots(i, *given)
             state = made[0]
             keys.append(made[1])
             values.append(made[2])
