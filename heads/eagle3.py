@@ -82,10 +82,11 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
         self.check_block()
-        if self.sliding_window is not None and not self.depth < self.sliding_window < MOST:
+        window = self.sliding_window
+        if window is not None and not (isinstance(window, int) and self.depth < window < MOST):
             raise UserError(
-                f"head.sliding_window: expected more positions than the {self.depth} of head.depth and fewer than "
-                f"2^53, got {self.sliding_window}"
+                f"head.sliding_window: expected a whole number above head.depth ({self.depth}) and below 2^53, "
+                f"got {window!r}"
             )
 
 

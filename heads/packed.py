@@ -26,17 +26,16 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
     """Return the same as FlexAttention's mask, and no key `window` slots or more before a row. Each document lies in
     one piece, at consecutive positions."""
     T, device = documents.shape[1], documents.device
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= q) & (documents[b, q] == documents[b, key])
-        return seen if window is None else seen & (q - key < window)
-
     slot = torch.arange(T, dtype=torch.int64, device=device)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     least = torch.where(begins, slot, 0).cummax(1).values  # (B, T) the first slot that each row sees
     if window is not None:
         least = torch.maximum(least, slot - window + 1)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
+        return (key <= q) & (key >= least[b, q])  # a tensor for all windows: a number would be compiled in
+
     first = least[:, ::TILE] // TILE  # (B, tiles) the first tile of keys: it never falls from row to row
     tile = torch.arange(first.shape[1], dtype=torch.int64, device=device)
     shown = ((tile >= first[..., None]) & (tile <= tile[:, None]))[:, None]  # (B, 1, tiles, key tiles)
