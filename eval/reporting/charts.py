@@ -174,7 +174,7 @@ def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
     every = math.ceil(len(bins) / MOST_LABELS)
     axes.set_xticks(range(0, len(bins), every), [short(part["from"]) for part in bins[::every]])
     axes.set_xlim(-0.5, len(bins) - 0.5)
-    axes.set_xlabel("position from which on, in tokens")
+    axes.set_xlabel("first position of each bin, in tokens")
     axes.margins(y=0.15)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
 
