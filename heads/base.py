@@ -174,6 +174,9 @@ class DraftHead(Drafter, Protocol):
     complete. What a recipe leaves out follows the target, and stands here."""
     depth_weights: tuple[float, ...]
     """The weight of each depth in the training loss, K of them."""
+    most_kept: int | None = None
+    """Most bytes of activations that a loss keeps for its backward pass, where it can compute them twice. Values and
+    gradients are the same. None: KEPT_SHARE of the memory of the device that it runs on."""
     weighs_rows: bool = False
     """True if `loss` gives `HeadLoss.weight`, by which a step divides its gradients."""
 
@@ -241,6 +244,8 @@ def _typed(value: Any, hint: Any) -> Any:
     return value
 
 
+KEPT_SHARE = 1 / 8
+"""Share of a device's memory that the activations of a loss may take where it can compute them twice."""
 HEAD_TREE = "head"
 
 

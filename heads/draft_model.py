@@ -44,7 +44,8 @@ from heads.labels import LABELS, certain_of_labels, counts_by_depth, supervised
 from heads.losses import LOSSES, Divergence, draft_loss, jsd
 from heads.target.encoder_decoder import decoder_of, find_base
 from heads.target.families import OutputHead
-from heads.target.frozen import FrozenTarget, LanguageModel, decode, packed_visible
+from heads.target.forward import decode_packed
+from heads.target.frozen import FrozenTarget, LanguageModel
 from heads.target.recurrent_layers import find_mixers
 from heads.target.smaller_model import (
     empty_model,
@@ -254,15 +255,8 @@ class Draft(nn.Module, DraftHead):
             raise UserError(
                 f"data.context_length: the draft model reads {self.context_length} positions, a row has {length}"
             )
-        return decode(
-            self.base,
-            self.text_config,
-            self.output.head.weight.dtype,
-            batch.tokens,
-            positions=batch.positions,
-            visible=packed_visible(batch.documents),
-            key_positions=batch.positions,
-        )
+        given = (self.base, self.text_config, self.output.head.weight.dtype, batch.tokens)
+        return decode_packed(*given, positions=batch.positions, documents=batch.documents)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, 1, 1)

@@ -22,9 +22,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.errors import UserError
+from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
+from heads.formats.decoder import SCALINGS
+from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
 from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
@@ -56,6 +57,13 @@ class Eagle3Settings(BlockSettings):
     norm_output: bool = False
     """EAGLE-3.1: recycle the state after the final norm instead of before it. The EAGLE repository reads neither of
     the two."""
+    sliding_window: int | None = None
+    """Positions that attention sees, the token's own included, for drafts whose time and memory do not grow with the
+    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all. Drafted by torch, without
+    kernels."""
+    rope_scaling: dict[str, Any] | None = None
+    """Scaled rotary positions, as transformers has them in `rope_parameters`, without the base: `{rope_type: yarn,
+    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: plain positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +76,18 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
     """Published heads: the layer's residual is the normed state."""
     own_embeddings: bool = False
     """Published heads: the file has an embedding table that is not the target's; it is read, and not trained."""
-    rope_scaling: dict[str, Any] | None = None
-    """Published heads: scaled rotary positions, as transformers has them in `rope_parameters`, without the base."""
 
     def __post_init__(self) -> None:
         check_loss_settings(self)
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
         self.check_block()
+        window = self.sliding_window
+        if window is not None and not (isinstance(window, int) and self.depth < window < MOST):
+            raise UserError(
+                f"head.sliding_window: expected a whole number above head.depth ({self.depth}) and below 2^53, "
+                f"got {window!r}"
+            )
 
 
 class Eagle3Layer(nn.Module):
@@ -99,15 +111,22 @@ class Eagle3Layer(nn.Module):
 
 
 def scaled_rotary(config: Eagle3Config) -> nn.Module:
-    """The rotary positions of a Llama with this config's scaling."""
-    llama = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters={**(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-    )
-    return LlamaRotaryEmbedding(llama)
+    """The rotary positions of a Llama with this config's scaling. UserError for one that there is not."""
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") not in SCALINGS:
+        kinds = ", ".join(SCALINGS)
+        raise UserError(f"head.rope_scaling: expected a rope_type of {kinds}, got {scaling.get('rope_type')!r}")
+    try:
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={**scaling, "rope_theta": config.rope_theta},
+        )
+        return LlamaRotaryEmbedding(llama)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
+        raise UserError(f"head.rope_scaling: {first_line(error)}") from error
 
 
 class Eagle3(Recurrent):
@@ -120,6 +139,7 @@ class Eagle3(Recurrent):
         super().__init__()
         D, L = config.hidden_size, len(config.aux_layer_ids)
         self.config, self.aux_layer_ids = config, config.aux_layer_ids
+        self.sliding_window = config.sliding_window
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.fc_norm = (
@@ -212,7 +232,7 @@ class Eagle3(Recurrent):
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
     def parts(self) -> HeadParts | None:
-        if self.config.norm_before_residual:
+        if self.config.norm_before_residual or self.config.sliding_window is not None:
             return None
         block, again = self.midlayer, self.config.norm_output
         module = ModuleParts(

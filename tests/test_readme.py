@@ -66,7 +66,7 @@ TINY = {
     "scripts/audit.py": "--num-prompts 2 --max-new-tokens 8",
     "scripts/bench_generate.py": "--num-prompts 1 --max-new-tokens 8 --repeats 1",
     "scripts/bench_rules.py": "--num-prompts 2 --seeds 1 --max-new-tokens 8",
-    "scripts/bench_training_memory.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128",
+    "scripts/bench_training.py": "--tokens 64 --steps 2 --hidden 64 --vocab 512 --draft-vocab 128 --repeats 1 --long 9",
     "scripts/grow_target.py": f"{GROWN} --num-hidden-layers 20",
 }
 """Program -> the options that make it quick."""

@@ -33,7 +33,8 @@ from heads.labels import supervised
 from heads.losses import draft_loss
 from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.families import OutputHead
-from heads.target.frozen import FrozenTarget, decode, packed_visible
+from heads.target.forward import decode_packed
+from heads.target.frozen import FrozenTarget
 from train.launch import SHARDED
 from train.recipe import Adapter
 from train.trained import Part, Trained
@@ -72,15 +73,8 @@ class TargetAdapter(nn.Module):
         for dropout in self.dropouts:
             dropout.train()
         try:
-            return decode(
-                target.base,
-                target.config,
-                target.dtype,
-                batch.tokens,
-                positions=batch.positions,
-                visible=packed_visible(batch.documents),
-                key_positions=batch.positions,
-            )
+            given = (target.base, target.config, target.dtype, batch.tokens)
+            return decode_packed(*given, positions=batch.positions, documents=batch.documents)
         finally:
             for dropout in self.dropouts:
                 dropout.eval()

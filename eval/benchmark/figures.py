@@ -195,7 +195,7 @@ def figures(
     if comparison.in_distribution:
         exact = in_distribution_record(len(indices), len(indices), identical, wrong)
     outputs = [variant.outputs[0][i] for i in indices]
-    traces = [trace(output) for output in outputs]
+    traces = [trace(output, len(comparison.prompts[i].ids)) for i, output in zip(indices, outputs, strict=True)]
     depth, tau = variant.shape.depth, metrics.tau(traces)
     plain, drafted = ([who.unit_seconds(unit) for unit in units] for who in (comparison.plain, variant))
     tokens, made = ([comparison.tokens(unit, who) for unit in units] for who in (comparison.plain, variant))
@@ -225,6 +225,7 @@ def figures(
         "rule": variant.engine.options.rule,
         "exact": {**exact, **near_ties},
         "tau": {"mean": tau, "ci95": metrics.tau_interval(traces)},
+        "tau_by_position": metrics.tau_by_position(traces),
         "alpha": metrics.acceptance_by_depth(traces, depth),
         "accepted_histogram": metrics.accepted_histogram(traces, depth),
         "baseline": {

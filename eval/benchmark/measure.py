@@ -213,9 +213,9 @@ def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list
     ]
 
 
-def trace(output: Output) -> Trace:
-    """Return the trace of one output for the metrics."""
-    return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached))
+def trace(output: Output, start: int = 0) -> Trace:
+    """Return the trace of one output for the metrics, after `start` tokens of a prompt."""
+    return Trace(len(output.tokens) - 1, tuple(output.accepted), tuple(output.reached), start)
 
 
 def check_decoded(outputs: Iterable[Output], suite: str) -> None:

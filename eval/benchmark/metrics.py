@@ -12,6 +12,7 @@ two units gave anything there is no interval: one has no spread.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ Rate = tuple[Sequence[float], Sequence[float]]
 BOOTSTRAP_DRAWS = 2_000
 CONFIDENCE = 0.95
 TOKEN_PERCENTILES = (50, 95, 99)
+NEAR = 128
+"""Positions of the first bin of `tau_by_position`."""
 LOOP_TAIL = 48
 LOOP_PERIOD = 16
 
@@ -36,10 +39,19 @@ class Trace:
     """Draft tokens accepted in each round, of those that were emitted."""
     reached: tuple[int, ...]
     """The deepest level that each round put to the test: the first one refused, or the last there was."""
+    start: int = 0
+    """Tokens of the prompt: the position of the prefill's token."""
 
     @property
     def rounds(self) -> int:
         return len(self.accepted)
+
+    def rounds_by_position(self) -> list[tuple[int, int]]:
+        """Return each round's root, as a position in the whole text, and the tokens that it emitted."""
+        tokens = np.array(self.accepted, dtype=np.int64) + 1
+        tokens[-1:] -= tokens.sum() - self.emitted  # the end of the text may cut off the last bonus token
+        roots = self.start + tokens.cumsum() - tokens
+        return list(zip(roots.tolist(), tokens.tolist(), strict=True))
 
 
 def tau(traces: Sequence[Trace]) -> float:
@@ -50,6 +62,30 @@ def tau(traces: Sequence[Trace]) -> float:
 def tau_interval(traces: Sequence[Trace]) -> Interval | None:
     """The 95% interval of `tau` over prompts."""
     return ratio_interval([t.emitted for t in traces], [t.rounds for t in traces])
+
+
+def tau_by_position(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Return `tau` of the rounds whose root lies in each bin of positions, from `from` up to before `to`, with its
+    interval over prompts. Bins double in width, the first one is NEAR wide; bins without a round are left out."""
+    bins: dict[int, dict[int, list[int]]] = {}  # bin -> prompt -> tokens, rounds
+    for prompt, trace in enumerate(traces):
+        for root, tokens in trace.rounds_by_position():
+            sums = bins.setdefault((root // NEAR).bit_length(), {}).setdefault(prompt, [0, 0])
+            sums[0] += tokens
+            sums[1] += 1
+    found = []
+    for number, by_prompt in sorted(bins.items()):
+        emitted, rounds = zip(*by_prompt.values(), strict=True)
+        found.append(
+            {
+                "from": NEAR * 2 ** (number - 1) if number else 0,
+                "to": NEAR * 2**number,
+                "mean": _ratio(sum(emitted), sum(rounds)),
+                "ci95": ratio_interval(emitted, rounds),
+                "rounds": sum(rounds),
+            }
+        )
+    return found
 
 
 def acceptance_by_depth(traces: Sequence[Trace], depth: int) -> list[float | None]:

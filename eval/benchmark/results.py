@@ -70,6 +70,7 @@ FIGURES = {
     "rule": str,
     "exact": EXACT,
     "tau": {"mean": Tokens, "ci95": Interval},
+    "tau_by_position?": [{"from": Whole, "to": Whole, "mean": Tokens, "ci95": Interval, "rounds": Whole}],
     "alpha": Shares,
     "accepted_histogram": Counts,
     "baseline": {"tokens_per_second": Number, "ms_per_token": Number, "token_ms": TOKEN_MS},

@@ -48,6 +48,11 @@ def head_charts(results: Results, log: Sequence[Results] = ()) -> list[Chart]:
         Chart("acceptance", "Acceptance by depth", accepted, partial(draw_acceptance, alpha=alpha)),
         Chart("tokens", "Tokens per round", emitted, partial(draw_tokens, results=results)),
     ]
+    if len(bins := results.get("tau_by_position", ())) > 1:
+        note = (
+            f"tau of the rounds by where in the text they begin, the prompt included, with 95% intervals ({setting})."
+        )
+        found.append(Chart("position", "tau by position", note, partial(draw_positions, bins=bins)))
     if results["speedup"] is not None:
         phases = (
             "One round by phase, above the time that plain decoding takes for as many tokens. The ratio of the two "
@@ -159,6 +164,24 @@ def draw_acceptance(axes: Axes, *, alpha: Sequence[float | None]) -> None:
     axes.set_xlabel("depth of the draft")
     bars = Patch(color=COLOURS["draft"], label="accepted, given the depths before")
     put_legend(axes, [bars, *rings])
+
+
+def draw_positions(axes: Axes, *, bins: Sequence[Results]) -> None:
+    """Draw tau of each bin of positions as a dot on its interval."""
+    for n, part in enumerate(bins):
+        axes.plot([n, n], shared(part["mean"], part["ci95"]), color=COLOURS["accept"], lw=2.5)
+        axes.plot(n, part["mean"], "o", color=COLOURS["accept"], ms=7)
+    every = math.ceil(len(bins) / MOST_LABELS)
+    axes.set_xticks(range(0, len(bins), every), [short(part["from"]) for part in bins[::every]])
+    axes.set_xlim(-0.5, len(bins) - 0.5)
+    axes.set_xlabel("first position of each bin, in tokens")
+    axes.margins(y=0.15)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+
+
+def short(count: int) -> str:
+    """Return a number of tokens in a few letters."""
+    return f"{count // 1024}k" if count >= 1024 else str(count)
 
 
 def draw_tokens(axes: Axes, *, results: Results) -> None:

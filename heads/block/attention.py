@@ -10,7 +10,7 @@ dimension, C blocks of a piece, E context tokens that a piece sees.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from heads.packed import TILE, compiled_flex_attention
+
 PIECE = 256
 """Number of rows in a piece."""
-TILE = 128
-"""Number of rows, and of keys, in a tile of FlexAttention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_
     q, k, context_k = (x.to(v.dtype) for x in (q, k, context_k))
     with torch.autocast(q.device.type, enabled=False):
         if q.is_cuda:
-            return by_tiles(q, k, v, context_k, context_v, sight, _compiled())
+            return by_tiles(q, k, v, context_k, context_v, sight, compiled_flex_attention())
         return by_pieces(q, k, v, context_k, context_v, sight)
 
 
@@ -137,8 +137,3 @@ def by_tiles(
     grouped = q.shape[1] != k.shape[1]
     out: Tensor = attention(q, keys, values, block_mask=sight.block_mask, enable_gqa=grouped)
     return out
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)

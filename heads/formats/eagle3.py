@@ -52,6 +52,9 @@ EAGLE3_FIELDS: dict[str, Any] = {
     "mlp_bias": False,
 }
 
+SLIDING = {"layer_types": ["sliding_attention"]}
+"""Mark of a layer that has the config's sliding window."""
+
 
 def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """An `Eagle3Config` and the record of its target, under the names that engines use."""
@@ -67,6 +70,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling,
+        **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -131,7 +135,7 @@ EAGLE3 = {
         targets=hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM),
         ids=("eagle_aux_hidden_state_layer_ids",),
         last=True,
-        options=EAGLE_3_1 | {"norm_before_residual"},
+        options=EAGLE_3_1 | {"norm_before_residual", "sliding_window"},
     ),
     SGLANG: Eagle3Loader(
         targets=hooked(SGLANG, HOOKS_OF_BOTH, HOOKS_OF_SGLANG),
@@ -181,9 +185,10 @@ def check_eagle3(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     if not faults:
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += tensors(eagle3_tensors(config), folder.shapes)
+        faults += fields(config, SLIDING) if config.get("sliding_window") else []
         ignored = [
             name
-            for name in (*sorted(EAGLE_3_1), "norm_before_residual")
+            for name in (*sorted(EAGLE_3_1), "norm_before_residual", "sliding_window")
             if config.get(name) and name not in loader.options
         ]
         faults += [f"config.json: {name}: is not read, so another head would run" for name in ignored]
@@ -239,7 +244,8 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     named = any("eagle3" in str(name).lower() for name in raw.get("architectures") or ())
     if kind not in (None, "eagle3") or not (named or kind or "draft_vocab_size" in raw):
         return None
-    llama, block = decoder_settings(source, raw if layer is None else layer, "llama", target)
+    decoder = raw if layer is None else layer
+    llama, block = decoder_settings(source, decoder, "llama", target)
     V, Vd = llama.vocab_size, raw.get("draft_vocab_size") or llama.vocab_size
     check_same(source, target, width=raw.get("target_hidden_size") or llama.hidden_size, vocabulary=V)
     said = raw.get("eagle_config")
@@ -267,6 +273,9 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
         "draft_vocab_size": Vd,
         "own_embeddings": EMBEDDING in weights,
         **{name: bool(raw.get(name)) for name in ("fc_norm", "norm_output", "norm_before_residual")},
+        "sliding_window": decoder.get("sliding_window")
+        if decoder.get("layer_types") == SLIDING["layer_types"]
+        else None,
         "aux_layer_ids": captured(path, raw, nested, target, weights["fc.weight"].shape[-1]),
     }
     form = "raw EAGLE-3" if layer is None else "speculators' EAGLE-3"
@@ -341,6 +350,8 @@ def misread(raw: Mapping[str, Any], nested: Mapping[str, Any], config: Mapping[s
         said.append(f"{SGLANG} never captures the output of the last layer")
     if config["norm_before_residual"]:
         said.append(f"{SGLANG} does not read norm_before_residual: another head would run")
+    if config["sliding_window"]:
+        said.append(f"{SGLANG} does not read sliding_window: the layer would attend to all")
     if config["own_embeddings"]:
         said.append(f"{SGLANG} puts the target's embeddings in the place of the head's own")
     if "transformer_layer_config" in raw:

@@ -1,19 +1,23 @@
 """Attention for the training-time test: a causal pass in blocks, and one further key for each earlier step, in one
 softmax.
 
-No score tensor larger than (rows of one block) x T exists, forward or backward: the backward pass makes the weights of
-a block anew. The further keys, one for each row, are added through the log-sum-exp.
+The causal pass is FlexAttention on a GPU. Elsewhere no score tensor larger than (rows of one block) x T exists, forward
+or backward: the backward pass makes the weights of a block anew. The further keys, one for each row, are added through
+the log-sum-exp.
 
 Letters: B batch, H query heads, G query heads per key head, T tokens, d head dimension, I own keys of each row.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from heads.packed import compiled_flex_attention, packed_mask
 
 BLOCK = 128
 """Number of query rows in a block. A block reads only the keys that its last row can see."""
@@ -26,29 +30,64 @@ def causal_attention(
     documents: Tensor,
     own_keys: Sequence[Tensor] = (),
     own_values: Sequence[Tensor] = (),
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside documents, where row t sees its own slot of each of `own_keys` too.
+
+    With a sliding `window`, a row sees the keys fewer than so many positions before it: with I own keys it stands at
+    position t + I, which its window counts from.
 
     q (B, H, T, d); k, v (B, H / G, T, d); documents (B, T) int64; own keys and values as k and v, one pair for each
     earlier step of the training-time test. Returns (B, H, T, d); differentiable once. Scores are at least float32.
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
+    reach = None if window is None else window - len(own_keys)
     with torch.autocast(q.device.type, enabled=False):
-        out: Tensor = _CausalAttention.apply(q, k, v, documents, *own_keys, *own_values)  # type: ignore[no-untyped-call]
+        if q.is_cuda:
+            return by_flex(q, k, v, documents, own_keys, own_values, reach, compiled_flex_attention())
+        out: Tensor = _CausalAttention.apply(q, k, v, documents, reach, *own_keys, *own_values)  # type: ignore[no-untyped-call]
     return out
+
+
+def by_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    reach: int | None,
+    attention: Callable[..., Any] = flex_attention,
+) -> Tensor:
+    """Compute `causal_attention` by FlexAttention, compiled or as it is. A row sees `reach` slots, its own included."""
+    mask, grouped = packed_mask(documents, reach), q.shape[1] != k.shape[1]
+    aux = AuxRequest(lse=True) if own_keys else None
+    made = attention(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=aux)
+    if not own_keys:
+        return made  # type: ignore[no-any-return]
+    out, lse = made[0], made[1].lse  # (B, H, T, d), (B, H, T)
+    q5 = _grouped(q, k).to(lse.dtype)  # (B, H / G, G, T, d)
+    scores = [(q5 * key[:, :, None]).sum(-1).flatten(1, 2) / math.sqrt(q.shape[3]) for key in own_keys]
+    shares = torch.stack([lse, *scores]).softmax(0)[..., None]  # (1 + I, B, H, T, 1)
+    merged = _grouped(out * shares[0], v)
+    for share, value in zip(shares[1:], own_values, strict=True):
+        merged = merged + _grouped(share, v) * value[:, :, None]
+    return merged.flatten(1, 2).to(v.dtype)
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, reach: int | None, *own: Tensor
+    ) -> Tensor:
         wide, H = torch.promote_types(q.dtype, torch.float32), q.shape[1]
         outs, lses = [], []
-        for start, stop in _blocks(q.shape[2]):
-            scores = _scores(q, k, documents, start, stop)  # (B, H / G, G * block, stop)
+        for first, start, stop in _blocks(q.shape[2], reach):
+            scores = _scores(q, k, documents, first, start, stop, reach)  # (B, H / G, G * block, stop - first)
             weights = scores.softmax(-1)
             # The log-sum-exp by way of the likeliest key: a softmax takes less time than one exp of the same size.
             lses.append(_unfold((scores.amax(-1) - weights.amax(-1).log_())[..., None], H))
-            outs.append(_unfold(weights.to(v.dtype) @ v[:, :, :stop], H))
+            outs.append(_unfold(weights.to(v.dtype) @ v[:, :, first:stop], H))
         out, lse = torch.cat(outs, 2), torch.cat(lses, 2)  # (B, H, T, d), (B, H, T, 1)
         if own:
             keys, values = _halves(own)
@@ -61,6 +100,7 @@ class _CausalAttention(torch.autograd.Function):
             out = by_key.view_as(out).to(q.dtype)
         else:
             shares = torch.ones_like(lse)[None]
+        ctx.reach = reach
         ctx.save_for_backward(q, k, v, documents, out, shares, *own)
         return out
 
@@ -78,15 +118,15 @@ class _CausalAttention(torch.autograd.Function):
         causal_grad, causal_delta = (grad * shares[0]).to(v.dtype), delta * shares[0]
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for start, stop in _blocks(q.shape[2]):
-            rows = slice(start, stop)
-            weights = _scores(q, k, documents, start, stop).softmax(-1)
+        for first, start, stop in _blocks(q.shape[2], ctx.reach):
+            rows, seen = slice(start, stop), slice(first, stop)
+            weights = _scores(q, k, documents, first, start, stop, ctx.reach).softmax(-1)
             part = _fold(causal_grad[:, :, rows], G)  # (B, H / G, G * block, d)
-            dv[:, :, :stop] += weights.to(v.dtype).mT @ part
-            dscores = (part @ v[:, :, :stop].mT).to(wide).sub_(_fold(causal_delta[:, :, rows], G)).mul_(weights)
+            dv[:, :, seen] += weights.to(v.dtype).mT @ part
+            dscores = (part @ v[:, :, seen].mT).to(wide).sub_(_fold(causal_delta[:, :, rows], G)).mul_(weights)
             dscores = dscores.mul_(scale).to(q.dtype)
-            dq[:, :, rows] = _unfold(dscores @ k[:, :, :stop], H)
-            dk[:, :, :stop] += dscores.mT @ _fold(q[:, :, rows], G)
+            dq[:, :, rows] = _unfold(dscores @ k[:, :, seen], H)
+            dk[:, :, seen] += dscores.mT @ _fold(q[:, :, rows], G)
         d_own: list[Tensor] = []
         if own:
             q5, grad, delta, dq5 = (_grouped(x, k) for x in (q.to(wide), grad, delta, dq.to(wide)))
@@ -98,7 +138,7 @@ class _CausalAttention(torch.autograd.Function):
                 dkeys.append((dscore * q5).sum(2).to(k.dtype))
                 dvalues.append((share * grad).sum(2).to(v.dtype))
             dq, d_own = dq5.view_as(q).to(q.dtype), [*dkeys, *dvalues]
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, *d_own
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, *d_own
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -107,20 +147,26 @@ def _halves(own: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return shaped[: len(own) // 2], shaped[len(own) // 2 :]
 
 
-def _blocks(T: int) -> list[tuple[int, int]]:
-    return [(start, min(start + BLOCK, T)) for start in range(0, T, BLOCK)]
+def _blocks(T: int, reach: int | None) -> list[tuple[int, int, int]]:
+    """The first key that a block's rows see, its first row, and the end of both."""
+    far = T if reach is None else reach - 1
+    return [(max(0, start - far), start, min(start + BLOCK, T)) for start in range(0, T, BLOCK)]
 
 
-def _scores(q: Tensor, k: Tensor, documents: Tensor, start: int, stop: int) -> Tensor:
-    """(B, H / G, G * block, stop) scaled scores of rows start..stop-1, at least float32, -inf where hidden."""
+def _scores(q: Tensor, k: Tensor, documents: Tensor, first: int, start: int, stop: int, reach: int | None) -> Tensor:
+    """(B, H / G, G * block, stop - first) scaled scores of rows start..stop-1 over the keys from `first` on, at least
+    float32, -inf where hidden."""
     rows, G = slice(start, stop), q.shape[1] // k.shape[1]
-    scores = (_fold(q[:, :, rows], G) @ k[:, :, :stop].mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = (_fold(q[:, :, rows], G) @ k[:, :, first:stop].mT).to(torch.promote_types(q.dtype, torch.float32))
     scores.mul_(1 / math.sqrt(q.shape[3]))
-    position = torch.arange(stop, device=q.device)
-    other = documents[:, rows, None] != documents[:, None, :stop]  # (B, block, stop)
-    hidden = other.logical_or_(position[start:, None] < position)
+    key = torch.arange(first, stop, device=q.device)
+    row = key[start - first :, None]
+    other = documents[:, rows, None] != documents[:, None, first:stop]  # (B, block, stop - first)
+    hidden = other.logical_or_(row < key)
+    if reach is not None:
+        hidden.logical_or_(row - key >= reach)
     mask = torch.zeros(hidden.shape, dtype=scores.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-    scores.view(*k.shape[:2], G, stop - start, stop).add_(mask[:, None, None])
+    scores.view(*k.shape[:2], G, stop - start, stop - first).add_(mask[:, None, None])
     return scores
 
 

@@ -17,16 +17,19 @@ Letters: B batch, T tokens, M observed rows, D hidden, Vd draft vocabulary, K de
 cache slots, E of them shown, P tokens expanded in a round, d head dimension.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heads.backends.base import Backend, RecurrentSteps
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, round_up
-from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
+from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, rotation
@@ -42,6 +45,13 @@ UNREAD = ("lm_head.weight", "embed_tokens.weight")
 
 CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, (B, 1, T, d) each."""
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass
@@ -76,6 +86,8 @@ class Recurrent(nn.Module, DraftHead):
     kept: Tensor
     """(Vd,) int64, the target id of each draft id."""
     num_modules: int = 1
+    sliding_window: int | None = None
+    """Positions that attention sees, the token's own included. None: all."""
     rotary: tuple[nn.Module, ...] = ()
     """The module of transformers that makes rotary positions which no base alone describes. In a tuple: no module of
     ours, whose frequencies `to` would round."""
@@ -131,15 +143,52 @@ class Recurrent(nn.Module, DraftHead):
         state = self.start(batch.aux_hidden_states, batch.hidden)
         own, normed = self.shared_layers(batch.shared), []
         embeddings = batch.embeddings if own is batch.shared else own.embed_tokens(batch.tokens)
+        keys: list[Tensor] = []  # of the module's steps so far
+        values: list[Tensor] = []
+        recompute = torch.is_grad_enabled() and self.recomputes(state, depth)
         for i in range(depth):
             if i < self.num_modules:
-                attend = _attend_by_steps(batch.documents)
-            embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
-            embedding = self.masked(embedding, batch.positions + i)
-            cos_sin = self.cos_sin(batch.positions + i, state.dtype)
-            state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
+                keys, values = [], []
+            given = (embeddings, batch.positions, batch.documents, state, *keys, *values)
+            if recompute:
+                made = checkpoint(self.step_of_slots, i, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                made = self.step_of_slots(i, *given)
+            state = made[0]
+            keys.append(made[1])
+            values.append(made[2])
             normed.append(self.normed(state))
         return normed
+
+    def step_of_slots(
+        self, i: int, embeddings: Tensor, positions: Tensor, documents: Tensor, state: Tensor, *earlier: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step i of all slots. `earlier`: keys, then values, of its module's steps before. -> state, keys, values.
+
+        A module attends causally at its first use; later uses see their slot's own keys too.
+        """
+        keys, values = list(earlier[: len(earlier) // 2]), list(earlier[len(earlier) // 2 :])
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:], self.sliding_window)
+
+        embedding = embeddings.roll(-1 - i, dims=1)  # slot t sees x_{t+1+i}; what wraps around has no label
+        embedding = self.masked(embedding, positions + i)
+        cos_sin = self.cos_sin(positions + i, state.dtype)
+        state = self.step(min(i, self.num_modules - 1), embedding, state, cos_sin, attend)
+        return state, keys[-1], values[-1]
+
+    def recomputes(self, state: Tensor, depth: int) -> bool:
+        """Return True if the steps from `state` (B, T, D) on are to be computed again in the backward pass.
+
+        By shapes and the device alone: processes that share the weights of a head have to agree.
+        """
+        most = KEPT_SHARE * total_memory(state.device) if self.most_kept is None else self.most_kept
+        widths = 4 * self.config.intermediate_size + 10 * self.config.hidden_size  # that a step keeps of a token
+        kept: int = depth * state[..., 0].numel() * widths * state.element_size()
+        return kept > most
 
     def loss(self, batch: Batch, scale: Tensor) -> HeadLoss:
         row, label, inside, valid = label_slots(batch, AHEAD, self.config.depth)
@@ -177,6 +226,8 @@ class Recurrent(nn.Module, DraftHead):
     ) -> RecurrentState:
         config, weight = self.config, next(self.parameters())
         check_width(shape, config.draft_vocab_size)
+        if self.sliding_window is not None and shape.depth >= self.sliding_window:
+            raise UserError(f"{shape}: a head whose window is {self.sliding_window} drafts fewer tokens than that")
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(
@@ -226,20 +277,3 @@ class Recurrent(nn.Module, DraftHead):
         lm_head_weight = self.lm_head_weight(batch.shared)
         guesses = [self.kept[self.logits(normed, lm_head_weight).argmax(-1)] for normed in self.unroll(batch, depth)]
         return torch.stack([guess == batch.tokens.roll(-AHEAD - k, dims=1) for k, guess in enumerate(guesses)])
-
-
-def _attend_by_steps(documents: Tensor) -> Attend:
-    """Training's attention of one module: causal at its first use; later uses see their slot's own keys too."""
-    base: list[Tensor] = []
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if base:
-            keys.append(k)
-            values.append(v)
-        else:
-            base.extend((k, v))
-        return causal_attention(q, base[0], base[1], documents, keys, values)
-
-    return attend

@@ -4,7 +4,7 @@ Letters: B batch, N queries, S key slots, D hidden, V vocabulary.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -116,23 +116,31 @@ def attention_masks(
     config: Any, dtype: torch.dtype, visible: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor | dict[str, Any]:
     """Return the mask that the family's decoder passes to its layers unchanged; arguments as in
-    `FrozenTarget.features`.
+    `FrozenTarget.features`."""
+
+    def mask(window: int | None) -> Tensor:
+        if window is None:
+            return additive(visible, dtype)
+        return additive(visible & (positions[:, :, None] - key_positions[:, None, :] < window), dtype)
+
+    made: Tensor | dict[str, Any] = masks_by_kind(config, mask)
+    return made
+
+
+def masks_by_kind(config: Any, mask: Callable[[int | None], Any]) -> Any:
+    """Return what a family's decoder takes as its mask, from `mask`, which makes one for a sliding window or None.
 
     Decoders take one mask for all layers; those with layers of several kinds take a dict. `layer_types` says which
     layers have the window; without it all of them do.
     """
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or {"sliding_attention"})
-    full = windowed = additive(visible, dtype)
     if kinds == {"full_attention"} or (window is None and not kinds & RECURRENT_LAYERS):
-        return full
-    if window is not None:
-        near = positions[:, :, None] - key_positions[:, None, :] < window
-        windowed = additive(visible & near, dtype)
+        return mask(None)
     if kinds == {"sliding_attention"}:
-        return windowed
+        return mask(window)
     # Recurrent layers need no mask: padding stands behind a text.
-    return {"full_attention": full, "sliding_attention": windowed, "linear_attention": None}
+    return {"full_attention": mask(None), "sliding_attention": mask(window), "linear_attention": None}
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

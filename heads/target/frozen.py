@@ -3,7 +3,7 @@ LM.
 
 An auxiliary hidden state h_k is the residual stream that ENTERS decoder layer k (h_0 the embeddings, h_n the last
 layer's output before the final norm). Hooks read the auxiliary layers only. The caller gives the slots that each query
-may see, and sliding windows follow from positions, so that packed documents and draft trees need no code of their own.
+may see, and sliding windows follow from positions, so that draft trees need no code of their own.
 """
 
 import hashlib
@@ -25,7 +25,6 @@ from heads.target.cache import HFCache
 from heads.target.encoder_decoder import EncoderDecoder, auto_class, count_layers, decoder_of, find_base
 from heads.target.families import (
     OutputHead,
-    attention_masks,
     check_layers,
     count_attention,
     eos_ids,
@@ -33,6 +32,7 @@ from heads.target.families import (
     register_mimo,
     unused_weights,
 )
+from heads.target.forward import decode, decode_packed
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.quantization import quantize_layers
 from heads.target.recurrent_layers import find_mixers, step_by_step
@@ -73,7 +73,6 @@ class LanguageModel:
         dtype: torch.dtype = self.head.weight.dtype
         return dtype
 
-    @torch.no_grad()
     def features(
         self,
         tokens: Tensor,
@@ -89,11 +88,9 @@ class LanguageModel:
         tokens (B, N) int64; positions (B, N); visible (B, N, S) bool, the key slots each query may see before any
         sliding window (S = N without a cache); key_positions (B, S), the position each slot holds.
         """
-        caught: dict[int, Tensor] = {}
-        with ExitStack() as hooks:
-            for k in aux_layer_ids:
-                hooks.callback(self._aux(k, caught).remove)
-            hidden = decode(
+        return self.catch(
+            aux_layer_ids,
+            lambda: decode(
                 self.base,
                 self.config,
                 self.dtype,
@@ -102,7 +99,17 @@ class LanguageModel:
                 visible=visible,
                 key_positions=key_positions,
                 cache=cache,
-            )
+            ),
+        )
+
+    @torch.no_grad()
+    def catch(self, aux_layer_ids: Sequence[int], run: Callable[[], Tensor]) -> Features:
+        """Return the features of a forward pass, which `run` makes."""
+        caught: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for k in aux_layer_ids:
+                hooks.callback(self._aux(k, caught).remove)
+            hidden = run()
         return Features(
             torch.cat([caught[k] for k in aux_layer_ids], dim=-1) if aux_layer_ids else hidden[..., :0], hidden
         )
@@ -193,10 +200,8 @@ class FrozenTarget(LanguageModel):
                 f"{self.name}: its recurrent layers cannot be masked by document; give each training row one document, "
                 "with padding behind it"
             )
-        visible = packed_visible(documents)
-        return self.features(
-            tokens, positions=positions, visible=visible, key_positions=positions, aux_layer_ids=aux_layer_ids
-        )
+        given = (self.base, self.config, self.dtype, tokens)
+        return self.catch(aux_layer_ids, lambda: decode_packed(*given, positions=positions, documents=documents))
 
     def sample(self, length: int, starts: Sequence[int]) -> Tensor:
         """Return (1, length) sample token ids. With an encoder, `starts`, and no other positions, begin answers."""
@@ -261,39 +266,6 @@ class FrozenTarget(LanguageModel):
                 f"{self.name}: expected a causal language model whose attention takes a 4-D mask, "
                 f"got {type(self.model).__name__} from a {made} ({reason}); use another target"
             )
-
-
-def decode(
-    base: nn.Module,
-    config: Any,
-    dtype: torch.dtype,
-    tokens: Tensor,
-    *,
-    positions: Tensor,
-    visible: Tensor,
-    key_positions: Tensor,
-    cache: Cache | None = None,
-) -> Tensor:
-    """Return the states of a Hugging Face decoder after its final norm, (B, N, D); arguments as in
-    `FrozenTarget.features`."""
-    if isinstance(base, EncoderDecoder):
-        whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
-        return whole
-    hidden: Tensor = base(
-        input_ids=tokens,
-        attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state
-    return hidden
-
-
-def packed_visible(documents: Tensor) -> Tensor:
-    """(B, T, T) bool: attention that is causal and stays inside each document of a packed row, documents (B, T)."""
-    T = documents.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=documents.device).tril()
-    return causal & (documents[:, :, None] == documents[:, None, :])
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """EAGLE-3 against its formula, written the long way."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.eagle3 import Eagle3
-from tests.heads.small_heads import eagle3_head, random_batch
+from heads.errors import UserError
+from tests.heads.small_heads import eagle3_head, random_batch, seen
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -104,3 +106,23 @@ def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
     assert torch.equal(head.lm_head.weight, lm_head[head.kept]) and torch.equal(head.norm.weight, norm)
     fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
     assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sliding_window": 4}, "head.sliding_window"),  # of four steps
+        ({"sliding_window": "9"}, "head.sliding_window"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "head.rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "head.rope_scaling"),
+    ],
+)
+def test_windows_and_rotations_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        eagle3_head(**settings)
+
+
+def test_a_draft_as_long_as_the_window_is_refused() -> None:
+    with pytest.raises(UserError, match="chain:7"):
+        seen(eagle3_head(sliding_window=7), random_batch([[20]]), "chain:7", [9])

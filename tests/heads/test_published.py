@@ -75,6 +75,8 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("base", {"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_scaling": None}, False),
     ("parameters", {"rope_theta": 7e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, False),
     ("scaling", {"rope_theta": 7e4, "rope_scaling": LLAMA3}, {"rope_theta": 7e4, "rope_scaling": LLAMA3}, False),
+    ("window", {"sliding_window": 9}, {"sliding_window": 9, "layer_types": ["sliding_attention"]}, True),
+    ("window of no layer", {}, {"sliding_window": 9, "layer_types": ["full_attention"]}, False),
     ("EAGLE-3.1", {"fc_norm": True, "norm_output": True}, {"fc_norm": True, "norm_output": True}, False),
     ("residual", {"norm_before_residual": True}, {"norm_before_residual": True}, True),
     ("architecture", {}, {"architectures": ["LlamaForCausalLM"]}, True),

@@ -6,7 +6,8 @@ which every token is a label, so they are counted at their most.
 Target, N = B * T tokens of a micro-batch, w bytes a number, forward alone, by formula:
 
     FLOP a token = 2 * active parameters of the layers + 2 * T * heads * (key width + value width) * attention layers
-    bytes        = N w ((2 + L) D + widest) + B T^2 (1 + w)         two residuals, L auxiliary states, the mask twice
+    bytes        = N w ((2 + L) D + widest)                         two residuals, L auxiliary states
+                 + B T^2 (1 + w)                                    the mask twice, in families that need it whole
     widest       = the larger of 3 I, or k (3 I + 2 D) with k experts a token, and twice a layer's queries, keys and
                    values
 
@@ -21,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.base import KEPT_SHARE
 from heads.errors import UserError
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
+from heads.target.forward import takes_block_masks
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
 from train.data.features import make_batch
@@ -84,8 +87,9 @@ class HeadCount:
     hidden_size: int
 
 
-def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
-    """Count a recipe's target and head as on a device of type `device`; `bf16`: products are, as with autocast.
+def count_run(recipe: Recipe, device: str, memory: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
+    """Count a recipe's target and head as on a device of type `device` with `memory` bytes; `bf16`: products are, as
+    with autocast.
 
     UserError for adapters, which cannot be put into layers without values.
     """
@@ -99,6 +103,7 @@ def count_run(recipe: Recipe, device: str, *, bf16: bool) -> tuple[TargetCount, 
     with Shapes() as shapes, _chunks_as_on(device):
         target = load_shape(settings.path, dtype=wanted, trust_remote_code=settings.trust_remote_code)
         head: Any = make_head(_section(recipe), target, torch.zeros(target.vocab_size, dtype=torch.int64))
+        head.most_kept = round(KEPT_SHARE * memory)
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
         trained = Trained(head)
@@ -163,6 +168,7 @@ def count_target(
     N = batch_size * length
     flops = 2 * (sum(in_layers.values()) - idle)
     flops += 2 * length * heads * (key_width + value_width) * target.attention_layers
+    whole_mask = 0 if takes_block_masks(target.base, config) else batch_size * length**2 * (1 + w)
     return TargetCount(
         total=total,
         active=total - idle,
@@ -174,7 +180,7 @@ def count_target(
         if linear >= LEAST_SHARE * sum(in_layers.values())
         else None,
         flops=flops,
-        activations=N * w * ((2 + aux_layers) * D + max(mlp, attention)) + batch_size * length**2 * (1 + w),
+        activations=N * w * ((2 + aux_layers) * D + max(mlp, attention)) + whole_mask,
     )
 
 

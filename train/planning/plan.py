@@ -209,7 +209,7 @@ class Plan:
 
 def make_plan(recipe: Recipe, launch: Launch) -> Plan:
     """Count a recipe for a launch."""
-    counted = count_run(recipe, launch.device, bf16=launch.bf16(recipe.train.precision))
+    counted = count_run(recipe, launch.device, launch.memory_bytes, bf16=launch.bf16(recipe.train.precision))
     return Plan(recipe, launch, *counted)
 
 

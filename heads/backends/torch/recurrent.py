@@ -59,6 +59,8 @@ class TorchRecurrent(RecurrentSteps):
         visible = mapping.visible(module, extent)
         if visible is None:
             visible = self.slot[:extent] <= positions[..., None]
+        if (window := self.head.sliding_window) is not None:  # drafted tokens, in slots of their own, are nearer
+            visible = visible & (positions[..., None] - self.slot[:extent] < window)
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
 

@@ -18,6 +18,7 @@ from eval.benchmark.metrics import (
     ratio_interval,
     speedup,
     tau,
+    tau_by_position,
     tau_interval,
     token_percentiles,
     token_seconds,
@@ -33,6 +34,19 @@ def test_tau_pools_tokens_and_rounds_and_counts_the_bonus_token() -> None:
     assert tau([WHOLE, CUT]) == 12 / 5  # not the mean of 7/3 and 5/2
     assert tau([Trace(9, (0,) * 9, (0,) * 9)]) == 1  # plain decoding
     assert math.isnan(tau([Trace(0, (), ())]))  # the text ended with the prefill's token
+
+
+def test_tau_by_position_puts_each_round_where_its_root_stands() -> None:
+    near = Trace(emitted=7, accepted=(3, 0, 1), reached=(3, 1, 2), start=123)  # roots at 123, 127, 128
+    far = Trace(emitted=5, accepted=(2, 2), reached=(3, 2), start=255)  # roots at 255, 258; the last bonus cut off
+    bins = tau_by_position([near, Trace(0, (), (), 5), far])
+    assert [(b["from"], b["to"], b["mean"], b["rounds"]) for b in bins] == [
+        (0, 128, 5 / 2, 2),
+        (128, 256, (2 + 3) / 2, 2),
+        (256, 512, 2.0, 1),
+    ]
+    assert [b["ci95"] is None for b in bins] == [True, False, True]  # one prompt has no spread
+    assert sum(b["mean"] * b["rounds"] for b in bins) == 7 + 5
 
 
 def test_acceptance_is_conditional_on_the_depths_before() -> None:

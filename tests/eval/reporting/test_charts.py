@@ -28,6 +28,10 @@ def measurement(tree: str, depth: int, nodes: int, speed: float, temperature: fl
         "tau": {"mean": 2.4, "ci95": [2.2, 2.7]},
         "alpha": [0.9, 0.8, 0.7, 0.6, None][:depth],
         "accepted_histogram": [3, 2, 2, 1, 0][: depth + 1],
+        "tau_by_position": [
+            {"from": 64 << n, "to": 128 << n, "mean": 3 - n / 5, "ci95": [2.9 - n / 5, 3.1 - n / 5] if n else None}
+            for n in range(1, 11)
+        ],
         "speedup": {"measured": speed, "ci95": [speed - 0.2, speed + 0.1], "predicted": speed},
         "speculative": {"token_ms": spread, "breakdown_ms": phases, "plain_step_ms": 4.0},
         "baseline": {"token_ms": {"p50": 4.0, "p95": 4.5, "p99": 5.0}, "ms_per_token": 4.0},
@@ -90,7 +94,7 @@ def test_nothing_is_drawn_of_too_little(reason: str) -> None:
     if reason == "failed audit":
         for m in (given, *given["measurements"]):
             m["speedup"] = None
-        assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens"]
+        assert [chart.name for chart in head_charts(given)] == ["acceptance", "tokens", "position"]
         assert [chart.name for chart in comparison_charts(given["measurements"])] == ["compare-tau"]
     else:
         del given["measurements"][1:3]

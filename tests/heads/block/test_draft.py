@@ -14,12 +14,13 @@ from torch.nn.functional import pad
 from heads.backends.selection import TORCH
 from heads.base import Batch
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import TILE, Sight, by_pieces, by_tiles
+from heads.block.attention import Sight, by_pieces, by_tiles
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
+from heads.packed import TILE
 from heads.target.aux_layers import spread_layer_ids
 from heads.tree import parse_shape
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, seen

@@ -214,6 +214,8 @@ def nest(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (lambda c: c.update(model_type="qwen3"), set(EAGLE3)),
         (lambda c: c.update(num_hidden_layers=8), set(EAGLE3)),
         (lambda c: c.update(norm_before_residual=True), {SGLANG, EAGLE}),
+        (lambda c: c.update(sliding_window=64, layer_types=["sliding_attention"]), {SGLANG, EAGLE}),
+        (lambda c: c.update(sliding_window=64), set(EAGLE3)),
         (lambda c: c.update(vocab_size=256), set(EAGLE3)),
         (lambda c: c.update(hidden_size="32"), set(EAGLE3)),
         (lambda c: c.pop("draft_vocab_size"), set(EAGLE3)),

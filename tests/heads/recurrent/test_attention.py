@@ -2,14 +2,32 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from heads.recurrent.attention import BLOCK, causal_attention
+from heads.packed import TILE
+from heads.recurrent.attention import BLOCK, by_flex, causal_attention
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
+
+
+def dense_flex(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, enable_gqa: bool, return_aux: AuxRequest | None
+) -> Any:
+    """FlexAttention by its definition, with gradients, which torch's own has on a GPU alone."""
+    T, G = q.shape[2], q.shape[1] // k.shape[1]
+    assert enable_gqa == (G > 1)
+    slot, batch = torch.arange(T), torch.arange(len(q))[:, None, None]
+    tiles = block_mask.to_dense()[:, 0].bool().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :T, :T]
+    visible = tiles & block_mask.mask_mod(batch, batch, slot[:, None], slot)
+    k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+    scores = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible[:, None], -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out if return_aux is None else (out, AuxOutput(lse=scores.logsumexp(-1)))
 
 
 def tensors(*shape: int, count: int = 1, seed: int = 0) -> list[Tensor]:
@@ -25,10 +43,13 @@ def some_documents(B: int, T: int) -> Tensor:
     return documents
 
 
-def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Tensor) -> Tensor:
+def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Tensor, window: int | None = None) -> Tensor:
     """One softmax over T causal keys and the row's own key of every later step: mask (T, T * steps)."""
     T, G = q.shape[2], q.shape[1] // keys[0].shape[1]
     causal = torch.ones(T, T, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None, :])
+    if window is not None:  # row t stands at t + steps before
+        slot = torch.arange(T)
+        causal &= slot[:, None] + len(keys) - 1 - slot < window
     own = torch.eye(T, dtype=torch.bool).expand_as(causal)
     mask = torch.cat([causal, *[own] * (len(keys) - 1)], dim=-1)[:, None]
     k, v = (torch.cat(parts, dim=2).repeat_interleave(G, dim=1) for parts in (keys, values))
@@ -38,16 +59,27 @@ def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Tensor
 
 @pytest.mark.parametrize(("B", "H", "Hkv", "T"), SHAPES)
 @pytest.mark.parametrize("own", [0, 1, 3])
-def test_output_and_gradients_equal_the_dense_form(B: int, H: int, Hkv: int, T: int, own: int) -> None:
+@pytest.mark.parametrize("window", [None, 5, 140])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_output_and_gradients_of_both_forms_equal_the_dense_one(
+    B: int, H: int, Hkv: int, T: int, own: int, window: int | None
+) -> None:
     (q,), (grad,) = tensors(B, H, T, 4), tensors(B, H, T, 6, seed=3)
     keys, values = tensors(B, Hkv, T, 4, count=1 + own, seed=1), tensors(B, Hkv, T, 6, count=1 + own, seed=2)
     documents = some_documents(B, T)
-    wanted = dense(q, keys, values, documents)
-    found = causal_attention(q, keys[0], values[0], documents, keys[1:], values[1:])
-    torch.testing.assert_close(found, wanted)
+    wanted = dense(q, keys, values, documents, window)
     inputs = [q, *keys, *values]
-    for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, inputs, grad), strict=True):
-        torch.testing.assert_close(a, b)
+    exact = torch.autograd.grad(wanted, inputs, grad)
+    given = (q, keys[0], values[0], documents, keys[1:], values[1:])
+    reach = None if window is None else window - own
+    for found in (causal_attention(*given, window), by_flex(*given, reach, dense_flex)):
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+        for a, b in zip(torch.autograd.grad(found, inputs, grad), exact, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    q, *parts = (part.detach() for part in inputs)
+    keys, values = parts[: 1 + own], parts[1 + own :]
+    by_torch = by_flex(q, keys[0], values[0], documents, keys[1:], values[1:], reach)
+    torch.testing.assert_close(by_torch, wanted.detach(), atol=1e-6, rtol=1e-6)
 
 
 def test_a_second_derivative_is_refused() -> None:

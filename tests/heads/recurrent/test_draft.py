@@ -22,10 +22,13 @@ from tests.heads.small_heads import (
     with_tokens,
 )
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 Make = Callable[[], Recurrent]
 MAKERS: dict[str, Make] = {
     "eagle3": eagle3_head,
     "eagle3.1": lambda: eagle3_head(fc_norm=True, norm_output=True),
+    "eagle3 with a window": lambda: eagle3_head(sliding_window=7),
+    "eagle3 with yarn": lambda: eagle3_head(rope_scaling=YARN),
     "mtp, one module for all steps": mtp_head,
     "mtp, two, the second for three steps": lambda: mtp_head(num_modules=2, layout="deepseek"),
     "mtp, one for each step": lambda: mtp_head(num_modules=4),

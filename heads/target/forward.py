@@ -1,0 +1,177 @@
+"""Forward passes of a Hugging Face decoder: under a mask, and over packed rows of documents.
+
+Over packed rows no tensor of (T, T) is made. The decoder is given a block mask of FlexAttention, which transformers'
+decoders hand to their attention function as it is: `by_flex` on a GPU, elsewhere `by_tiles`.
+
+Letters: B batch, T tokens, N queries, S key slots, D hidden, H query heads, d head dimension, E keys that a tile sees.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from heads.packed import TILE, packed_mask, packed_visible
+from heads.target.encoder_decoder import EncoderDecoder
+from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
+
+FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
+"""Names of attention functions in transformers' interface."""
+
+
+def decode(
+    base: nn.Module,
+    config: Any,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    positions: Tensor,
+    visible: Tensor,
+    key_positions: Tensor,
+    cache: Cache | None = None,
+) -> Tensor:
+    """Return the states of a Hugging Face decoder after its final norm, (B, N, D); arguments as in
+    `FrozenTarget.features`."""
+    if isinstance(base, EncoderDecoder):
+        whole: Tensor = base(tokens, positions=positions, visible=visible, key_positions=key_positions, cache=cache)
+        return whole
+    hidden: Tensor = base(
+        input_ids=tokens,
+        attention_mask=attention_masks(config, dtype, visible, positions, key_positions),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+    ).last_hidden_state
+    return hidden
+
+
+def decode_packed(
+    base: nn.Module,
+    config: Any,
+    dtype: torch.dtype,
+    tokens: Tensor,
+    *,
+    positions: Tensor,
+    documents: Tensor,
+    attention: str | None = None,
+) -> Tensor:
+    """Return the states of packed rows after the final norm, (B, T, D); attention is causal and stays inside each
+    document. All arguments (B, T). `attention` names the function, None chooses by device.
+
+    Families whose masks can be nothing but a tensor, as transformers says of them, get one of (T, T).
+    """
+    if not takes_block_masks(base, config):
+        visible = packed_visible(documents)
+        return decode(base, config, dtype, tokens, positions=positions, visible=visible, key_positions=positions)
+    masks = masks_by_kind(config, lambda window: packed_mask(documents, window))
+    is_long = tokens.shape[1] > TILE  # a short row is not worth compiling kernels for
+    with attention_function(config, attention or (FLEX if tokens.is_cuda and is_long else TILES)):
+        hidden: Tensor = base(
+            input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=False
+        ).last_hidden_state
+    return hidden
+
+
+def takes_block_masks(base: Any, config: Any) -> bool:
+    """Return True if a decoder hands block masks to its attention functions. Hybrids do: transformers means their
+    recurrent layers where it says that they do not."""
+    if isinstance(base, EncoderDecoder):
+        return False
+    return bool(base._supports_flex_attn) or bool(
+        RECURRENT_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    )
+
+
+@contextmanager
+def attention_function(config: Any, name: str) -> Iterator[None]:
+    """Let the layers of `config` call the attention function of this name."""
+    usual = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+def by_flex(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **settings: Any
+) -> tuple[Tensor, Any]:
+    """transformers' FlexAttention, in one dtype: under autocast some families rotate in float32."""
+    made: tuple[Tensor, Any] = flex_attention_forward(
+        module, query.to(value.dtype), key.to(value.dtype), value, mask, **settings
+    )
+    return made
+
+
+def by_tiles(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: a tile of queries after the other, over the keys from the first
+    tile that any of its rows sees to the last. query (B, H, T, d), key and value (B, Hkv, T, d) -> (B, T, H, d).
+
+    `softcap` bends scores; `s_aux` (H,) are the scores of attention sinks. Backward makes each tile's weights anew.
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    first = mask.kv_indices[:, 0, :, 0].amin(0).tolist()  # a tile sees itself, and its keys are those before
+    outs = []
+    for i, tile in enumerate(first):
+        start, stop = i * TILE, min((i + 1) * TILE, query.shape[2])
+        seen = slice(tile * TILE, stop)
+        parts = query[:, :, start:stop], key[:, :, seen], value[:, :, seen]
+        given = (*parts, mask.mask_mod, stop, scaling, softcap, s_aux)
+        if torch.is_grad_enabled():
+            outs.append(checkpoint(_tile, *given, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_tile(*given))
+    return torch.cat(outs, 2).transpose(1, 2), None
+
+
+def _tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Callable[..., Tensor],
+    stop: int,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the queries before slot `stop` over the keys before it, as many as are given."""
+    row, key = (torch.arange(stop - x.shape[2], stop, device=q.device) for x in (q, k))
+    batch = torch.arange(len(q), device=q.device)[:, None, None]
+    visible = mask(batch, batch, row[:, None], key)  # (B, rows, E)
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=visible[:, None], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    G, E = q.shape[1] // k.shape[1], k.shape[2]
+    k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * (q.shape[3] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights: Tensor = scores.softmax(-1)[..., :E].to(v.dtype)
+    return weights @ v
+
+
+AttentionInterface.register(FLEX, by_flex)
+AttentionInterface.register(TILES, by_tiles)

@@ -1,0 +1,53 @@
+"""Time and memory of one EAGLE-3 training step: ours, ours with recomputation, and one that keeps whole logits.
+
+    python scripts/bench_training.py                 # D 256, V 32,000, Vd 8,192, T 512, 7 steps, float32, AdamW
+    python scripts/bench_training.py --device cuda
+
+All run the same head on the same random features, forward, backward and AdamW, with all labels and with half of them.
+The plain step does what the formula says: the target's logits for every token, its distribution over the draft
+vocabulary, and the draft's logits of every step kept for the backward pass. Each variant runs in a process of its own,
+several times in turn with the others; the median step counts. Memory is the peak above what stands before the step
+(weights, features, optimizer state). Their losses must agree. Last comes a count by tensors without data: what the
+steps of the training-time test keep for the backward pass at the shape of an 8B target.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.command import Parser, count, exit_status
+
+VARIANTS = ("plain", "ours", "recomputed")
+LABELS = ("all", "half")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("Time and memory of a training step, against whole logits.")
+    add: Any = parser.add_argument
+    add("--tokens", type=count, default=512, help="T, of one packed row")
+    add("--steps", type=count, default=7, help="of the training-time test")
+    add("--hidden", type=count, default=256)
+    add("--vocab", type=count, default=32_000)
+    add("--draft-vocab", type=count, default=8192)
+    add("--repeats", type=count, default=3, help="processes of each variant, in turn")
+    add("--updates", type=count, default=5, help="steps timed in each process, after one that is not")
+    add("--long", type=count, default=32_768, help="T of the count at the shape of an 8B target")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--out", type=Path, help="a JSON file for the record")
+    add("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    add("--labels", choices=LABELS, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from eval.benchmark.training_step import compare, measure
+
+    return measure(options) if options.variant else compare(options, VARIANTS, LABELS)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))

@@ -1,0 +1,28 @@
+"""Recomputation of training steps: the same gradients from fewer saved activations."""
+
+import pytest
+import torch
+
+from eval.benchmark.training_step import saved_bytes
+from heads.recurrent.draft import Recurrent
+from tests.heads.recurrent.test_draft import Make, each_form
+from tests.heads.small_heads import random_batch
+
+
+def gradients(head: Recurrent, *, recompute: bool) -> list[torch.Tensor]:
+    head.most_kept = 0 if recompute else None
+    loss = head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), torch.ones(head.config.depth, dtype=torch.float64)).loss
+    return list(torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad]))
+
+
+@each_form
+def test_gradients_are_equal_to_the_last_bit(make: Make) -> None:
+    for kept, recomputed in zip(gradients(make(), recompute=False), gradients(make(), recompute=True), strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_eight_times_less_is_saved_at_the_shape_of_an_8b_target() -> None:
+    kept, recomputed = (saved_bytes(256, recompute=recompute) for recompute in (False, True))
+    assert 8 * recomputed < kept
+    # What `Recurrent.recomputes` goes by: four widths of the MLP and ten of the model for each token and step.
+    assert kept == pytest.approx(7 * 256 * 2 * (4 * 14_336 + 10 * 4096), rel=0.05)
