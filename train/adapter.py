@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -34,7 +33,7 @@ from heads.losses import draft_loss
 from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.families import OutputHead
 from heads.target.frozen import FrozenTarget, decode, packed_visible
-from train.launch import SHARDED
+from train.launch import wanted_mode
 from train.recipe import Adapter
 from train.trained import Part, Trained
 
@@ -185,9 +184,9 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
     return HeadLoss(own.loss + last.loss, torch.cat([own.sums, last.sums]), metrics)
 
 
-def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead, accelerator: Accelerator) -> None:
+def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead) -> None:
     """Refuse an adapter that the launch, the target or the head cannot have, before time is spent on data."""
-    if accelerator.distributed_type in SHARDED:
+    if wanted_mode() != "ddp":
         raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
     if head.aux_layer_ids:
         raise UserError(
