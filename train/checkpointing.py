@@ -216,8 +216,8 @@ def _explained(final: Path) -> Iterator[None]:
         kept = [path.name for path in list_checkpoints(final.parent)]
         what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
         raise UserError(
-            f"{final}: no space left on the device for the checkpoint; {what}; "
-            "free some space and run the same command again"
+            f"{final.parent}: no space left on the device for the checkpoint of {final.name.replace('-', ' ')}; "
+            f"{what}; free some space and run the same command again"
         ) from error
 
 

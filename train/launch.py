@@ -236,6 +236,12 @@ def _is_first_to_end() -> bool:
         return True
 
 
+def is_lost_process(error: RuntimeError) -> bool:
+    """True for a collective that failed because another process is gone."""
+    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's; it has no class
+    return isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in broken)
+
+
 def die_with_launcher() -> None:
     """Ask for SIGTERM when the launcher dies: `accelerate launch` with one process does not pass signals on."""
     if is_launched() and sys.platform == "linux":

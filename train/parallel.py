@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed import all_reduce, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from train.launch import wanted_mode
@@ -90,6 +91,11 @@ class Replicas:
         """The optimizer's state, named by the parameter's number and the tensor's name."""
         return split_optimizer(self.optimizer.state_dict())
 
+    def _hand_over(self, tensors: Tensors, name: str, whole: Tensor) -> None:
+        """Give a whole tensor to the main process: no other has room for all of them."""
+        if self.accelerator.is_main_process:
+            tensors[name] = whole.detach().to("cpu", copy=True)
+
     def take_up(self, read: Read, moments: Iterable[str]) -> None:
         """Take a checkpoint's weights and optimizer state, which has the names `moments`."""
         read(self.trained.stored.state_dict())
@@ -118,11 +124,9 @@ class FullySharded(Replicas):
         return full
 
     def head_weights(self) -> Tensors:
-        weights = {}
+        weights: Tensors = {}
         for name, tensor in super().head_weights().items():
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            if self.accelerator.is_main_process:
-                weights[name] = whole.cpu()
+            self._hand_over(weights, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         return weights
 
 
@@ -165,21 +169,23 @@ class Zero(Replicas):
 
     def weights(self) -> Tensors:
         names = {id(parameter): name for name, parameter in self.trained.stored.named_parameters()}
+        weights: Tensors = {}
         with self._gathered():
-            weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.trained.stored.state_dict().items()}
+            for name, tensor in self.trained.stored.state_dict().items():
+                self._hand_over(weights, name, tensor)
         for flat, parameters in self._partitions():
             for parameter in parameters:
-                weights[names[id(parameter)]] = self._whole(flat, parameter).cpu()
+                self._hand_over(weights, names[id(parameter)], self._whole(flat, parameter))
         return weights
 
     def moments(self) -> Tensors:
         number = {id(parameter): n for n, parameter in enumerate(self.numbered)}
-        tensors = {}
+        tensors: Tensors = {}
         for flat, parameters in self._partitions():
             for name, state in self.optimizer.state[flat].items():
                 for parameter in parameters:
                     whole = state if state.dim() == 0 else self._whole(state, parameter)
-                    tensors[f"{number[id(parameter)]}.{name}"] = whole.cpu()
+                    self._hand_over(tensors, f"{number[id(parameter)]}.{name}", whole)
         return tensors
 
     @torch.no_grad()
@@ -210,10 +216,10 @@ class Zero(Replicas):
 
     def _gathered(self, modifier_rank: int | None = None) -> AbstractContextManager[None]:
         """Whole parameters; those of process `modifier_rank` are kept. Without effect before stage 3."""
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        parameters = list(self.trained.parameters())
-        context: AbstractContextManager[None] = GatheredParameters(parameters, modifier_rank=modifier_rank)
+        whole = deepspeed.zero.GatheredParameters
+        context: AbstractContextManager[None] = whole(list(self.trained.parameters()), modifier_rank=modifier_rank)
         return context
 
     def _partitions(self) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:

@@ -43,6 +43,13 @@ def rows_per_step(settings: Train, context_length: int, num_processes: int) -> i
     return rows * passes
 
 
+def rows_of_process(step: int, rows: int, batch_size: int, process: int, num_processes: int) -> list[range]:
+    """The places, in the endless order, of the rows of each pass of a process: together the processes make step `step`
+    of the same `rows` rows, however many they are."""
+    begin, stride = step * rows + process * batch_size, batch_size * num_processes
+    return [range(first, first + batch_size) for first in range(begin, (step + 1) * rows, stride)]
+
+
 class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
@@ -78,10 +85,8 @@ class Stepper:
         settings, accelerator, form = self.settings, self.accelerator, self.form
         self.trained.begin_step(number)
         size, world = settings.batch_size, accelerator.num_processes
-        firsts = [
-            number * self.rows + (micro * world + accelerator.process_index) * size for micro in range(self.passes)
-        ]
-        micros = [self.mixture.rows(range(first, first + size)) for first in firsts]
+        places = rows_of_process(number, self.rows, size, accelerator.process_index, world)
+        micros = [self.mixture.rows(place) for place in places]
         own = torch.stack(
             [self.trained.counts(rows.loss_mask, rows.documents).double() for rows in micros]
         )  # (micro, K)
@@ -92,8 +97,8 @@ class Stepper:
         set_lr(form.optimizer, number, settings)
         scale = self.trained.loss_scale(counts).float() * form.loss_factor
         weight: Tensor | None = None
-        for micro, (first, rows, count) in enumerate(zip(firsts, micros, own, strict=True)):
-            torch.manual_seed(settings.seed + SEED_STRIDE * (first // size + 1))
+        for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
+            torch.manual_seed(settings.seed + SEED_STRIDE * (place.start // size + 1))
             with accelerator.autocast(), self.trained.original_target():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
