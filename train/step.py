@@ -38,7 +38,7 @@ def rows_per_step(settings: Train, context_length: int, num_processes: int) -> i
         raise UserError(
             f"train.tokens_per_step: {settings.tokens_per_step} are not whole passes of {tokens} tokens "
             f"(train.batch_size {settings.batch_size} x data.context_length {context_length} x {num_processes} "
-            f"processes); expected {nearest}"
+            f"processes); expected {nearest}, or another train.batch_size"
         )
     return rows * passes
 
