@@ -41,9 +41,9 @@ class Interval:
     sums: Tensor | None = None  # (K,), this process's
     metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> (K,), this process's
     tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
     unchecked: list[Tensor] = field(default_factory=list)
     """() for each step since the last check, of this process: finite if its figures are."""
-    started: float = field(default_factory=time.perf_counter)
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
         """One micro-batch of this process."""

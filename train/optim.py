@@ -64,6 +64,9 @@ class Muon(torch.optim.AdamW):
         self.apply: Apply = on_whole
         """Makes a change of whole matrices, where processes hold parts of them."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a number of steps in every state
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
@@ -82,10 +85,10 @@ class Muon(torch.optim.AdamW):
         buffer.lerp_(grad, 1 - group["momentum"])
         update = self.apply(p, grad.lerp(buffer, group["momentum"]), self._direction)
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(update.to(p.dtype), alpha=-group["lr"])
+        p.add_(update, alpha=-group["lr"])
 
     def _direction(self, matrix: Tensor) -> Tensor:
-        return 0.2 * math.sqrt(max(matrix.shape)) * orthogonal(matrix, self.products)
+        return 0.2 * math.sqrt(max(matrix.shape)) * orthogonal(matrix, self.products).to(matrix.dtype)
 
 
 def on_whole(_: Tensor, values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

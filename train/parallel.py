@@ -38,6 +38,8 @@ class Replicas:
 
     in_parts = False
     """True if every process writes its part of a checkpoint."""
+    touches = True
+    """False where a parameter is not at hand outside the module that reads it."""
 
     def __init__(self, trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> None:
         """`passes`: forward passes of each process in one step."""
@@ -63,8 +65,8 @@ class Replicas:
         return self.model.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Add a pass's gradients."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Add a pass's gradients to those of the step, whose sum over processes and passes they are to be."""
+        (self.loss_factor * loss).backward()  # type: ignore[no-untyped-call]
 
     def divide(self, weight: Tensor) -> None:
         """Divide the step's gradients by `weight` ()."""
@@ -133,6 +135,8 @@ class FullySharded(Replicas):
 class Zero(Replicas):
     """DeepSpeed's engine. Its optimizer sees one flat float32 partition of all parameters of a group at a time."""
 
+    touches = False
+
     def prepare(self) -> None:
         plugin = self.accelerator.state.deepspeed_plugin
         config: dict[str, Any] = plugin.deepspeed_config
@@ -150,7 +154,7 @@ class Zero(Replicas):
             self.optimizer.apply = self._apply
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
+        self.engine.backward(self.loss_factor * loss)
         if not self.engine.is_gradient_accumulation_boundary():
             self.engine.step()
 

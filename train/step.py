@@ -15,7 +15,7 @@ from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
 from train.averages import Interval
 from train.data.features import make_batch
-from train.data.packing import Mixture
+from train.data.packing import Mixture, Rows
 from train.interrupts import Interrupted
 from train.optim import set_lr
 from train.parallel import make_form
@@ -87,23 +87,22 @@ class Stepper:
         size, world = settings.batch_size, accelerator.num_processes
         places = rows_of_process(number, self.rows, size, accelerator.process_index, world)
         micros = [self.mixture.rows(place) for place in places]
-        own = torch.stack(
-            [self.trained.counts(rows.loss_mask, rows.documents).double() for rows in micros]
-        )  # (micro, K)
+        own = torch.stack([self._counts(place, rows) for place, rows in zip(places, micros, strict=True)])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
             raise Interrupted
         set_lr(form.optimizer, number, settings)
-        scale = self.trained.loss_scale(counts).float() * form.loss_factor
+        scale = self.trained.loss_scale(counts).float()
         weight: Tensor | None = None
         for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
-            torch.manual_seed(settings.seed + SEED_STRIDE * (place.start // size + 1))
+            self._seed(place)
             with accelerator.autocast(), self.trained.original_target():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
                 with accelerator.autocast():
-                    loss, sums, metrics, part = form.model(batch, scale, world > 1 and not bool(count.all()))
+                    touch = form.touches and world > 1 and not bool(count.all())
+                    loss, sums, metrics, part = form.model(batch, scale, touch)
                 form.backward(loss)
             if part is not None:
                 weight = part if weight is None else weight + part
@@ -114,6 +113,15 @@ class Stepper:
         self.norm = form.update()
         interval.add_step(counts, tokens, self.norm)
         return tokens
+
+    def _seed(self, place: range) -> None:
+        """Set the random state of the pass over these rows."""
+        torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
+
+    def _counts(self, place: range, rows: Rows) -> Tensor:
+        """(K,) the supervised rows of a pass, which may be drawn by the random state that its loss will see."""
+        self._seed(place)
+        return self.trained.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """The head's weights as they are measured and saved; on the main process if they are sharded."""

@@ -14,7 +14,10 @@ from train.recipe import Train
 from train.step import rows_of_process, rows_per_step
 
 FORMS = ["ddp", "fsdp", "zero2", "zero3"]
-D_PACE = {"kind": "dflash", "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2}}
+D_PACE = {
+    "kind": "dflash",
+    "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]},
+}
 
 
 @pytest.mark.parametrize(("batch", "processes"), [(4, 1), (1, 1), (2, 2), (1, 2), (1, 4)])
