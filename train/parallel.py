@@ -272,7 +272,10 @@ class Zero(Replicas):
 def make_form(trained: Trained, settings: Train, accelerator: Accelerator, passes: int) -> Replicas:
     """The form that the launch asks for."""
     forms = {"ddp": Replicas, "fsdp": FullySharded, "deepspeed": Zero}
-    return forms[wanted_mode()](trained, settings, accelerator, passes)
+    mode = wanted_mode()
+    if mode == "fsdp" and accelerator.num_processes == 1:
+        mode = "ddp"  # the parts of one process are the whole
+    return forms[mode](trained, settings, accelerator, passes)
 
 
 def _layers(model: Any) -> list[nn.Module]:
