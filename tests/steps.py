@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from heads.registry import build_head
 from tests.small_targets import CPU, make_target

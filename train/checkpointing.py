@@ -19,8 +19,9 @@ import pydantic
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
-from torch.distributed import checkpoint as distributed_checkpoint
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from eval.files import is_full_disk
 from heads.checkpoint import file_hash
@@ -91,7 +92,7 @@ def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int)
         on_main(form.accelerator, lambda: begin_folder(final))
         with _explained(final):
             writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-            distributed_checkpoint.save({**weights, **moments}, storage_writer=writer)
+            state_dict_saver.save({**weights, **moments}, storage_writer=writer)
     on_main(form.accelerator, write)
 
 
@@ -105,7 +106,7 @@ def load_checkpoint(form: Replicas, folder: Path) -> None:
                 raise ValueError(f"{name} is missing or of another shape")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # reading needs no others
-            distributed_checkpoint.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+            state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
     try:
         stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata

@@ -172,8 +172,11 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
         raise UserError(
             "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
         )
-    if config.get("zero_optimization", {}).get("stage", 0) == 0:
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) == 0:
         raise UserError("DeepSpeed stage 0 cuts nothing up; use --zero_stage 1, 2 or 3, or launch without DeepSpeed")
+    if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
+        raise UserError("DeepSpeed's offload to nvme is not read by checkpoints; offload to cpu, or not at all")
 
 
 def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
@@ -238,8 +241,9 @@ def _is_first_to_end() -> bool:
 
 def is_lost_process(error: RuntimeError) -> bool:
     """True for a collective that failed because another process is gone."""
-    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's; it has no class
-    return isinstance(error, torch.distributed.DistError) or any(text in str(error) for text in broken)
+    # Neither gloo nor NCCL, whose words the last are, has a class for it.
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
+    return any(text in str(error) for text in words)
 
 
 def die_with_launcher() -> None:

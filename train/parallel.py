@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed import all_reduce, init_device_mesh
+from torch.distributed import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -62,11 +63,12 @@ class Replicas:
         each, since a process has no room for whole ones."""
         if last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
-        return self.model.no_sync()
+        context: AbstractContextManager[None] = self.model.no_sync()
+        return context
 
     def backward(self, loss: Tensor) -> None:
         """Add a pass's gradients to those of the step, whose sum over processes and passes they are to be."""
-        (self.loss_factor * loss).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(self.loss_factor * loss)
 
     def divide(self, weight: Tensor) -> None:
         """Divide the step's gradients by `weight` ()."""

@@ -111,7 +111,7 @@ from train import checkpointing
 from train.entry import run_entry
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-save = checkpointing.distributed_checkpoint.save
+save = checkpointing.state_dict_saver.save
 
 def save_part(tensors, *, storage_writer):
     full = os.environ["RANK"] == "1" and "step-4" in str(storage_writer.path)
@@ -123,7 +123,7 @@ def save_part(tensors, *, storage_writer):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
-checkpointing.distributed_checkpoint.save = save_part
+checkpointing.state_dict_saver.save = save_part
 run_entry("eagle")
 """
 
