@@ -7,6 +7,7 @@ measurements.
 import json
 import os
 import sys
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -88,7 +89,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint of any form."""
     found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
-    load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return tensors
 
 

@@ -1,6 +1,5 @@
 """The forms in which several processes train one head make the same steps, and go on from each other's checkpoints."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,7 @@ def run(job: Job, form: str | None = None) -> dict[str, torch.Tensor]:
     """The tensors that a job leaves; in one process, or in two of a form."""
     flags = [] if form is None else launcher("--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
     finish(start(job.write(), launcher=flags or None, script=ROOT / "tests/steps.py"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        return stored(Path(job.folder) / f"step-{job.end}")
+    return stored(Path(job.folder) / f"step-{job.end}")
 
 
 def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

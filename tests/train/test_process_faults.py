@@ -17,7 +17,7 @@ from tests.processes import ROOT, finish, launcher, start, wait_for
 from tests.runs import Settings, WriteRecipe
 from tests.steps import stored
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
