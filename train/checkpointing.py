@@ -110,7 +110,7 @@ def load_checkpoint(form: Replicas, folder: Path) -> None:
 
     try:
         stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        form.take_up(read, stored.keys() - form.trained.stored.state_dict().keys())
+        form.take_up(read, sorted(stored.keys() - form.trained.stored.state_dict().keys()))
     except (OSError, SafetensorError, CheckpointException, RuntimeError, ValueError, LookupError) as error:
         raise UserError(f"{folder}: cannot be gone on from ({first_line(error)}); {OR_ELSE}") from error
 
@@ -214,6 +214,7 @@ def _explained(final: Path) -> Iterator[None]:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if not any(is_full_disk(cause) for cause in causes):
             raise
+        shutil.rmtree(temporary_of(final), ignore_errors=True)  # every process has ended its writing
         kept = [path.name for path in list_checkpoints(final.parent)]
         what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
         raise UserError(

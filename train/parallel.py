@@ -188,7 +188,7 @@ class Zero(Replicas):
         number = {id(parameter): n for n, parameter in enumerate(self.numbered)}
         tensors: Tensors = {}
         for flat, parameters in self._partitions():
-            for name, state in self.optimizer.state[flat].items():
+            for name, state in sorted(self.optimizer.state[flat].items()):  # in one order everywhere
                 for parameter in parameters:
                     whole = state if state.dim() == 0 else self._whole(state, parameter)
                     self._hand_over(tensors, f"{number[id(parameter)]}.{name}", whole)
