@@ -150,6 +150,8 @@ class Zero(Replicas):
         self.loss_factor *= self.passes  # the engine divides by them
         self.optimizer = self.make_optimizer()
         self.numbered = _numbered(self.optimizer)
+        self.numbers = {id(parameter): number for number, parameter in enumerate(self.numbered)}
+        self.names = {id(parameter): name for name, parameter in self.trained.stored.named_parameters()}
         self.engine, _ = self.accelerator.prepare(self.trained, self.optimizer)
         self.model, self.zero = self.engine, self.engine.optimizer
         if isinstance(self.optimizer, Muon):
@@ -174,24 +176,22 @@ class Zero(Replicas):
         return self.weights()
 
     def weights(self) -> Tensors:
-        names = {id(parameter): name for name, parameter in self.trained.stored.named_parameters()}
         weights: Tensors = {}
         with self._gathered():
             for name, tensor in self.trained.stored.state_dict().items():
                 self._hand_over(weights, name, tensor)
         for flat, parameters in self._partitions():
             for parameter in parameters:
-                self._hand_over(weights, names[id(parameter)], self._whole(flat, parameter))
+                self._hand_over(weights, self.names[id(parameter)], self._whole(flat, parameter))
         return weights
 
     def moments(self) -> Tensors:
-        number = {id(parameter): n for n, parameter in enumerate(self.numbered)}
         tensors: Tensors = {}
         for flat, parameters in self._partitions():
             for name, state in sorted(self.optimizer.state[flat].items()):  # in one order everywhere
                 for parameter in parameters:
                     whole = state if state.dim() == 0 else self._whole(state, parameter)
-                    self._hand_over(tensors, f"{number[id(parameter)]}.{name}", whole)
+                    self._hand_over(tensors, f"{self.numbers[id(parameter)]}.{name}", whole)
         return tensors
 
     @torch.no_grad()
@@ -208,13 +208,11 @@ class Zero(Replicas):
             tensors = {name: _moment_like(name, self.numbered, torch.float32) for name in moments}
         read(tensors)
         states = join_optimizer(tensors, [])["state"]
-        names = {id(parameter): name for name, parameter in self.trained.stored.named_parameters()}
-        number = {id(parameter): n for n, parameter in enumerate(self.numbered)}
         for flat, parameters in self._partitions():
             state = self.optimizer.state[flat]
             for parameter in parameters:
-                self._keep(weights[names[id(parameter)]], flat.data, parameter)
-                for name, whole in states.get(number[id(parameter)], {}).items():
+                self._keep(weights[self.names[id(parameter)]], flat.data, parameter)
+                for name, whole in states.get(self.numbers[id(parameter)], {}).items():
                     if whole.dim() == 0:
                         state[name] = whole
                     else:
