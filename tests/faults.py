@@ -1,4 +1,4 @@
-"""Faults in the midst of a run: a signal, a full disk."""
+"""Faults in the midst of a run: a signal, a loss that is no number, a full disk."""
 
 import errno
 import os
@@ -6,12 +6,15 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from heads.base import HeadLoss
 from train.data.features import make_batch
+from train.trained import Trained
 
 
 @contextmanager
@@ -26,6 +29,20 @@ def signal_at(call: int, number: signal.Signals = signal.SIGTERM) -> Iterator[No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.step.make_batch", make)
+        yield
+
+
+@contextmanager
+def nan_at(call: int) -> Iterator[None]:
+    """Let the `call`-th loss of training be no number."""
+    calls, loss = iter(range(1, 1_000)), Trained.loss
+
+    def make(trained: Trained, *arguments: Any) -> HeadLoss:
+        found = loss(trained, *arguments)
+        return replace(found, loss=found.loss * float("nan")) if next(calls) == call else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trained, "loss", make)
         yield
 
 

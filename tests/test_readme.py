@@ -247,7 +247,8 @@ def test_the_command_for_your_own_data_trains_on_the_lines_above_it(
     template = target / "chat_template.jinja"  # it reads what the recipe says of Qwen3's
     template.write_text(template.read_text() + "{% if enable_thinking %}{% endif %}")
     small = f"{TRAIN} target.path={target} target.dtype=float32 head.draft_vocab_size=64 head.depth=2"
-    small += " data.context_length=192 data.regenerate.new_tokens=8 train.precision=fp32 eval.report.trees=[chain:2]"
+    small += " data.context_length=192 train.tokens_per_step=384 data.regenerate.new_tokens=8 train.precision=fp32"
+    small += " eval.report.trees=[chain:2]"
     monkeypatch.chdir(tmp_path)
     assert attempt("eagle", [str(ROOT / recipe), *overrides, *small.split()]) == 0
     assert json.loads((tmp_path / "runs/mine/results.json").read_text())["settings"]["prompts"] == "held-out.jsonl"

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -35,7 +34,7 @@ from heads.target.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from heads.target.families import OutputHead
 from heads.target.forward import decode_packed
 from heads.target.frozen import FrozenTarget
-from train.launch import SHARDED
+from train.launch import wanted_mode
 from train.recipe import Adapter
 from train.trained import Part, Trained
 
@@ -179,9 +178,9 @@ def _with_last(own: HeadLoss, last: HeadLoss | None) -> HeadLoss:
     return HeadLoss(own.loss + last.loss, torch.cat([own.sums, last.sums]), metrics)
 
 
-def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead, accelerator: Accelerator) -> None:
+def check_adapter(settings: Adapter, target: FrozenTarget, head: DraftHead) -> None:
     """Refuse an adapter that the launch, the target or the head cannot have, before time is spent on data."""
-    if accelerator.distributed_type in SHARDED:
+    if wanted_mode() != "ddp":
         raise UserError("target.adapter: is not cut up by DeepSpeed or FSDP; launch without them")
     if head.aux_layer_ids:
         raise UserError(

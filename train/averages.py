@@ -1,6 +1,5 @@
 """Training figures between two log lines: summed on the device, averaged over rows when the line is written."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +42,8 @@ class Interval:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> (K,), this process's
     tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
+    unchecked: list[Tensor] = field(default_factory=list)
+    """() for each step since the last check, of this process: finite if its figures are."""
 
     def add_micro(self, sums: Tensor, metrics: dict[str, Tensor]) -> None:
         """One micro-batch of this process."""
@@ -50,10 +51,29 @@ class Interval:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
-    def add_step(self, counts: Tensor, tokens: int) -> None:
-        """One step of all processes: supervised rows by depth, and tokens."""
+    def add_step(self, counts: Tensor, tokens: int, norm: Tensor) -> None:
+        """One step of all processes: supervised rows by depth, tokens, and the gradients' norm ()."""
+        assert self.sums is not None
         self.counts = counts if self.counts is None else self.counts + counts
         self.tokens += tokens
+        self.unchecked.append(self.sums.sum() + norm)
+
+    def check(self, accelerator: Accelerator, step: int) -> None:
+        """Refuse to go on where the loss or the gradients of one of the first `step` steps were not finite. Called by
+        every process, before anything is made of the weights."""
+        if not self.unchecked:
+            return
+        wrong = (~torch.stack(self.unchecked).isfinite()).double()
+        if accelerator.num_processes > 1:
+            wrong = accelerator.reduce(wrong, reduction="sum")
+        first = next((n for n, value in enumerate(wrong.tolist()) if value), None)
+        if first is not None:
+            raise UserError(
+                f"the loss or its gradients are not finite at step {step - len(wrong) + first + 1}: the run has "
+                "diverged; lower train.lr or raise train.warmup_steps in another output_dir (the last checkpoint is of "
+                "a step before, and the same command goes on from it)"
+            )
+        self.unchecked.clear()
 
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on steps."""
@@ -138,12 +158,3 @@ class Pace:
         if first == last:  # the first step is all that there is
             first, begin = self.began
         return steps * (end - begin) / (last - first) + measurements * self.measurement
-
-
-def check_finite(loss: float, step: int) -> None:
-    """Refuse to go on with a run that has diverged."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"the loss is {loss} at step {step}: the run has diverged; lower train.lr or raise train.warmup_steps "
-            "(the last checkpoint is intact)"
-        )

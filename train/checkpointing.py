@@ -2,12 +2,13 @@
 
 `checkpoints/step-N/` holds the head's weights and the optimizer's state as safetensors, `state.json`, and
 `manifest.json` with the hash of each file. The data position, the learning rate and the random state are functions of
-the step, so the step is all of them; the optimizer's settings are the recipe's. Under DeepSpeed and FSDP the weights
-and the optimizer are in Accelerate's own sharded form.
+the step, so the step is all of them; the optimizer's settings are the recipe's. Under FSDP every process writes its
+part of the tensors, by torch.distributed.checkpoint. A run of any form and number of processes reads both.
 """
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -15,18 +16,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor, nn
+from safetensors.torch import save
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from eval.files import is_full_disk
 from heads.checkpoint import file_hash
 from heads.errors import UserError, first_line
 from heads.files import begin_folder, temporary_of, whole_folder
 from train.averages import Sums
-from train.launch import SHARDED, on_main
+from train.launch import on_main
+from train.parallel import Replicas
 
 Say = Callable[[str], None]
 OR_ELSE = "delete it to use the checkpoint before it, or name another output_dir"
@@ -41,6 +44,8 @@ class RunState:
     """Hash of the training data."""
     num_processes: Natural
     num_threads: Natural
+    rows: Natural
+    """Rows of a step, over all processes."""
     precision: Literal["no", "bf16"]
     """Of products, in Accelerate's words."""
     step: Natural = 0
@@ -63,56 +68,50 @@ class RunState:
             raise ValueError("a measurement after the last step")
 
 
-def save_checkpoint(
-    accelerator: Accelerator,
-    folder: Path,
-    state: RunState,
-    head: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    keep: int,
-) -> None:
+def save_checkpoint(form: Replicas, folder: Path, state: RunState, *, keep: int) -> None:
     """Write `step-N` and then, only then, delete all but the newest `keep`. Called by every process."""
     final = folder / f"step-{state.step}"
     temporary = temporary_of(final)
-    sharded = accelerator.distributed_type in SHARDED
+    weights, moments = form.weights(), form.moments()
 
     def write() -> None:
-        with _explained(folder, state), whole_folder(final, begun=sharded):
-            if not sharded:
-                tensors = split_optimizer(_inner(optimizer).state_dict())
-                (temporary / "head.safetensors").write_bytes(save(_plain(head.state_dict())))
-                (temporary / "optimizer.safetensors").write_bytes(save(_plain(tensors)))
+        with _explained(final), whole_folder(final, begun=form.in_parts):
+            if not form.in_parts:
+                (temporary / "head.safetensors").write_bytes(save(_plain(weights)))
+                (temporary / "optimizer.safetensors").write_bytes(save(_plain(moments)))
             (temporary / "state.json").write_bytes(_json(asdict(state)))
             manifest = {
-                str(file.relative_to(temporary)): {"bytes": file.stat().st_size, "sha256": file_hash(file)}
-                for file in sorted(temporary.rglob("*"))
-                if file.is_file()
+                file.name: {"bytes": file.stat().st_size, "sha256": file_hash(file)}
+                for file in sorted(temporary.iterdir())
             }
             (temporary / "manifest.json").write_bytes(_json(manifest))
         for path in list_checkpoints(folder)[:-keep]:
             shutil.rmtree(path)
 
-    if sharded:
-        on_main(accelerator, lambda: begin_folder(final))
-        with _explained(folder, state):
-            accelerator.save_state(str(temporary / "sharded"))
-        accelerator.wait_for_everyone()
-    on_main(accelerator, write)
+    if form.in_parts:
+        on_main(form.accelerator, lambda: begin_folder(final))
+        with _explained(final):
+            writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+            state_dict_saver.save({**weights, **moments}, storage_writer=writer)
+    on_main(form.accelerator, write)
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path, head: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a checkpoint's weights and optimizer state in place. Called by every process. UserError if they are another
-    head's."""
-    if accelerator.distributed_type in SHARDED:
-        accelerator.load_state(str(folder / "sharded"))
-        return
-    device, inner = accelerator.device, _inner(optimizer)
+def load_checkpoint(form: Replicas, folder: Path) -> None:
+    """Put a checkpoint's weights and optimizer state in place. Called by every process, each of which reads for itself.
+    UserError if they are another head's."""
+
+    def read(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in stored or stored[name].size != tensor.shape:
+                raise ValueError(f"{name} is missing or of another shape")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # reading needs no others
+            state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
     try:
-        weights, state = (load((folder / f"{name}.safetensors").read_bytes()) for name in ("head", "optimizer"))
-        head.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, strict=True)
-        inner.load_state_dict(join_optimizer(state, inner.state_dict()["param_groups"]))
-    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+        stored: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        form.take_up(read, sorted(stored.keys() - form.trained.stored.state_dict().keys()))
+    except (OSError, SafetensorError, CheckpointException, RuntimeError, ValueError, LookupError) as error:
         raise UserError(f"{folder}: cannot be gone on from ({first_line(error)}); {OR_ELSE}") from error
 
 
@@ -133,11 +132,6 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
             f"{path}: was trained on other data than the recipe's sources give now; "
             "restore them or name another output_dir"
         )
-    if state.num_processes != now.num_processes:
-        raise UserError(
-            f"{path}: was trained by {state.num_processes} processes, this launch has {now.num_processes}; "
-            f"launch {state.num_processes}, or name another output_dir"
-        )
     if state.precision != now.precision:
         names = {"bf16": "bf16", "no": "fp32"}
         raise UserError(
@@ -146,11 +140,13 @@ def check_continues(path: Path, state: RunState, now: RunState, depths: int, say
         )
     if state.interval is not None and not state.interval.fits(depths):
         raise UserError(f"{path}: its figures are not of this head's {depths} depths; {OR_ELSE}")
-    if state.num_threads != now.num_threads:
-        say(
-            f"warning: {path}: was trained with {state.num_threads} CPU threads, this run has {now.num_threads}; "
-            "it goes on, but not bit for bit"
-        )
+    for what in ("processes", "threads"):
+        was, number = getattr(state, f"num_{what}"), getattr(now, f"num_{what}")
+        if was != number:
+            say(
+                f"warning: {path}: was trained with {was} {what}, this run has {number}; "
+                "it goes on with the same rows, but not bit for bit"
+            )
 
 
 def begun_in(folder: Path) -> str | None:
@@ -210,39 +206,21 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(folder: Path, state: RunState) -> Iterator[None]:
-    """Turn a full disk into a UserError."""
+def _explained(final: Path) -> Iterator[None]:
+    """Turn a full disk, of whichever process, into a UserError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if not is_full_disk(error):
+    except (OSError, SafetensorError, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if not any(is_full_disk(cause) for cause in causes):
             raise
-        kept = [path.name for path in list_checkpoints(folder)]
+        shutil.rmtree(temporary_of(final), ignore_errors=True)  # every process has ended its writing
+        kept = [path.name for path in list_checkpoints(final.parent)]
         what = f"{', '.join(kept)} {'is' if len(kept) == 1 else 'are'} intact" if kept else "nothing was written"
         raise UserError(
-            f"{folder}: no space left on the device for the checkpoint of step {state.step}; {what}; "
-            "free some space and run the same command again"
+            f"{final.parent}: no space left on the device for the checkpoint of {final.name.replace('-', ' ')}; "
+            f"{what}; free some space and run the same command again"
         ) from error
-
-
-def split_optimizer(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state_dict, by the parameter's number and the tensor's name."""
-    return {f"{index}.{name}": value for index, entries in state["state"].items() for name, value in entries.items()}
-
-
-def join_optimizer(tensors: dict[str, Tensor], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state_dict of an optimizer with those groups, as `split_optimizer` took it apart."""
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": param_groups}
-
-
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside Accelerate's wrapper."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,8 +41,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)
 """Longest wait of a process for the others: while one writes a checkpoint or measures, none must give up."""
 STORE_TIMEOUT = timedelta(seconds=5)
-SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
-"""Modes in which no process holds the whole head."""
 
 
 def make_accelerator(
@@ -70,22 +68,16 @@ def make_accelerator(
     group = InitProcessGroupKwargs(timeout=TIMEOUT)
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is imported, else looks for a GPU
-    if on_gpu:
-        accelerator = Accelerator(kwargs_handlers=[group], **arguments)
-    elif wanted == "deepspeed":
-        accelerator = _deepspeed_on_cpu(arguments)
-    elif wanted == "fsdp":
-        raise UserError(
-            "FSDP needs a GPU: Accelerate runs it as plain data parallelism on a CPU; "
-            "launch with --multi_gpu or --use_deepspeed"
-        )
-    else:
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
-        _use_cores()
-    made = {DistributedType.DEEPSPEED: "deepspeed", DistributedType.FSDP: "fsdp"}.get(
-        accelerator.distributed_type, "ddp"
-    )
-    if accelerator.num_processes != world or made != wanted:
+    with _unsharded():
+        if on_gpu:
+            accelerator = Accelerator(kwargs_handlers=[group], **arguments)
+        elif wanted == "deepspeed":
+            accelerator = _deepspeed_on_cpu(arguments)
+        else:
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[group], **arguments)
+            _use_cores()
+    made = "deepspeed" if accelerator.distributed_type == DistributedType.DEEPSPEED else "ddp"
+    if accelerator.num_processes != world or (made == "deepspeed") != (wanted == "deepspeed"):
         raise UserError(
             f"the launch asked for {world} processes of {wanted}, Accelerate made {accelerator.num_processes} of "
             f"{made}; check the flags of accelerate launch against `accelerate env`"
@@ -95,8 +87,21 @@ def make_accelerator(
             "train.precision: auto is bf16 on some of the machines and fp32 on others; set train.precision=fp32 or bf16"
         )
     if accelerator.state.deepspeed_plugin is not None:
-        _configure_deepspeed(accelerator, settings)
+        _check_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config)
     return accelerator
+
+
+@contextmanager
+def _unsharded() -> Iterator[None]:
+    """Hide FSDP from Accelerate, which drops it on a CPU: `train.parallel` does it by torch's own means."""
+    # By this one transformers would leave the target's weights out in all processes but the first.
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    used = os.environ.pop("ACCELERATE_USE_FSDP", None)
+    try:
+        yield
+    finally:
+        if used is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = used
 
 
 def _trackers(tracking: Tracking) -> list[str]:
@@ -128,8 +133,6 @@ def _mixed_precision(settings: Train, device: torch.device, begun_in: str | None
         return "bf16" if settings.precision == "bf16" else "no"
     if begun_in is not None:
         return begun_in
-    if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "0":  # keeps no float32 weights in bf16
-        return "no"
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     return "bf16" if asked or fastest_dtype(device) == torch.bfloat16 else "no"
 
@@ -145,18 +148,14 @@ def _check_environment(settings: Train, wanted: str) -> None:
     given = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if given not in ("1", "auto", str(settings.grad_accum)):
         raise UserError(
-            f"launched with --gradient_accumulation_steps {given}, the recipe says train.grad_accum "
-            f"{settings.grad_accum}; leave the flag out"
+            f"launched with --gradient_accumulation_steps {given}, which is for the recipe to say, by "
+            "train.tokens_per_step or train.grad_accum; leave the flag out"
         )
-    if wanted != "ddp" and settings.optimizer == "muon":
-        raise UserError(f"train.optimizer: muon needs whole matrices, {wanted} cuts them up; set train.optimizer=adamw")
     if wanted == "fsdp":
         if os.environ.get("FSDP_VERSION", "1") != "2":
             raise UserError("FSDP is supported in its second version; launch with --fsdp_version 2")
-        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
-            raise UserError(
-                "FSDP cannot load a head's vocabulary tables so; launch with --fsdp_cpu_ram_efficient_loading false"
-            )
+        if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+            raise UserError("FSDP keeps a head on the GPU; launch with --fsdp_offload_params false")
 
 
 def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
@@ -168,22 +167,16 @@ def _deepspeed_on_cpu(arguments: dict[str, Any]) -> Accelerator:
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=TIMEOUT)], **arguments)
 
 
-def _configure_deepspeed(accelerator: Accelerator, settings: Train) -> None:
-    plugin = accelerator.state.deepspeed_plugin
-    config: dict[str, Any] = plugin.deepspeed_config
+def _check_deepspeed(config: dict[str, Any]) -> None:
     if "optimizer" in config or "scheduler" in config:
         raise UserError(
             "the DeepSpeed configuration names an optimizer or a scheduler; leave them out, the recipe's are used"
         )
-    zero = config.setdefault("zero_optimization", {})
-    if accelerator.mixed_precision == "bf16" and zero.get("stage", 0) == 0:
-        raise UserError(
-            "DeepSpeed stage 0 keeps no float32 weights in bf16; use --zero_stage 1, 2 or 3, or train.precision fp32"
-        )
-    config["gradient_clipping"] = settings.max_grad_norm  # clip_grad_norm_ only reports under DeepSpeed
-    config["gradient_accumulation_steps"] = settings.grad_accum
-    config["train_micro_batch_size_per_gpu"] = settings.batch_size
-    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) == 0:
+        raise UserError("DeepSpeed stage 0 cuts nothing up; use --zero_stage 1, 2 or 3, or launch without DeepSpeed")
+    if any((zero.get(name) or {}).get("device") == "nvme" for name in ("offload_optimizer", "offload_param")):
+        raise UserError("DeepSpeed's offload to nvme is not read by checkpoints; offload to cpu, or not at all")
 
 
 def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
@@ -244,6 +237,13 @@ def _is_first_to_end() -> bool:
         return bool(store.add("/".join(["draftsmith", "ended", *launch]), 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True
+
+
+def is_lost_process(error: RuntimeError) -> bool:
+    """True for a collective that failed because another process is gone."""
+    # Neither gloo nor NCCL, whose words the last are, has a class for it.
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exiting")
+    return any(text in str(error) for text in words)
 
 
 def die_with_launcher() -> None:

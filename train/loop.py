@@ -16,7 +16,7 @@ from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
 from heads.target.frozen import FrozenTarget
 from train.adapter import Joint, add_adapters, check_adapter
-from train.averages import Interval, Pace, check_finite
+from train.averages import Interval, Pace
 from train.checkpointing import (
     RunState,
     check_continues,
@@ -35,7 +35,7 @@ from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
 from train.recipe import Recipe, Train, plain_settings
-from train.step import Stepper, check_mode
+from train.step import Stepper, rows_per_step
 from train.trained import Trained
 
 
@@ -55,6 +55,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     """
     accelerator, tracker = run.accelerator, run.tracker
     seed = recipe.train.seed
+    rows = rows_per_step(recipe.train, recipe.data.context_length, accelerator.num_processes)
 
     # Target. It decides the settings that the recipe leaves out of `head`.
     target, tokenizer = load_recipe_target(recipe.target, accelerator)
@@ -64,7 +65,6 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         print_line(contention(accelerator.device))
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
-    check_mode(unfilled, accelerator.distributed_type)
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
     outcome = Outcome(recipe, target, asking)
     record = tracker.record = plain_settings(recipe)
@@ -75,7 +75,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         return outcome
     evaluation = Evaluation(recipe.eval, target, asking, unfilled)
     if recipe.target.adapter is not None:
-        check_adapter(recipe.target.adapter, target, unfilled, accelerator)
+        check_adapter(recipe.target.adapter, target, unfilled)
 
     # Data
     reader = open_reader(recipe.data, tokenizer, run)
@@ -92,7 +92,9 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     trained = Trained(head) if adapter is None else Joint(head, target, adapter, seed)
 
     # Stepper
-    stepper = Stepper(recipe.train, trained, target, mixture, accelerator)
+    if found is not None:
+        rows = found[1].rows  # of another number of processes, perhaps
+    stepper = Stepper(recipe.train, trained, target, mixture, accelerator, rows)
 
     # Loop
     data = mixture.digest()
@@ -138,6 +140,7 @@ class Training:
             data=data,
             num_processes=self.accelerator.num_processes,
             num_threads=torch.get_num_threads(),
+            rows=stepper.rows,
             precision=self.accelerator.mixed_precision,
         )
         self.provenance: dict[str, Any] = {}
@@ -148,8 +151,10 @@ class Training:
     def resume(self, path: Path, state: RunState) -> None:
         """Take up a checkpoint."""
         check_continues(path, state, self.state, len(self.stepper.weights), self.tracker.say)
-        load_checkpoint(self.accelerator, path, self.stepper.trained.stored, self.stepper.optimizer)
-        self.state, self.saved_step = replace(state, num_threads=self.state.num_threads), state.step
+        load_checkpoint(self.stepper.form, path)
+        now = self.state
+        self.state = replace(state, num_processes=now.num_processes, num_threads=now.num_threads)
+        self.saved_step = state.step
         self.tracker.say(f"resumed from {path}")
 
     def run(self) -> None:
@@ -197,13 +202,13 @@ class Training:
     def _log(self) -> None:
         """Record the interval and begin a new one."""
         state, train = self.state, self.settings
+        self.interval.check(self.accelerator, state.step)
         averages = self.interval.averages(self.accelerator, self.stepper.weights)
-        check_finite(averages["loss"], state.step)
         record = {
             "step": state.step,
             **averages,
             "lr": train.lr * lr_factor(state.step - 1, train),
-            "grad_norm": self.stepper.grad_norm(),
+            "grad_norm": float(self.stepper.norm),
             "tokens": state.tokens,
             "tokens_per_second": self.interval.tokens_per_second(),
         }
@@ -217,6 +222,7 @@ class Training:
     def _measure(self) -> None:
         """Measure tau with the runtime; keep the head if it is the best so far."""
         started = time.perf_counter()
+        self.interval.check(self.accelerator, self.state.step)
         weights = self.stepper.head_weights()
 
         def act() -> Measured:
@@ -285,14 +291,8 @@ class Training:
     def _checkpoint(self) -> None:
         if self.saved_step == self.state.step:
             return
+        self.interval.check(self.accelerator, self.state.step)
         self.state.interval = self.interval.cut(self.accelerator)
         with self.interrupts.held():
-            save_checkpoint(
-                self.accelerator,
-                self.folder.checkpoints,
-                self.state,
-                self.stepper.trained.stored,
-                self.stepper.optimizer,
-                keep=self.settings.keep_checkpoints,
-            )
+            save_checkpoint(self.stepper.form, self.folder.checkpoints, self.state, keep=self.settings.keep_checkpoints)
         self.saved_step = self.state.step

@@ -1,14 +1,22 @@
 """AdamW, or Muon with it, and learning rates as pure functions of the step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from train.recipe import Train
 from train.trained import Part
+
+MOMENTUM = 0.95
+"""Muon's."""
+
+
+Apply = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""(parameter, values in its layout, change of a whole matrix) -> the changed values in that layout."""
 
 
 def make_optimizer(
@@ -28,14 +36,12 @@ def make_optimizer(
             if part.by_muon and settings.optimizer == "muon" and p.dim() == 2 and not _is_end(name)
         ]
         others = [p for _, p in trained if not any(p is matrix for matrix in muon)]
-        adamw = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
-        inner.append({"params": muon, "lr": settings.lr, "weight_decay": settings.weight_decay, **part.rates})
-        outer.append({"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay, **adamw})
-        outer.append({"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, **adamw})
-    inner, outer = ([group for group in groups if group["params"]] for groups in (inner, outer))
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(outer)
-    return Paired(Muon(inner, products=products), torch.optim.AdamW(outer))
+        group = {"lr": settings.lr, "betas": (settings.betas[0], settings.betas[1]), **part.rates}
+        inner.append({"params": muon, "momentum": MOMENTUM, "weight_decay": settings.weight_decay, **group})
+        outer.append({"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay, **group})
+        outer.append({"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, **group})
+    groups = [group for group in (*inner, *outer) if group["params"]]
+    return torch.optim.AdamW(groups) if settings.optimizer == "adamw" else Muon(groups, products=products)
 
 
 def _is_end(name: str) -> bool:
@@ -43,31 +49,54 @@ def _is_end(name: str) -> bool:
     return any(part in name for part in ("lm_head", "embed", "wte", "wpe", "markov"))
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al., 2024): the momentum of each matrix, made orthogonal by five Newton-Schulz iterations.
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al., 2024) for the groups with a `momentum`: it is made orthogonal by five Newton-Schulz
+    iterations. AdamW for the other groups.
 
     The same update as `torch.optim.Muon` with `match_rms_adamw`, which computes in bfloat16 on every machine; here the
     dtype of the iterations' products is an argument. They need no more than bfloat16, but some processors emulate it.
     """
 
-    def __init__(self, params: Any, *, momentum: float = 0.95, products: torch.dtype = torch.float32) -> None:
+    def __init__(self, params: Any, *, products: torch.dtype = torch.float32) -> None:
         """`params`: groups, each with its `lr` and `weight_decay`."""
-        super().__init__(params, {"momentum": momentum})
+        super().__init__(params)
         self.products = products
+        self.apply: Apply = on_whole
+        """Makes a change of whole matrices, where processes hold parts of them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a number of steps in every state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
-                buffer.lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(buffer, momentum), self.products)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update.to(p.dtype), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+        groups = self.param_groups
+        for group in groups:
+            if "momentum" in group:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._update(p, p.grad, group)
+        self.param_groups = [group for group in groups if "momentum" not in group]
+        super().step()
+        self.param_groups = groups
+
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(grad))
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = self.apply(p, grad.lerp(buffer, group["momentum"]), self._direction)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-group["lr"])
+
+    def _direction(self, matrix: Tensor) -> Tensor:
+        return 0.2 * math.sqrt(max(matrix.shape)) * orthogonal(matrix, self.products).to(matrix.dtype)
+
+
+def on_whole(_: Tensor, values: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The change of a matrix that this process holds, or whose rows lie on several as a DTensor."""
+    if not isinstance(values, DTensor):
+        return change(values)
+    whole = change(values.full_tensor())
+    return distribute_tensor(whole, values.device_mesh, values.placements, src_data_rank=None)
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,49 +111,6 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-class Paired(torch.optim.Optimizer):
-    """Two optimizers over different parameters, as the one that checkpoints and Accelerate expect."""
-
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        groups = [group for part in parts for group in part.param_groups]
-        super().__init__(groups, {})
-        self.param_groups = groups  # the parts' own, so that a rate set here is set there
-        self.parts = parts
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Both states under one numbering: the first part's parameters, then the second's."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for part in self.parts:
-            own, offset = part.state_dict(), _num_parameters(groups)
-            state |= {offset + index: value for index, value in own["state"].items()}
-            groups += [
-                {**group, "params": [offset + index for index in group["params"]]} for group in own["param_groups"]
-            ]
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        at = offset = 0
-        for part in self.parts:
-            groups = state_dict["param_groups"][at : at + len(part.param_groups)]
-            count = _num_parameters(groups)
-            own = {index - offset: value for index, value in state_dict["state"].items() if 0 <= index - offset < count}
-            local = [{**group, "params": [index - offset for index in group["params"]]} for group in groups]
-            part.load_state_dict({"state": own, "param_groups": local})
-            at, offset = at + len(groups), offset + count
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-
-def _num_parameters(groups: list[dict[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
 
 
 def lr_factor(step: int, settings: Train) -> float:

@@ -91,10 +91,13 @@ class Train(Settings):
     batch_size: Several = 8
     """Rows of one forward pass on one device."""
     grad_accum: Several = 1
-    """Forward passes of one optimizer step."""
+    """Forward passes of one optimizer step, in each process."""
+    tokens_per_step: Count | None = None
+    """Tokens of one optimizer step over all processes, padding included, in place of `grad_accum`, which then follows
+    from `batch_size`, `data.context_length` and the number of processes."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon` (Jordan et al., 2024) orthogonalises the updates of inner matrices; AdamW keeps the output head and the
-    norms. Not under DeepSpeed or FSDP, which split matrices between processes."""
+    norms."""
     lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
     """Highest learning rate."""
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.95])
@@ -241,6 +244,8 @@ def _useless(recipe: Recipe) -> dict[Key, str]:
     useless: dict[Key, str] = {}
     if recipe.train.schedule != "wsd":
         useless["train", "decay_fraction"] = "with schedule cosine; set train.schedule=wsd"
+    if recipe.train.tokens_per_step is not None:
+        useless["train", "grad_accum"] = "with train.tokens_per_step"
     if recipe.tracking.wandb == "off":
         useless |= {("tracking", name): "with tracking.wandb off" for name in ("project", "name")}
     if recipe.eval.prompts == HELD_OUT_SUITE:

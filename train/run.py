@@ -10,7 +10,7 @@ from heads.checkpoint import adapt_target, check_loaders, load_head, weights_has
 from heads.errors import UserError
 from heads.formats.contract import why_unfit
 from train.interrupts import Interrupted, Interrupts
-from train.launch import load_recipe_target, on_main, tell_first
+from train.launch import is_lost_process, load_recipe_target, on_main, tell_first
 from train.loop import Outcome, fit
 from train.opening import Run, open_run
 from train.recipe import Eval, Recipe, load_recipe, plain_settings
@@ -26,6 +26,12 @@ def train_head(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> in
             outcome = fit(recipe, run)
             with Interrupts():
                 return finish(outcome, run)
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise UserError(
+                "another process of this launch has ended; the same command goes on from the newest checkpoint"
+            ) from error
+        raise
     except Interrupted as interrupted:
         tell_first(f"interrupted{interrupted}; the same command goes on from there")
         return 130

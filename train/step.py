@@ -1,128 +1,131 @@
 """One optimizer step, over all micro-batches and processes.
 
 A step sums each depth's loss over all its supervised rows, of all micro-batches and processes, and divides by their
-number, which the masks give before the first forward pass: the step is the same however it is cut up. The rows and the
-random state of a step are functions of (seed, step, process), so a resumed run goes on bit for bit.
+number, which the masks give before the first forward pass: the step is the same however it is cut up. Its rows are a
+function of (seed, step), and the random state of a pass is one of (seed, place of its rows in the endless order): a
+resumed run goes on bit for bit, and with any number of processes on the same rows and the same random numbers.
 """
-
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor
 
-from heads.base import DraftHead
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
 from train.averages import Interval
 from train.data.features import make_batch
-from train.data.packing import Mixture
+from train.data.packing import Mixture, Rows
 from train.interrupts import Interrupted
-from train.launch import SHARDED
-from train.optim import make_optimizer, set_lr
+from train.optim import set_lr
+from train.parallel import make_form
 from train.recipe import Train
 from train.trained import Trained
 
 SEED_STRIDE = 1_000_003
 
 
-def check_mode(head: DraftHead, mode: DistributedType) -> None:
-    """Refuse heads whose gradients a step divides in a mode of launch that does not hand them out."""
-    if head.weighs_rows and mode == DistributedType.DEEPSPEED:
+def rows_per_step(settings: Train, context_length: int, num_processes: int) -> int:
+    """Rows of one optimizer step, over all its passes and processes. UserError if `tokens_per_step` is not whole
+    passes."""
+    rows = settings.batch_size * num_processes
+    if settings.tokens_per_step is None:
+        return rows * settings.grad_accum
+    tokens = rows * context_length
+    passes, rest = divmod(settings.tokens_per_step, tokens)
+    if rest or not passes:
+        nearest = " or ".join(str(n * tokens) for n in (passes, passes + 1) if n)
         raise UserError(
-            "head.weights: d_pace divides a step's gradients, which DeepSpeed does not hand out; use exponential, or "
-            "launch without DeepSpeed"
+            f"train.tokens_per_step: {settings.tokens_per_step} are not whole passes of {tokens} tokens "
+            f"(train.batch_size {settings.batch_size} x data.context_length {context_length} x {num_processes} "
+            f"processes); expected {nearest}, or another train.batch_size"
         )
+    return rows * passes
+
+
+def rows_of_process(step: int, rows: int, batch_size: int, process: int, num_processes: int) -> list[range]:
+    """The places, in the endless order, of the rows of each pass of a process: together the processes make step `step`
+    of the same `rows` rows, however many they are."""
+    begin, stride = step * rows + process * batch_size, batch_size * num_processes
+    return [range(first, first + batch_size) for first in range(begin, (step + 1) * rows, stride)]
 
 
 class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
     def __init__(
-        self, settings: Train, trained: Trained, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator
+        self,
+        settings: Train,
+        trained: Trained,
+        target: FrozenTarget,
+        mixture: Mixture,
+        accelerator: Accelerator,
+        rows: int,
     ):
+        """`rows`: rows of a step, over all processes. UserError if they are not whole passes."""
         self.trained, self.target, self.mixture = trained, target, mixture
-        self.accelerator, self.settings = accelerator, settings
+        self.accelerator, self.settings, self.rows = accelerator, settings, rows
+        self.passes, rest = divmod(rows, settings.batch_size * accelerator.num_processes)
+        if rest or not self.passes:
+            raise UserError(
+                f"a step of this run is {rows} rows, which {accelerator.num_processes} processes of train.batch_size "
+                f"{settings.batch_size} cannot share; launch a number of processes that divides "
+                f"{rows // settings.batch_size}"
+            )
         self.weights = torch.tensor(trained.depth_weights, device=accelerator.device)
-        products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        optimizer = make_optimizer(trained.parts(), settings, products)
-        self.model, self.optimizer = accelerator.prepare(trained, optimizer)
-        self.dtype = next(parameter for parameter in self.model.parameters()).dtype
-        self.norm: Any = None
+        self.form = make_form(trained, settings, accelerator, self.passes)
+        self.dtype = next(trained.parameters()).dtype
+        self.norm = torch.zeros(())
 
     def step(self, number: int, interval: Interval, *, stop: bool) -> int:
         """Make step `number` (from 0), add its figures to `interval`, and return the tokens of all processes.
 
         Raises Interrupted, nothing changed, if any process is to stop.
         """
-        settings, accelerator = self.settings, self.accelerator
-        torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
+        settings, accelerator, form = self.settings, self.accelerator, self.form
         self.trained.begin_step(number)
-        micros = [
-            self.mixture.batch(
-                number,
-                micro,
-                accelerator.process_index,
-                batch_size=settings.batch_size,
-                num_micro=settings.grad_accum,
-                num_processes=accelerator.num_processes,
-            )
-            for micro in range(settings.grad_accum)
-        ]
-        own = torch.stack(
-            [self.trained.counts(rows.loss_mask, rows.documents).double() for rows in micros]
-        )  # (micro, K)
+        size, world = settings.batch_size, accelerator.num_processes
+        places = rows_of_process(number, self.rows, size, accelerator.process_index, world)
+        micros = [self.mixture.rows(place) for place in places]
+        own = torch.stack([self._counts(place, rows) for place, rows in zip(places, micros, strict=True)])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
         counts, tokens, stop = self._total(own.sum(0), tokens, stop)
         if stop:
             raise Interrupted
-        set_lr(self.optimizer, number, settings)
-        # Accelerate, or DeepSpeed's engine, divides by grad_accum and averages over processes; the sum here is over
-        # both already.
-        scale = self.trained.loss_scale(counts).float() * (accelerator.num_processes * settings.grad_accum)
-        distributed, weight = accelerator.num_processes > 1, torch.zeros((), device=accelerator.device)
-        for rows, count in zip(micros, own, strict=True):
+        set_lr(form.optimizer, number, settings)
+        scale = self.trained.loss_scale(counts).float()
+        weight: Tensor | None = None
+        for micro, (place, rows, count) in enumerate(zip(places, micros, own, strict=True)):
+            self._seed(place)
             with accelerator.autocast(), self.trained.original_target():
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
-            with accelerator.accumulate(self.model):
-                loss, sums, metrics, own_weight = self.model(batch, scale, distributed and not bool(count.all()))
-                accelerator.backward(loss)
-                if own_weight is not None:
-                    weight = weight + own_weight
-                    if accelerator.sync_gradients:
-                        self._divide_gradients(weight)
-                if accelerator.sync_gradients:
-                    self.norm = accelerator.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+            with form.one_pass(micro == self.passes - 1):
+                with accelerator.autocast():
+                    touch = form.touches and world > 1 and not bool(count.all())
+                    loss, sums, metrics, part = form.model(batch, scale, touch)
+                form.backward(loss)
+            if part is not None:
+                weight = part if weight is None else weight + part
             interval.add_micro(sums, metrics)
-        interval.add_step(counts, tokens)
+        if weight is not None:
+            total: Tensor = accelerator.reduce(weight, reduction="sum") if world > 1 else weight
+            form.divide(total.clamp(min=1e-6))
+        self.norm = form.update()
+        interval.add_step(counts, tokens, self.norm)
         return tokens
 
-    def _divide_gradients(self, weight: Tensor) -> None:
-        """Divide the step's gradients by the weight () of its rows, of all processes."""
-        if self.accelerator.num_processes > 1:
-            weight = self.accelerator.reduce(weight, reduction="sum")
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(weight.clamp(min=1e-6))
+    def _seed(self, place: range) -> None:
+        """Set the random state of the pass over these rows."""
+        torch.manual_seed(self.settings.seed + SEED_STRIDE * (place.start // len(place) + 1))
 
-    def grad_norm(self) -> float | None:
-        """The last step's gradient norm: FSDP gives a DTensor, DeepSpeed stage 0 nothing."""
-        if self.norm is None:
-            return None
-        full = getattr(self.norm, "full_tensor", None)
-        return float(full() if full is not None else self.norm)
+    def _counts(self, place: range, rows: Rows) -> Tensor:
+        """(K,) the supervised rows of a pass, which may be drawn by the random state that its loss will see."""
+        self._seed(place)
+        return self.trained.counts(rows.loss_mask, rows.documents).double()
 
     def head_weights(self) -> dict[str, Tensor]:
         """The head's weights as they are measured and saved; on the main process if they are sharded."""
-        head = self.trained.head
-        if self.accelerator.distributed_type not in SHARDED:
-            return merged_weights(head, head.state_dict())
-        weights: dict[str, Tensor] = self.accelerator.get_state_dict(self.model) or {}
-        return merged_weights(head, {name.removeprefix("head."): tensor for name, tensor in weights.items()})
+        return merged_weights(self.trained.head, self.form.head_weights())
 
     def _total(self, counts: Tensor, tokens: int, stop: bool) -> tuple[Tensor, int, bool]:
         """Sums over all processes; True, last, if any of them is to stop."""

@@ -23,10 +23,10 @@ from heads.errors import UserError
 from heads.files import whole_folder
 from heads.recurrent.attention import causal_attention
 from heads.target.frozen import load_target
-from train.checkpointing import join_optimizer, list_checkpoints, split_optimizer
+from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens
 from train.launch import make_accelerator, on_main
-from train.optim import Paired
+from train.parallel import join_optimizer, split_optimizer
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
 
@@ -107,6 +107,49 @@ def make_optimizer(model: nn.Module, settings: TargetTraining) -> torch.optim.Op
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     return optimizer
+
+
+class Paired(torch.optim.Optimizer):
+    """Two optimizers over different parameters, as the one that checkpoints and Accelerate expect."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups  # the parts' own, so that a rate set here is set there
+        self.parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both states under one numbering: the first part's parameters, then the second's."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            own, offset = part.state_dict(), _num_parameters(groups)
+            state |= {offset + index: value for index, value in own["state"].items()}
+            groups += [
+                {**group, "params": [offset + index for index in group["params"]]} for group in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        at = offset = 0
+        for part in self.parts:
+            groups = state_dict["param_groups"][at : at + len(part.param_groups)]
+            count = _num_parameters(groups)
+            own = {index - offset: value for index, value in state_dict["state"].items() if 0 <= index - offset < count}
+            local = [{**group, "params": [index - offset for index in group["params"]]} for group in groups]
+            part.load_state_dict({"state": own, "param_groups": local})
+            at, offset = at + len(groups), offset + count
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def _num_parameters(groups: list[dict[str, Any]]) -> int:
+    return sum(len(group["params"]) for group in groups)
 
 
 def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_token_id: int) -> LlamaForCausalLM:

@@ -11,8 +11,8 @@ import pytest
 
 from heads.target.frozen import load_target
 from tests.answering import Stub, by_engine, serving
+from tests.processes import ROOT, finish, launcher, start
 from tests.runs import Settings, WriteRecipe, train
-from tests.train.test_runs import ROOT, finish, launcher, start
 
 pytestmark = pytest.mark.slow
 

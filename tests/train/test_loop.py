@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from heads.errors import UserError
-from tests.faults import full_disk, signal_at
+from tests.faults import full_disk, nan_at, signal_at
 from tests.runs import Settings, WriteRecipe, lines, same, train, weights
 from tests.runs import train_in as run
 from train.interrupts import Interrupted
@@ -134,6 +134,19 @@ def test_other_data_is_refused(settings: Settings, write_recipe: WriteRecipe) ->
     data.write_text(data.read_text().replace("sea", "tea", 1))
     with pytest.raises(UserError, match="other data"):
         run(settings, write_recipe)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(
+    log_every: int, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    settings["train"] |= {"log_every": log_every, "eval_every": 3}
+    unbroken = run(settings, write_recipe)
+    settings["output_dir"] = str(tmp_path / "broken")
+    with nan_at(5), pytest.raises(UserError, match=r"not finite at step 5: .* the same command goes on"):
+        run(settings, write_recipe)
+    assert sorted(path.name for path in (tmp_path / "broken/checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert same(weights(run(settings, write_recipe), 6), weights(unbroken, 6))
 
 
 def test_a_full_disk_loses_nothing(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:

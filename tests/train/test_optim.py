@@ -38,7 +38,8 @@ def test_muon_is_torchs_where_both_are_in_bfloat16(shape: tuple[int, int]) -> No
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(weight) for weight in torch.randn(1, *shape).repeat(2, 1, 1))
     library = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    pair = Muon([{"params": [ours], "lr": 0.1, "weight_decay": 0.1}], products=torch.bfloat16), library
+    group = {"params": [ours], "lr": 0.1, "weight_decay": 0.1, "momentum": 0.95}
+    pair = Muon([group], products=torch.bfloat16), library
     for _ in range(3):
         ours.grad = torch.randn(shape)
         theirs.grad = ours.grad.clone()
@@ -56,7 +57,7 @@ def test_updates_in_float32_are_orthogonal_too() -> None:
     assert float((wide - narrow).norm() / wide.norm()) < 0.1
 
 
-def test_paired_optimizers_resume_as_one() -> None:
+def test_muon_and_adamw_resume_as_one() -> None:
     """Muon for the matrix, AdamW for the rest: a saved state goes on bit for bit, under one learning rate."""
     settings = Train(max_steps=4, optimizer="muon", lr=0.1, weight_decay=0.1, schedule="wsd", decay_fraction=0.5)
 

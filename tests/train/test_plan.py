@@ -213,7 +213,7 @@ def test_what_is_counted_is_what_a_step_allocates(
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["data"]["context_length"] = 160
     recipe = load_recipe(write_recipe(settings))
-    _, counted = count_run(recipe, "cpu", 2**40, bf16=False)
+    _, counted = count_run(recipe, "cpu", 2**40, 1, bf16=False)
     target = load_target(str(tiny_target_dir))
     head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     trained = Trained(head)

@@ -5,20 +5,15 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-Settings = dict[str, Any]
-WriteRecipe = Callable[[Settings], Path]
+from tests.processes import finish, launcher, start, wait_for
+from tests.runs import Settings, WriteRecipe
 
 pytestmark = pytest.mark.slow
 
@@ -31,50 +26,8 @@ def small(settings: Settings) -> Settings:
     return settings
 
 
-def start(
-    recipe: Path,
-    *overrides: str,
-    launcher: list[str] | None = None,
-    script: Path = ROOT / "train/eagle.py",
-    folder: Path = ROOT,
-) -> subprocess.Popen[str]:
-    """One run of an entry in a session of its own, so that a signal can reach the process that trains."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "WANDB_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*(launcher or [sys.executable]), str(script), str(recipe), *overrides]
-    return subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == code, output
-    return output
-
-
-def launcher(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "accelerate.commands.launch", *flags]
-
-
 def final(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
     return load_file(run / f"checkpoints/step-{step}/head.safetensors")
-
-
-def wait_for(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the run's record has a line of `step`."""
-    while process.poll() is None:
-        metrics = run / "metrics.jsonl"
-        if metrics.is_file() and f'"step": {step}' in metrics.read_text():
-            return
-        time.sleep(0.02)
-    raise AssertionError(process.communicate()[0])
 
 
 def test_ten_kills_at_random_moments_change_nothing(small: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Documents packed into rows of equal length, and which rows each step of each process sees.
+"""Documents packed into rows of equal length, in an endless order that is a pure function of the seed.
 
-The order of the data is a pure function of (seed, step, process), so a resumed run needs nothing but its step number.
+So a resumed run needs nothing but its step number.
 """
 
 import hashlib
@@ -180,13 +180,6 @@ class Mixture:
         self.counts = shares(weights, PATTERN)
         self._permutation = lru_cache(maxsize=4 * len(pools))(self._shuffle)
         self._pattern = lru_cache(maxsize=4)(self._arrange)
-
-    def batch(
-        self, step: int, micro: int, process: int, *, batch_size: int, num_micro: int, num_processes: int
-    ) -> Rows:
-        """The rows of one forward pass."""
-        first = ((step * num_micro + micro) * num_processes + process) * batch_size
-        return self.rows(range(first, first + batch_size))
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Rows by their place in the endless order."""

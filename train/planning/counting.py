@@ -87,9 +87,9 @@ class HeadCount:
     hidden_size: int
 
 
-def count_run(recipe: Recipe, device: str, memory: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
-    """Count a recipe's target and head as on a device of type `device` with `memory` bytes; `bf16`: products are, as
-    with autocast.
+def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
+    """Count a recipe's target and head as on a device of type `device` with `memory` bytes, with `passes` to a step;
+    `bf16`: products are, as with autocast.
 
     UserError for adapters, which cannot be put into layers without values.
     """
@@ -111,7 +111,7 @@ def count_run(recipe: Recipe, device: str, memory: int, *, bf16: bool) -> tuple[
         row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]
         gradients = sum(p.numel() * p.element_size() for p in parameters)
-        if train.grad_accum > 1:  # those of earlier micro-batches are there already
+        if passes > 1:  # those of earlier micro-batches are there already
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         rows = full_rows(train.batch_size, T)
@@ -123,7 +123,7 @@ def count_run(recipe: Recipe, device: str, memory: int, *, bf16: bool) -> tuple[
             loss = trained(batch, scale, False)[0]
         loss.backward()
         activations, flops = shapes.peak - before, shapes.flops
-        if train.grad_accum == 1:
+        if passes == 1:
             activations = max(features, activations - gradients)
         del batch, loss
         optimizer.step()

@@ -12,6 +12,7 @@ from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype
 from train.planning.counting import HeadCount, TargetCount, count_run
 from train.recipe import Recipe
+from train.step import rows_per_step
 
 TOKEN_BYTES = sum(np.dtype(TYPES[part]).itemsize for part in ("tokens", "labels"))
 """Of a tokenised token on disk."""
@@ -162,8 +163,8 @@ class Plan:
     @property
     def step_tokens(self) -> int:
         """Of one optimizer step of all processes."""
-        train = self.recipe.train
-        return train.batch_size * train.grad_accum * self.launch.processes * self.recipe.data.context_length
+        length = self.recipe.data.context_length
+        return rows_per_step(self.recipe.train, length, self.launch.processes) * length
 
     @property
     def tokens(self) -> int:
@@ -184,8 +185,8 @@ class Plan:
         found: list[tuple[str, int]] = []
         if train.batch_size > 1:
             less = rows["activations"] - rows["activations"] // train.batch_size
-            text = f"train.batch_size=1 train.grad_accum={train.grad_accum * train.batch_size}, the same step"
-            found.append((text, whole - less))
+            more = "" if train.tokens_per_step else f" train.grad_accum={train.grad_accum * train.batch_size}"
+            found.append((f"train.batch_size=1{more}, the same step", whole - less))
         else:
             length = self.recipe.data.context_length
             found.append((f"data.context_length={length // 2}", whole - rows["activations"] // 2))
@@ -209,7 +210,10 @@ class Plan:
 
 def make_plan(recipe: Recipe, launch: Launch) -> Plan:
     """Count a recipe for a launch."""
-    counted = count_run(recipe, launch.device, launch.memory_bytes, bf16=launch.bf16(recipe.train.precision))
+    train = recipe.train
+    rows = rows_per_step(train, recipe.data.context_length, launch.processes)
+    passes = rows // (train.batch_size * launch.processes)
+    counted = count_run(recipe, launch.device, launch.memory_bytes, passes, bf16=launch.bf16(train.precision))
     return Plan(recipe, launch, *counted)
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,17 +112,6 @@ def test_pools_are_drawn_by_weight_and_each_evenly() -> None:
     assert sum(count for (pool, _), count in drawn.items() if pool == 0) == 600
     assert {count for (pool, _), count in drawn.items() if pool == 0} == {60}
     assert {count for (pool, _), count in drawn.items() if pool == 1} == {70}
-
-
-@pytest.mark.parametrize(("batch", "micros", "processes"), [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)])
-def test_a_step_sees_the_same_rows_however_it_is_cut_up(batch: int, micros: int, processes: int) -> None:
-    mixture = Mixture([Pool(texts([8] * 30), 8)], [1.0], seed=0)
-    seen = []
-    for micro in range(micros):
-        for process in range(processes):
-            rows = mixture.batch(5, micro, process, batch_size=batch, num_micro=micros, num_processes=processes)
-            seen += rows.tokens[:, 0].tolist()
-    assert seen == mixture.rows(range(20, 24)).tokens[:, 0].tolist()
 
 
 def test_label_counts_leave_out_what_is_masked() -> None:

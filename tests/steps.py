@@ -1,0 +1,100 @@
+"""Training steps of a small head, as a program that any launch runs: the parts of a run between its data and its
+measurements.
+
+    accelerate launch ... tests/steps.py JOB.json
+"""
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from heads.registry import build_head
+from tests.small_targets import CPU, make_target
+from train.averages import Interval
+from train.checkpointing import RunState, load_checkpoint, save_checkpoint
+from train.data.corpus import Document, corpus_of
+from train.data.packing import Mixture, Pool
+from train.launch import leave, make_accelerator
+from train.recipe import Train
+from train.step import Stepper
+from train.trained import Trained
+
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=4)
+T = 24
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps `begin` to `end`, from the checkpoint of `begin` on, which end in a checkpoint."""
+
+    folder: str
+    end: int
+    begin: int = 0
+    rows: int = 4
+    dtype: str = "float64"
+    kind: str = "eagle3"
+    head: dict[str, Any] = field(default_factory=lambda: {"aux_layer_ids": [1, 2, 3], "depth": 2})
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> Path:
+        """The file of the job."""
+        path = Path(self.folder) / f"{self.begin}-{self.end}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+
+def make_mixture() -> Mixture:
+    """Texts of several lengths, whose labels are some of their tokens."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, T + 1, 64)
+    documents = [
+        Document(rng.integers(3, 61, n).astype(np.int32), rng.random(n) < share)
+        for n, share in zip(lengths, np.resize([0.9, 0.3, 0.6], 64), strict=True)
+    ]
+    return Mixture([Pool(corpus_of(documents), T)], [1.0], seed=0)
+
+
+def make_steps(job: Job) -> None:
+    """Do a job in this process and its peers."""
+    settings = Train(max_steps=100, batch_size=1, lr=0.01, weight_decay=0.1, precision="fp32", **job.train)
+    dtype, folder = getattr(torch, job.dtype), Path(job.folder)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else CPU
+    # Before ZeRO-3 is on, which would take the target apart.
+    target, mixture = make_target("llama", dtype, device, **SIZES), make_mixture()
+    accelerator = make_accelerator(settings)
+    torch.manual_seed(1)
+    head = cast(nn.Module, build_head(job.kind, job.head, target, mixture.label_counts(61)))
+    trained = Trained(head.to(accelerator.device, dtype))
+    stepper = Stepper(settings, trained, target, mixture, accelerator, job.rows)
+    if job.begin:
+        load_checkpoint(stepper.form, folder / f"step-{job.begin}")
+    for number in range(job.begin, job.end):
+        stepper.step(number, Interval(), stop=False)
+    state = RunState("", accelerator.num_processes, 1, job.rows, "no", job.end)
+    save_checkpoint(stepper.form, folder, state, keep=9)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint of any form."""
+    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return tensors
+
+
+if __name__ == "__main__":
+    make_steps(Job(**json.loads(Path(sys.argv[1]).read_text())))
+    leave(0)

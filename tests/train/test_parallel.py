@@ -1,0 +1,71 @@
+"""The forms in which several processes train one head make the same steps, and go on from each other's checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import UserError
+from tests.processes import ROOT, finish, launcher, start
+from tests.steps import Job, stored
+from train.recipe import Train
+from train.step import rows_of_process, rows_per_step
+
+FORMS = ["ddp", "fsdp", "zero2", "zero3"]
+D_PACE = {
+    "kind": "dflash",
+    "head": {"weights": "d_pace", "num_layers": 1, "block_size": 4, "mask_token_id": 2, "aux_layer_ids": [1, 2]},
+}
+
+
+@pytest.mark.parametrize(("batch", "processes"), [(4, 1), (1, 1), (2, 2), (1, 2), (1, 4)])
+def test_a_step_sees_the_same_rows_however_it_is_cut_up(batch: int, processes: int) -> None:
+    own = [rows_of_process(5, 4, batch, process, processes) for process in range(processes)]
+    seen = [row for same_pass in zip(*own, strict=True) for place in same_pass for row in place]
+    assert seen == [20, 21, 22, 23]
+
+
+def test_the_passes_of_a_step_follow_from_its_tokens() -> None:
+    train = Train(max_steps=1, batch_size=2, tokens_per_step=4096)
+    assert [rows_per_step(train, 256, processes) for processes in (1, 2, 4, 8)] == [16] * 4
+    with pytest.raises(UserError, match=r"train\.tokens_per_step: 4096 .* 1536 tokens .* 3 processes.* 3072 or 4608"):
+        rows_per_step(train, 256, 3)
+    with pytest.raises(UserError, match=r"expected 8192,"):
+        rows_per_step(train, 2048, 2)
+
+
+def run(job: Job, form: str | None = None) -> dict[str, torch.Tensor]:
+    """The tensors that a job leaves; in one process, or in two of a form."""
+    flags = [] if form is None else launcher("--config_file", str(ROOT / f"recipes/accelerate/{form}.yaml"))
+    finish(start(job.write(), launcher=flags or None, script=ROOT / "tests/steps.py"))
+    return stored(Path(job.folder) / f"step-{job.end}")
+
+
+def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two checkpoints' values."""
+    assert a.keys() == b.keys()
+    return max(float((tensor.double() - b[name].double()).abs().max()) for name, tensor in a.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("what", ["adamw", "muon", "d_pace"])
+def test_two_processes_are_one(form: str, what: str, tmp_path: Path) -> None:
+    double = form in ("ddp", "fsdp")  # DeepSpeed keeps weights in float32
+    more: dict[str, Any] = D_PACE if what == "d_pace" else {"train": {"optimizer": what}}
+    job: dict[str, Any] = {"end": 20, "dtype": "float64" if double else "float32", **more}
+    one = run(Job(str(tmp_path / "one"), **job))
+    two = run(Job(str(tmp_path / "two"), **job), form)
+    assert furthest(one, two) < (1e-10 if double else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_goes_on_in_another_number_of_processes(form: str, tmp_path: Path) -> None:
+    """Two, one, two processes of a form, with the optimizer's state, against one unbroken run of one."""
+    train = {"optimizer": "muon"}
+    one = run(Job(str(tmp_path / "one"), 9, dtype="float32", train=train))
+    for begin, some in ((0, form), (3, None), (6, form)):
+        last = run(Job(str(tmp_path / "some"), begin + 3, begin, dtype="float32", train=train), some)
+    assert furthest(one, last) < 1e-6
