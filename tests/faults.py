@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from train.data.features import make_batch
+from train.features.batch import make_batch
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
 from train.averages import Interval
-from train.data.features import make_batch
-from train.data.packing import Mixture
+from train.data.packing import Mixture, Rows
+from train.features.base import FeatureSource
+from train.features.batch import make_batch
 from train.interrupts import Interrupted
 from train.launch import SHARDED
 from train.optim import make_optimizer, set_lr
@@ -41,9 +41,9 @@ class Stepper:
     """A head, its optimizer, and the data it learns from."""
 
     def __init__(
-        self, settings: Train, trained: Trained, target: FrozenTarget, mixture: Mixture, accelerator: Accelerator
+        self, settings: Train, trained: Trained, features: FeatureSource, mixture: Mixture, accelerator: Accelerator
     ):
-        self.trained, self.target, self.mixture = trained, target, mixture
+        self.trained, self.features, self.target, self.mixture = trained, features, features.target, mixture
         self.accelerator, self.settings = accelerator, settings
         self.weights = torch.tensor(trained.depth_weights, device=accelerator.device)
         products = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
@@ -51,6 +51,8 @@ class Stepper:
         self.model, self.optimizer = accelerator.prepare(trained, optimizer)
         self.dtype = next(parameter for parameter in self.model.parameters()).dtype
         self.norm: Any = None
+        self.expected = 0
+        """The first step whose rows the source of features does not know of."""
 
     def step(self, number: int, interval: Interval, *, stop: bool) -> int:
         """Make step `number` (from 0), add its figures to `interval`, and return the tokens of all processes.
@@ -60,17 +62,11 @@ class Stepper:
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed + SEED_STRIDE * (number + 1) + accelerator.process_index)
         self.trained.begin_step(number)
-        micros = [
-            self.mixture.batch(
-                number,
-                micro,
-                accelerator.process_index,
-                batch_size=settings.batch_size,
-                num_micro=settings.grad_accum,
-                num_processes=accelerator.num_processes,
-            )
-            for micro in range(settings.grad_accum)
-        ]
+        for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.max_steps)):
+            for rows in self._rows(coming):
+                self.features.expect(rows)
+            self.expected = coming + 1
+        micros = self._rows(number)
         own = torch.stack(
             [self.trained.counts(rows.loss_mask, rows.documents).double() for rows in micros]
         )  # (micro, K)
@@ -100,6 +96,21 @@ class Stepper:
             interval.add_micro(sums, metrics)
         interval.add_step(counts, tokens)
         return tokens
+
+    def _rows(self, number: int) -> list[Rows]:
+        """This process's rows of step `number`, by micro-batch."""
+        settings, accelerator = self.settings, self.accelerator
+        return [
+            self.mixture.batch(
+                number,
+                micro,
+                accelerator.process_index,
+                batch_size=settings.batch_size,
+                num_micro=settings.grad_accum,
+                num_processes=accelerator.num_processes,
+            )
+            for micro in range(settings.grad_accum)
+        ]
 
     def _divide_gradients(self, weight: Tensor) -> None:
         """Divide the step's gradients by the weight () of its rows, of all processes."""

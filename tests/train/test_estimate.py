@@ -11,7 +11,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
-from train.data.features import make_batch
+from train.features.batch import make_batch
 from train.measuring import estimate_tau, foreseen, text_rows, walk
 
 SETTINGS: dict[str, dict[str, object]] = {
@@ -41,7 +41,8 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarge
     engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))
     outputs = engine.generate(requests)
     texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
-    hits = foreseen(target, head, texts, depth, torch.float64)
+    batch = make_batch(target, text_rows(texts), head.aux_layer_ids, torch.float64)
+    hits = foreseen(batch, head, depth)
     for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
         rounds = walk(run.tolist(), root=len(prompt), end=len(text))
         assert (

@@ -1,0 +1,52 @@
+"""The choice of the source of features by a recipe."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedTokenizerBase
+
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget
+from heads.target.placement import shard_layers
+from train.data.sources import Say
+from train.features.base import FeatureSource, has_room
+from train.features.settings import ProcessFeatures, ShardedFeatures
+from train.launch import load_recipe_target, on_main
+from train.recipe import Recipe
+
+
+def open_features(recipe: Recipe, accelerator: Accelerator, say: Say) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
+    """The source of a recipe's features with its target, and the target's tokenizer. Called by every process."""
+    settings = recipe.features
+    load = partial(load_recipe_target, recipe.target, accelerator)
+    if isinstance(settings, ProcessFeatures):
+        target, tokenizer = load()
+        return FeatureSource(target), tokenizer
+    if isinstance(settings, ShardedFeatures):
+        target, tokenizer = load(place=_sharding(accelerator))
+        return FeatureSource(target, _copy(load, target, accelerator, say)), tokenizer
+    raise AssertionError
+
+
+def _sharding(accelerator: Accelerator) -> Callable[[FrozenTarget, torch.device, torch.dtype | None], None]:
+    if accelerator.num_processes == 1:
+        raise UserError("features.kind: sharded needs several processes; launch them, or use features.kind=process")
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    return lambda target, _, dtype: shard_layers(target, mesh, dtype)
+
+
+def _copy(
+    load: Callable[[], tuple[FrozenTarget, PreTrainedTokenizerBase]],
+    target: FrozenTarget,
+    accelerator: Accelerator,
+    say: Say,
+) -> Callable[[], FrozenTarget] | None:
+    """The way to a whole copy on the main process, if there is room."""
+    if on_main(accelerator, lambda: has_room(target)):
+        say("tau is measured on the main process, by a whole copy of the target that is loaded for it")
+        return lambda: load()[0]
+    say("tau is an estimate by the training step: the main process has no room for a whole copy of the target")
+    return None
