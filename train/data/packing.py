@@ -216,6 +216,10 @@ class Mixture:
             counts[: len(seen)] += seen
         return torch.from_numpy(counts)
 
+    def rows_digest(self) -> str:
+        """A hash of every row that there is, whatever their order."""
+        return hashlib.sha256("".join(pool.digest() for pool in self.pools).encode()).hexdigest()
+
     def digest(self) -> str:
         text = "".join(pool.digest() for pool in self.pools) + repr((self.counts, self.seed))
         return hashlib.sha256(text.encode()).hexdigest()

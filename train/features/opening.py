@@ -10,17 +10,24 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
-from heads.target.placement import shard_layers
+from heads.target.placement import drop_layers, shard_layers
 from train.data.sources import Say
 from train.features.base import FeatureSource, has_room
-from train.features.settings import ProcessFeatures, ShardedFeatures
+from train.features.cache import CachedFeatures
+from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.launch import load_recipe_target, on_main
 from train.recipe import Recipe
 
 
 def open_features(recipe: Recipe, accelerator: Accelerator, say: Say) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
     """The source of a recipe's features with its target, and the target's tokenizer. Called by every process."""
-    settings = recipe.features
+    return open_source(recipe.features, recipe, accelerator, say)
+
+
+def open_source(
+    settings: AnyFeatures, recipe: Recipe, accelerator: Accelerator, say: Say
+) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
+    """The source that `settings` ask for, with the target of a recipe, and the target's tokenizer."""
     load = partial(load_recipe_target, recipe.target, accelerator)
     if isinstance(settings, ProcessFeatures):
         target, tokenizer = load()
@@ -28,6 +35,10 @@ def open_features(recipe: Recipe, accelerator: Accelerator, say: Say) -> tuple[F
     if isinstance(settings, ShardedFeatures):
         target, tokenizer = load(place=_sharding(accelerator))
         return FeatureSource(target, _copy(load, target, accelerator, say)), tokenizer
+    target, tokenizer = load(place=drop_layers)
+    load_whole = _copy(load, target, accelerator, say)
+    if isinstance(settings, CacheFeatures):
+        return CachedFeatures(target, settings, accelerator.mixed_precision, load_whole=load_whole), tokenizer
     raise AssertionError
 
 
