@@ -124,8 +124,8 @@ class Shard:
     def fault(self, why: str) -> UserError:
         """The error for a damaged file."""
         return UserError(
-            f"{self.path}: is damaged ({why}); delete it and run python scripts/cache_features.py RECIPE, which makes it "
-            "again"
+            f"{self.path}: is damaged ({why}); delete it and run "
+            "python scripts/cache_features.py RECIPE, which makes it again"
         )
 
 

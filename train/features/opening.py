@@ -14,6 +14,7 @@ from heads.target.placement import drop_layers, shard_layers
 from train.data.sources import Say
 from train.features.base import FeatureSource, has_room
 from train.features.cache import CachedFeatures
+from train.features.served import ServedFeatures
 from train.features.settings import AnyFeatures, CacheFeatures, ProcessFeatures, ShardedFeatures
 from train.launch import load_recipe_target, on_main
 from train.recipe import Recipe
@@ -39,7 +40,8 @@ def open_source(
     load_whole = _copy(load, target, accelerator, say)
     if isinstance(settings, CacheFeatures):
         return CachedFeatures(target, settings, accelerator.mixed_precision, load_whole=load_whole), tokenizer
-    raise AssertionError
+    rows = recipe.train.batch_size * recipe.train.grad_accum
+    return ServedFeatures(target, settings, rows, accelerator, load_whole=load_whole), tokenizer
 
 
 def _sharding(accelerator: Accelerator) -> Callable[[FrozenTarget, torch.device, torch.dtype | None], None]:
