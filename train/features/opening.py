@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.frozen import FrozenTarget, Place
 from heads.target.placement import drop_layers, shard_layers
 from train.data.sources import Say
 from train.features.base import FeatureSource, has_room
@@ -34,7 +33,7 @@ def open_source(
         target, tokenizer = load()
         return FeatureSource(target), tokenizer
     if isinstance(settings, ShardedFeatures):
-        target, tokenizer = load(place=_sharding(accelerator))
+        target, tokenizer = load(place=sharding(accelerator))
         return FeatureSource(target, _copy(load, target, accelerator, say)), tokenizer
     target, tokenizer = load(place=drop_layers)
     load_whole = _copy(load, target, accelerator, say)
@@ -44,7 +43,8 @@ def open_source(
     return ServedFeatures(target, settings, rows, accelerator, load_whole=load_whole), tokenizer
 
 
-def _sharding(accelerator: Accelerator) -> Callable[[FrozenTarget, torch.device, torch.dtype | None], None]:
+def sharding(accelerator: Accelerator) -> Place:
+    """The placement that shares the target's layers among all processes. Called by each of them."""
     if accelerator.num_processes == 1:
         raise UserError("features.kind: sharded needs several processes; launch them, or use features.kind=process")
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
