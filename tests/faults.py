@@ -43,3 +43,11 @@ def full_disk(step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "write_bytes", write_part)
         yield
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Leave no room for a copy of any target."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.features.base.ROOM", 1e9)
+        yield

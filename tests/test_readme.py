@@ -58,6 +58,7 @@ GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --int
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
+    "scripts/cache_features.py": TRAIN,
     "eval/bench.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/scaling.py": "--batch-sizes 1 --contexts 64 --batches 1 --max-new-tokens 8 --repeats 1",

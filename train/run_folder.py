@@ -21,6 +21,7 @@ from train.strict_yaml import read_settings
 FREE_SETTINGS = (
     ("output_dir",),
     ("tracking",),
+    *(("features", name) for name in ("url", "in_flight", "folder", "filled_by")),
     ("train", "checkpoint_every"),
     ("train", "keep_checkpoints"),
     ("train", "log_every"),

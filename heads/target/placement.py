@@ -21,7 +21,7 @@ def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | No
     if target.start_token is not None or target.quantize or hasattr(target.config, "quantization_config"):
         what = "an encoder-decoder" if target.start_token is not None else "quantised"
         raise UserError(f"{target.name}: is {what}, whose layers are not sharded here; use features.kind=process")
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     _place_rest(target, device, dtype)
     files = MappedFiles()
     for layer in target.layers:
@@ -30,8 +30,8 @@ def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | No
         fully_shard(layer, mesh=mesh)
         for tensor in stored:
             files.forget(tensor)
-    # A root gives all layers the streams on which the next one is gathered while one computes.
-    fully_shard(target.base, mesh=mesh, ignored_params=set(_outside(target)))
+    if mesh.device_type != "cpu":  # a root lets the next layer be gathered while one computes
+        fully_shard(target.base, mesh=mesh, ignored_params=set(_outside(target)))
     target.placement = "sharded"
 
 

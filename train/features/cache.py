@@ -98,7 +98,8 @@ class Shard:
         """UserError where the file is not whole."""
         self.path = path
         try:
-            self.file: Any = safe_open(path, "pt")
+            opened: Any = safe_open
+            self.file = opened(path, "pt")
             digests, ends, sums = (self.file.get_tensor(name) for name in ("digests", "ends", "checksums"))
         except (OSError, SafetensorError) as error:
             raise self.fault(first_line(error)) from error

@@ -183,7 +183,7 @@ class ShardWriter:
         number = 0
         while (path := self.folder / f"rows-{self.process}-{number:05}.safetensors").exists():
             number += 1
-        values, scales = ([row[part] for row in self.rows] for part in (0, 1))
+        values = [row[0] for row in self.rows]
         tensors = {
             "digests": torch.frombuffer(bytearray(b"".join(self.keys)), dtype=torch.uint8).view(-1, 32),
             "ends": torch.tensor([len(part) for part in values]).cumsum(0),
@@ -191,6 +191,6 @@ class ShardWriter:
             "values": torch.cat(values),
         }
         if self.dtype == "fp8":
-            tensors["scales"] = torch.cat(scales)
+            tensors["scales"] = torch.cat([scales for _, scales in self.rows if scales is not None])
         write_bytes(path, save(tensors))
         self.keys, self.rows, self.bytes = [], [], 0
