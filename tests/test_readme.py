@@ -146,6 +146,8 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
         options = plan_arguments([*command.arguments, "--plan"])
         assert load_recipe(options.recipe, options.overrides)
+    elif command.program == "scripts/cache_features.py":
+        assert load_recipe(command.arguments[0], command.arguments[1:])
     elif command.program == "scripts/make_target.py":
         assert load_target_recipe(command.arguments[0], command.arguments[1:])
     else:

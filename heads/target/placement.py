@@ -27,7 +27,7 @@ def shard_layers(target: FrozenTarget, mesh: DeviceMesh, dtype: torch.dtype | No
     for layer in target.layers:
         stored = [parameter.data for parameter in layer.parameters()]
         _place(layer, torch.device("cpu"), dtype)
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # which a root of its own would not be
         for tensor in stored:
             files.forget(tensor)
     if mesh.device_type != "cpu":  # a root lets the next layer be gathered while one computes

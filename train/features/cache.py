@@ -34,7 +34,7 @@ REMEDY = "fill another folder by python scripts/cache_features.py RECIPE"
 def describe(
     target: FrozenTarget, aux_layer_ids: Sequence[int], dtype: str, precision: str, mixture: Mixture
 ) -> dict[str, Any]:
-    """What the features of a folder depend on."""
+    """Everything that the features of a folder depend on."""
     return {
         "format": FORMAT,
         "target": target.fingerprint,
