@@ -333,7 +333,8 @@ def load_target(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
     except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
-        raise _fault(path, what, error, "name a folder or hub id of one") from error
+        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
+        raise _fault(path, what, error, remedy) from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if absent:  # transformers makes them up at random, with a warning
