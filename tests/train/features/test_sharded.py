@@ -36,9 +36,9 @@ def make(folder: Path, layers: int, **sizes: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_processes_share_a_target(tmp_path: Path) -> None:
-    # Large beside what Python's own objects take, and of so many layers that one is a small part.
+    # Of so many layers that one is a small part; the objects of as many are in memory before, by the small one.
     make(tmp_path / "big", 96, hidden_size=448, intermediate_size=1232)
-    make(tmp_path / "tiny", 8, hidden_size=32, intermediate_size=64)
+    make(tmp_path / "tiny", 96, hidden_size=32, intermediate_size=64)
     # Smaller buffers than real layers' are otherwise kept by the allocator for later ones.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.sharded_worker"]
