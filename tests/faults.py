@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from heads.base import HeadLoss
-from train.data.features import make_batch
+from train.features.batch import make_batch
 from train.trained import Trained
 
 
@@ -72,3 +72,11 @@ def small_files(most: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Leave no room for a copy of any target."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.features.base.ROOM", 1e9)
+        yield

@@ -24,6 +24,7 @@ from train.averages import Interval
 from train.checkpointing import RunState, load_checkpoint, save_checkpoint
 from train.data.corpus import Document, corpus_of
 from train.data.packing import Mixture, Pool
+from train.features.base import FeatureSource
 from train.launch import leave, make_accelerator
 from train.recipe import Train
 from train.step import Stepper
@@ -76,7 +77,7 @@ def make_steps(job: Job) -> None:
     torch.manual_seed(1)
     head = cast(nn.Module, build_head(job.kind, job.head, target, mixture.label_counts(61)))
     trained = Trained(head.to(accelerator.device, dtype))
-    stepper = Stepper(settings, trained, target, mixture, accelerator, job.rows)
+    stepper = Stepper(settings, trained, FeatureSource(target), mixture, accelerator, job.rows)
     if job.begin:
         load_checkpoint(stepper.form, folder / f"step-{job.begin}")
     for number in range(job.begin, job.end):

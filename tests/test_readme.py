@@ -59,6 +59,7 @@ GROWN = "--hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --int
 TINY = {
     "train/": TRAIN,
     "scripts/regenerate.py": ANSWERS,
+    "scripts/cache_features.py": TRAIN,
     "eval/bench.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/compare.py": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
     "eval/scaling.py": "--batch-sizes 1 --contexts 64 --batches 1 --max-new-tokens 8 --repeats 1",
@@ -146,6 +147,8 @@ def test_a_command_is_understood(command: Command, monkeypatch: pytest.MonkeyPat
     if command.program.startswith("train/") or command.program == "scripts/regenerate.py":
         options = plan_arguments([*command.arguments, "--plan"])
         assert load_recipe(options.recipe, options.overrides)
+    elif command.program == "scripts/cache_features.py":
+        assert load_recipe(command.arguments[0], command.arguments[1:])
     elif command.program == "scripts/make_target.py":
         assert load_target_recipe(command.arguments[0], command.arguments[1:])
     else:

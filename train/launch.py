@@ -7,11 +7,13 @@ here, so that the loop need not know.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.loading import load_pair
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
+from heads.target.frozen import FrozenTarget, Place
 from train.fast_dtype import fastest_dtype
 from train.interrupts import Interrupted
 from train.recipe import Target, Tracking, Train
@@ -179,10 +181,29 @@ def _check_deepspeed(config: dict[str, Any]) -> None:
         raise UserError("DeepSpeed's offload to nvme is not read by checkpoints; offload to cpu, or not at all")
 
 
-def load_recipe_target(settings: Target, accelerator: Accelerator) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """The frozen target on this process's device, and its tokenizer."""
-    with _unpartitioned(accelerator):
-        return load_pair(device=accelerator.device, **settings.model_dump(exclude={"adapter"}))
+def load_recipe_target(
+    settings: Target, accelerator: Accelerator, place: Place | None = None
+) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
+    """The frozen target on this process's device, or where `place` puts it, and its tokenizer."""
+    with _unpartitioned(accelerator), ExitStack() as turn:
+        turn.enter_context(_turn())
+
+        def put(target: FrozenTarget, device: torch.device, dtype: torch.dtype | None) -> None:
+            assert place is not None
+            place(target, device, dtype)
+            turn.close()  # the check that follows may need all processes
+
+        how = settings.model_dump(exclude={"adapter"})
+        return load_pair(device=accelerator.device, place=None if place is None else put, **how)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other process of this user on this machine loads a target: weights that are converted on the way
+    are in memory once, not once for each process."""
+    with (Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}.loading").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

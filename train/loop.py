@@ -28,9 +28,11 @@ from train.checkpointing import (
 from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.data.templates import with_arguments
+from train.features.base import FeatureSource
+from train.features.opening import open_features
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
-from train.launch import load_recipe_target, on_main
+from train.launch import on_main
 from train.measuring import Evaluation, Measured
 from train.opening import Run, open_reader
 from train.optim import lr_factor
@@ -43,8 +45,13 @@ class Outcome(NamedTuple):
     """The recipe with its head's defaults, and the target still in memory."""
 
     recipe: Recipe
-    target: FrozenTarget
+    features: FeatureSource
     tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def target(self) -> FrozenTarget:
+        """The target that the features are of."""
+        return self.features.target
 
 
 def fit(recipe: Recipe, run: Run) -> Outcome:
@@ -58,7 +65,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     rows = rows_per_step(recipe.train, recipe.data.context_length, accelerator.num_processes)
 
     # Target. It decides the settings that the recipe leaves out of `head`.
-    target, tokenizer = load_recipe_target(recipe.target, accelerator)
+    features, tokenizer = open_features(recipe, accelerator, tracker.say)
+    target = features.target
     asking = with_arguments(tokenizer, recipe.data.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # one process of a launch would see the others
@@ -66,20 +74,21 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     section = recipe.head
     unfilled = make_head(section, target, torch.zeros(target.vocab_size, dtype=torch.int64))
     recipe = recipe.model_copy(update={"head": resolved_head(recipe.head, unfilled.config)})
-    outcome = Outcome(recipe, target, asking)
+    outcome = Outcome(recipe, features, asking)
     record = tracker.record = plain_settings(recipe)
     found = on_main(accelerator, lambda: _take_up(run, record))
     if found is not None and found[1].step >= recipe.train.max_steps:
         best = f"best tau {found[1].best_tau:.3f} at step {found[1].best_step}"
         tracker.say(f"{run.folder.path}: finished already, {found[1].step} steps, {best}")
         return outcome
-    evaluation = Evaluation(recipe.eval, target, asking, unfilled)
+    evaluation = Evaluation(recipe.eval, features, asking, unfilled)
     if recipe.target.adapter is not None:
         check_adapter(recipe.target.adapter, target, unfilled)
 
     # Data
     reader = open_reader(recipe.data, tokenizer, run)
     mixture, samples = load_data(recipe.data, seed, unfilled, target, reader, run.folder.path, tracker.answering)
+    features.check(mixture, unfilled.aux_layer_ids)
     del unfilled  # the run has no room for a second head
 
     # Head, in float32, the same on every process. Its copy in the target's dtype is measured and saved.
@@ -94,7 +103,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Stepper
     if found is not None:
         rows = found[1].rows  # of another number of processes, perhaps
-    stepper = Stepper(recipe.train, trained, target, mixture, accelerator, rows)
+    stepper = Stepper(recipe.train, trained, features, mixture, accelerator, rows)
 
     # Loop
     data = mixture.digest()
@@ -106,7 +115,10 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
         accelerator,
         lambda: run.folder.write_provenance(record, data, target, accelerator.num_processes),
     )
-    training.run()
+    try:
+        training.run()
+    finally:
+        features.close()
     return outcome
 
 
@@ -173,7 +185,8 @@ class Training:
                 raise Interrupted(f" at step {self.state.step}") from None
         self.tracker.stop()
         state = self.state
-        best = f"best head: tau {state.best_tau:.3f} at step {state.best_step}, in {self.folder.head}"
+        tau = "tau" if self.stepper.features.measures else "estimated tau"
+        best = f"best head: {tau} {state.best_tau:.3f} at step {state.best_step}, in {self.folder.head}"
         self.tracker.say(f"trained {state.step} steps in {state.seconds:.0f} s; {best}")
 
     def _between_steps(self) -> None:
@@ -220,17 +233,19 @@ class Training:
         self.interval = Interval()
 
     def _measure(self) -> None:
-        """Measure tau with the runtime; keep the head if it is the best so far."""
+        """Measure tau with the runtime, or estimate it; keep the head if it is the best so far."""
         started = time.perf_counter()
         self.interval.check(self.accelerator, self.state.step)
         weights = self.stepper.head_weights()
 
-        def act() -> Measured:
+        def act() -> Measured | None:
             self.measured.load_state_dict(weights)
             with self.interrupts.released():
-                return self.evaluation.measure(self.measured)
+                return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
         found, state = on_main(self.accelerator, act), self.state
+        if found is None:
+            found = self._estimate()
         if state.best_tau is None or found.tau > state.best_tau:
             state.best_tau, state.best_step = found.tau, state.step
             on_main(self.accelerator, self._keep_head)
@@ -244,12 +259,18 @@ class Training:
                 "step": state.step,
                 "tau": found.tau,
                 "tau_by_training_step": found.estimate,
+                "is_estimate": found.is_estimate,
                 "alpha": found.alpha,
                 "best_tau": state.best_tau,
                 "best_step": state.best_step,
                 "seconds": seconds,
             }
         )
+
+    def _estimate(self) -> Measured:
+        """tau by the training step, on the rows behind those of the last step."""
+        rows = self.settings.max_steps * self.stepper.rows
+        return self.evaluation.estimate(self.measured, self.stepper.mixture, rows, self.accelerator)
 
     def _renew_samples(self) -> None:
         """Let the draft write the text that the coming steps learn from, where that is due."""
@@ -278,7 +299,11 @@ class Training:
             **self.provenance,
             "step": self.state.step,
             "tau": self.state.best_tau,
-            "measured": self.evaluation.settings.model_dump(),
+            **(
+                {"measured": self.evaluation.settings.model_dump()}
+                if self.stepper.features.measures
+                else {"estimated": "by the training step, on training text"}
+            ),
         }
         save_head(
             self.measured,

@@ -6,12 +6,13 @@ outcome of every round that could begin anywhere in them; walking from root to r
 Where the two disagree, training and drafting are not the same function.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -26,9 +27,14 @@ from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain, parse_shape
-from train.data.features import make_batch
-from train.data.packing import Rows, empty_rows
+from train.data.packing import Mixture, Rows, empty_rows
+from train.features.base import FeatureSource
+from train.features.batch import make_batch
+from train.launch import on_main
 from train.recipe import Eval
+
+ESTIMATE_TOKENS = 2**15
+"""Tokens of training text on which tau is estimated where nothing can be decoded; one row at least."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,20 @@ class Measured:
     alpha: list[float | None]
     estimate: float | None
     """tau by the training step, on the same texts; None where drafts are not greedy chains."""
+    is_estimate: bool = False
+    """True where nothing was decoded: `tau` is the training step's, on training text."""
 
 
 class Evaluation:
     """Measurements of tau by a recipe's `eval`."""
 
     def __init__(
-        self, settings: Eval, target: FrozenTarget, tokenizer: PreTrainedTokenizerBase, head: DraftHead
+        self, settings: Eval, features: FeatureSource, tokenizer: PreTrainedTokenizerBase, head: DraftHead
     ) -> None:
         """`head`: of the shape that will be measured. UserError for trees that it cannot fill, or prompts that do not
         fit."""
-        self.settings, self.target = settings, target
+        self.settings, self.features = settings, features
+        target = features.target
         trees = [settings.tree, *(settings.report.trees or [])]
         for tree in trees:
             if tree != AUTO:
@@ -58,8 +67,12 @@ class Evaluation:
         self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
 
     def measure(self, head: nn.Module) -> Measured:
-        """tau and acceptance by depth over all requests."""
-        settings, target, requests = self.settings, self.target, self.requests
+        """tau and acceptance by depth over all requests, on the main process."""
+        with self.features.whole() as target:
+            return self._decode(target, head)
+
+    def _decode(self, target: FrozenTarget, head: nn.Module) -> Measured:
+        settings, requests = self.settings, self.requests
         drafts = cast(DraftHead, head)
         if drafts.own_tree is not None:
             grow_own_tree(target, drafts, requests, settings.batch_size)
@@ -81,6 +94,23 @@ class Evaluation:
             dtype = next(head.parameters()).dtype
             estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
         return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
+
+    @torch.no_grad()
+    def estimate(self, head: nn.Module, mixture: Mixture, begin: int, accelerator: Accelerator) -> Measured:
+        """tau and acceptance by depth of greedy chains as deep as the tree, by the training step, on the rows from
+        place `begin` of the data on. Called by every process, since the target's layers may be shared; `head`, the
+        main process's, counts."""
+        drafts, dtype = cast(DraftHead, head), next(head.parameters()).dtype
+        rows = mixture.rows(range(begin, begin + max(1, ESTIMATE_TOKENS // mixture.row_length)))
+        parts = [rows.part(row) for row in range(len(rows.tokens))]
+        batches = [make_batch(self.features.target, part, drafts.aux_layer_ids, dtype) for part in parts]
+
+        def act() -> Measured:
+            if drafts.own_tree is not None:
+                drafts.own_tree.grow_tree(batches)
+            return known_text_tau(drafts, batches, shape_for(self.settings.tree, drafts).depth)
+
+        return on_main(accelerator, act)
 
 
 def load_requests(settings: Eval, tokenizer: PreTrainedTokenizerBase, context_length: int, nodes: int) -> list[Request]:
@@ -162,20 +192,49 @@ def estimate_tau(
     for start in range(0, len(prompts), rows):
         part = slice(start, start + rows)
         texts = [[*prompt, *output] for prompt, output in zip(prompts[part], outputs[part], strict=True)]
-        hits = foreseen(target, head, texts, depth, dtype)
+        hits = foreseen(make_batch(target, text_rows(texts), head.aux_layer_ids, dtype), head, depth)
         for text, prompt, run in zip(texts, prompts[part], hits, strict=True):
             emitted += len(text) - len(prompt) - 1
             rounds += len(walk(run.tolist(), root=len(prompt), end=len(text)))
     return emitted / rounds if rounds else float("nan")
 
 
-def foreseen(
-    target: FrozenTarget, head: DraftHead, texts: Sequence[Sequence[int]], depth: int, dtype: torch.dtype
-) -> Tensor:
+def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Measured:
+    """tau and acceptance of greedy chains of `depth`, over the labels of each batch as if the target had written
+    them."""
+    emitted: list[int] = []
+    reached, accepted = [0] * depth, [0] * depth
+    for batch in batches:
+        for row, runs in enumerate(foreseen(batch, head, depth).tolist()):
+            for root, end in answers_in(batch.loss_mask[row].tolist(), batch.documents[row].tolist()):
+                for tokens in walk(runs, root=root, end=end):
+                    for k in range(min(depth, end - 1 - root)):
+                        reached[k] += runs[root] >= k
+                        accepted[k] += runs[root] > k
+                    emitted.append(tokens)
+                    root += tokens
+    alpha = [hits / rounds if rounds else None for hits, rounds in zip(accepted, reached, strict=True)]
+    return Measured(sum(emitted) / len(emitted) if emitted else 1.0, alpha, None, is_estimate=True)
+
+
+def answers_in(labels: Sequence[bool], documents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(root, end) of each unbroken run of labels in a row: its first token that a draft may follow, and the first
+    position behind it."""
+    begin = 0
+    while begin < len(labels):
+        end = begin
+        while end < len(labels) and labels[end] and documents[end] == documents[begin]:
+            end += 1
+        is_first = begin == 0 or documents[begin] != documents[begin - 1]  # of its document: nothing drafts it
+        root = begin + is_first
+        if end - root > 1:
+            yield root, end
+        begin = max(end, begin + 1)
+
+
+def foreseen(batch: Batch, head: DraftHead, depth: int) -> Tensor:
     """(B, T) int64: the draft tokens of a chain below a root at each position that are the text's own."""
-    hits = head.foresees(
-        make_batch(target, text_rows(texts), head.aux_layer_ids, dtype), depth
-    )  # (depth, B, T), by slot
+    hits = head.foresees(batch, depth)  # (depth, B, T), by slot
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
 
 

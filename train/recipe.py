@@ -15,6 +15,7 @@ from heads.errors import UserError
 from heads.tree import parse_shape
 from train.data.loading import Data
 from train.data.sources import RecordSource
+from train.features.settings import AnyFeatures, ProcessFeatures
 from train.head_settings import AnyHead
 from train.strict_yaml import (
     MOST,
@@ -203,6 +204,8 @@ class Recipe(Settings):
     """The draft head: `kind`, and the settings of that kind."""
     data: Data
     """Training data."""
+    features: AnyFeatures = ProcessFeatures(kind="process")
+    """Where the target computes what the head reads."""
     train: Train
     """The training loop."""
     eval: Eval
@@ -287,6 +290,11 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[Key, str]]:
         yield ("target", "adapter", "first_step"), f"expected less than train.max_steps ({train.max_steps})"
     if data.on_policy and data.on_policy.every >= train.max_steps:
         yield ("data", "on_policy", "every"), f"expected less than train.max_steps ({train.max_steps})"
+    kind = recipe.features.kind
+    if recipe.target.adapter and kind != "process":
+        yield ("features", "kind"), f"target.adapter is trained in every process, got {kind}; use process"
+    if data.on_policy and kind in ("vllm", "cache"):
+        yield ("features", "kind"), f"data.on_policy makes rows along the way, got {kind}; use process or sharded"
     weights = [source.weight is not None for source in data.sources]
     if any(weights) and not all(weights):
         missing = weights.index(False)

@@ -52,7 +52,7 @@ def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Rec
 
 def finish(outcome: Outcome, run: Run) -> int:
     """Measure the kept head, unless an earlier run did so by the same settings. 1 if an output was not the target's."""
-    (recipe, target, tokenizer), folder, tracker = outcome, run.folder, run.tracker
+    (recipe, features, tokenizer), folder, tracker = outcome, run.folder, run.tracker
 
     def act() -> int:
         if (doubt := why_unfit(check_loaders(folder.head))) is not None:
@@ -64,12 +64,20 @@ def finish(outcome: Outcome, run: Run) -> int:
                 tracker.log_outcome(results)
             tracker.say(f"measured already; see {folder.path / 'report.html'}")
             return 0
-        adapted = target
-        if recipe.target.adapter is not None:  # the best head's, and not the last step's
-            adapted, _ = load_recipe_target(recipe.target, run.accelerator)
-            adapt_target(folder.head, adapted)
-        head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
-        results = run_bench(adapted, {str(folder.head): head}, tokenizer, report_settings(recipe.eval), out=folder.path)
+        if not features.measures:
+            tracker.say(
+                f"{folder.head}: tau is an estimate and nothing was decoded, so there is no report; to measure it, run "
+                f"python eval/bench.py {folder.path} where there is room for the target"
+            )
+            return 0
+        with features.whole() as target:
+            adapted = target
+            if recipe.target.adapter is not None:  # the best head's, and not the last step's
+                adapted, _ = load_recipe_target(recipe.target, run.accelerator)
+                adapt_target(folder.head, adapted)
+            head = load_head(folder.head, dtype=adapted.dtype, device=adapted.device)
+            heads, settings = {str(folder.head): head}, report_settings(recipe.eval)
+            results = run_bench(adapted, heads, tokenizer, settings, out=folder.path)
         tracker.log_outcome(results)
         folder.write_recipe(plain_settings(recipe))
         return 1 if results["exact"]["divergences"] else 0

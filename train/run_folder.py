@@ -24,6 +24,7 @@ FREE_SETTINGS = (
     ("data", "regenerate", "batch_size"),
     ("data", "regenerate", "server", "url"),
     ("data", "regenerate", "server", "in_flight"),
+    *(("features", name) for name in ("url", "in_flight", "folder", "filled_by")),
     ("train", "checkpoint_every"),
     ("train", "keep_checkpoints"),
     ("train", "log_every"),

@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
 from train.adapter import merged_weights
 from train.averages import Interval
-from train.data.features import make_batch
 from train.data.packing import Mixture, Rows
+from train.features.base import FeatureSource
+from train.features.batch import make_batch
 from train.interrupts import Interrupted
 from train.optim import set_lr
 from train.parallel import make_form
@@ -57,13 +57,13 @@ class Stepper:
         self,
         settings: Train,
         trained: Trained,
-        target: FrozenTarget,
+        features: FeatureSource,
         mixture: Mixture,
         accelerator: Accelerator,
         rows: int,
     ):
         """`rows`: rows of a step, over all processes. UserError if they are not whole passes."""
-        self.trained, self.target, self.mixture = trained, target, mixture
+        self.trained, self.features, self.target, self.mixture = trained, features, features.target, mixture
         self.accelerator, self.settings, self.rows = accelerator, settings, rows
         self.passes, rest = divmod(rows, settings.batch_size * accelerator.num_processes)
         if rest or not self.passes:
@@ -76,6 +76,8 @@ class Stepper:
         self.form = make_form(trained, settings, accelerator, self.passes)
         self.dtype = next(trained.parameters()).dtype
         self.norm = torch.zeros(())
+        self.expected = 0
+        """The first step whose rows the source of features does not know of."""
 
     def step(self, number: int, interval: Interval, *, stop: bool) -> int:
         """Make step `number` (from 0), add its figures to `interval`, and return the tokens of all processes.
@@ -83,9 +85,13 @@ class Stepper:
         Raises Interrupted, nothing changed, if any process is to stop.
         """
         settings, accelerator, form = self.settings, self.accelerator, self.form
+        distributed = accelerator.num_processes > 1
         self.trained.begin_step(number)
-        size, world = settings.batch_size, accelerator.num_processes
-        places = rows_of_process(number, self.rows, size, accelerator.process_index, world)
+        for coming in range(max(self.expected, number), min(number + self.features.steps_ahead, settings.max_steps)):
+            for place in self._places(coming):
+                self.features.expect(self.mixture.rows(place))
+            self.expected = coming + 1
+        places = self._places(number)
         micros = [self.mixture.rows(place) for place in places]
         own = torch.stack([self._counts(place, rows) for place, rows in zip(places, micros, strict=True)])  # (micro, K)
         tokens = sum(int((rows.documents >= 0).sum()) for rows in micros)
@@ -101,18 +107,23 @@ class Stepper:
                 batch = make_batch(self.target, rows, self.trained.drafts.aux_layer_ids, self.dtype)
             with form.one_pass(micro == self.passes - 1):
                 with accelerator.autocast():
-                    touch = form.touches and world > 1 and not bool(count.all())
+                    touch = form.touches and distributed and not bool(count.all())
                     loss, sums, metrics, part = form.model(batch, scale, touch)
                 form.backward(loss)
             if part is not None:
                 weight = part if weight is None else weight + part
             interval.add_micro(sums, metrics)
         if weight is not None:
-            total: Tensor = accelerator.reduce(weight, reduction="sum") if world > 1 else weight
+            total: Tensor = accelerator.reduce(weight, reduction="sum") if distributed else weight
             form.divide(total.clamp(min=1e-6))
         self.norm = form.update()
         interval.add_step(counts, tokens, self.norm)
         return tokens
+
+    def _places(self, number: int) -> list[range]:
+        """The rows of this process's passes of step `number`, by their numbers in the endless order."""
+        process, world = self.accelerator.process_index, self.accelerator.num_processes
+        return rows_of_process(number, self.rows, self.settings.batch_size, process, world)
 
     def _seed(self, place: range) -> None:
         """Set the random state of the pass over these rows."""

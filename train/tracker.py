@@ -100,6 +100,8 @@ class Tracker:
         estimate = metrics["tau_by_training_step"]
         by_training = "" if estimate is None else f" ({estimate:.3f} by the training step)"
         measured = f"measured tau {metrics['tau']:.3f}{by_training}"
+        if metrics["is_estimate"]:
+            measured = f"tau {metrics['tau']:.3f}, an estimate by the training step on training text"
         self.say(f"step {metrics['step']}  {measured}  acceptance by depth {alpha}  ({best})")
 
     def log_outcome(self, results: Results) -> None:

@@ -108,7 +108,10 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
     threads = f", {facts['threads']} thread{'s' * (facts['threads'] > 1)}" if "threads" in facts else ""
     dtype = str(target.dtype).removeprefix("torch.")
     trains = "" if training is None else f", trains in {training}"
-    return f"{facts['name']}{threads}: decodes in {dtype} by {decoder_facts(target)}{trains}"
+    decodes = f"the target's layers are {target.placement}, the rest in {dtype}"
+    if target.placement == "whole":
+        decodes = f"decodes in {dtype} by {decoder_facts(target)}"
+    return f"{facts['name']}{threads}: {decodes}{trains}"
 
 
 def contention(device: torch.device) -> str | None:

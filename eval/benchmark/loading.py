@@ -20,7 +20,7 @@ from heads.errors import UserError
 from heads.published import is_published, open_any
 from heads.registry import build_untrained, untrained_kind
 from heads.target.encoder_decoder import give_template
-from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from heads.target.frozen import FrozenTarget, Place, load_target, load_tokenizer
 
 
 class Opened(NamedTuple):
@@ -93,16 +93,24 @@ def open_target(
 
 
 def load_pair(
-    path: str, *, dtype: str, device: torch.device, trust_remote_code: bool, quantize: str | None = None
+    path: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+    quantize: str | None = None,
+    place: Place | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
     """A target and the tokenizer beside it. dtype `auto` keeps what it was saved in, but float32 on a CPU, where less
-    is slower."""
+    is slower. `place`: as in `load_target`."""
     wanted = getattr(torch, dtype) if dtype != "auto" else torch.float32 if device.type == "cpu" else None
     transformers_logging.disable_progress_bar()
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it reports absent weights at length; load_target says it in one line
     try:
-        target = load_target(path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize)
+        target = load_target(
+            path, dtype=wanted, device=device, trust_remote_code=trust_remote_code, quantize=quantize, place=place
+        )
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         if tokenizer.vocab_size > target.vocab_size:  # tokens added to it may lie beyond, where none is ever used
             raise UserError(

@@ -90,6 +90,10 @@ class EngineOptions:
 
     def check(self, target: FrozenTarget, head: Drafter | None) -> None:
         """UserError for what cannot be decoded with this target and head."""
+        if target.placement != "whole":
+            raise UserError(
+                f"{target.name}: cannot decode here: its decoder layers are {target.placement}; load it whole"
+            )
         if self.batch_size < 1:
             raise UserError(f"batch size: expected at least 1, got {self.batch_size}")
         if not 1 <= self.max_length <= target.context_length:

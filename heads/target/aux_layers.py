@@ -60,13 +60,17 @@ def aux_scales(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_count
     Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
     auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.
     """
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
-    tokens = tokens.to(target.device)
+    tokens = probe_tokens(token_counts).to(target.device)
     positions = torch.arange(64, device=target.device).expand(4, -1)
     streams = target.packed_features(tokens, positions, torch.zeros_like(positions), aux_layer_ids).aux_hidden_states
     by_layer: Tensor = streams.float().unflatten(-1, (len(aux_layer_ids), -1))  # (4, 64, L, D)
     return by_layer.square().mean((0, 1, 3)).sqrt().cpu()
+
+
+def probe_tokens(token_counts: Tensor) -> Tensor:
+    """Return (4, 64) tokens drawn in proportion to their counts (V,), always the same ones."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:

@@ -94,6 +94,14 @@ def find_layers(base: nn.Module, num_layers: int, name: str) -> nn.ModuleList:
     )
 
 
+def final_norm(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Any:
+    """Return the norm behind a decoder's layers; None where no such norm is found."""
+    inside = set(layers.modules())
+    norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
+    norms = [m for m in norms if m.weight.shape == (hidden_size,)]
+    return norms[-1] if norms else None
+
+
 @torch.no_grad()
 def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -> Tensor:
     """(D,) what the decoder's final norm multiplies normed states with; ones where no such norm is found.
@@ -101,14 +109,12 @@ def final_norm_scale(base: nn.Module, layers: nn.ModuleList, hidden_size: int) -
     The norm is asked by what it makes of +1, -1, +1, ..., which RMS and layer norms alike leave as it is: some families
     store the scale less one, some have a bias.
     """
-    inside = set(layers.modules())
-    norms: list[Any] = [m for m in base.modules() if m not in inside and getattr(m, "weight", None) is not None]
-    norms = [m for m in norms if m.weight.shape == (hidden_size,)]
-    if not norms:
+    norm = final_norm(base, layers, hidden_size)
+    if norm is None:
         return torch.ones(hidden_size)
-    sign = torch.ones_like(norms[-1].weight)
+    sign = torch.ones_like(norm.weight)
     sign[1::2] = -1
-    scale: Tensor = sign * (norms[-1](sign) - norms[-1](-sign)) / 2
+    scale: Tensor = sign * (norm(sign) - norm(-sign)) / 2
     return scale.float().cpu()
 
 

@@ -6,13 +6,12 @@ layer's output before the final norm). Hooks read the auxiliary layers only. The
 may see, and sliding windows follow from positions, so that draft trees need no code of their own.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +31,12 @@ from heads.target.families import (
     register_mimo,
     unused_weights,
 )
+from heads.target.fingerprint import fingerprint
 from heads.target.forward import decode, decode_packed
 from heads.target.hub import MODEL, is_here, repo_and_revision
 from heads.target.quantization import quantize_layers
 from heads.target.recurrent_layers import find_mixers, step_by_step
 from heads.tree import TreeShape, is_chain
-
-FINGERPRINT_SAMPLES = 512
-"""Number of weights read of each parameter: enough to distinguish fine-tunes, few enough for a 70B model."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +157,10 @@ class FrozenTarget(LanguageModel):
         self.fingerprint = fingerprint(model) + (f"-{quantize}" if quantize else "")
         self.backend: str | None = None
         """Backend that decodes it, one of `heads.backends.selection.BACKENDS`; None takes the fastest there is."""
+        self.placement: Literal["whole", "sharded", "absent"] = "whole"
+        """Of the decoder layers (`heads.target.placement`). Only a whole target decodes."""
+        self.remote: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Features] | None = None
+        """Computes `packed_features` where the layers are in no process of this launch."""
         self.adapter: dict[str, Any] | None = None
         """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
         it."""
@@ -195,6 +196,8 @@ class FrozenTarget(LanguageModel):
     ) -> Features:
         """Features of packed rows: attention is causal and stays inside each document. All arguments (B, T). UserError
         for several documents in a row of a recurrent target."""
+        if self.remote is not None:
+            return self.remote(tokens, positions, documents, aux_layer_ids)
         if self.is_recurrent and bool((documents > documents[:, :1]).any()):
             raise UserError(
                 f"{self.name}: its recurrent layers cannot be masked by document; give each training row one document, "
@@ -268,19 +271,7 @@ class FrozenTarget(LanguageModel):
             )
 
 
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of the architecture and of a sample of every parameter, the same in every dtype wider than
-    bfloat16."""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.is_meta:
-            continue
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, len(flat) // FINGERPRINT_SAMPLES)][:FINGERPRINT_SAMPLES]
-        digest.update(sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+Place = Callable[[FrozenTarget, torch.device, torch.dtype | None], None]
 
 
 def load_target(
@@ -290,23 +281,32 @@ def load_target(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     quantize: str | None = None,
+    place: Place | None = None,
 ) -> FrozenTarget:
     """Load a target from a folder or the Hub (OWNER/NAME or OWNER/NAME@REVISION), in its stored dtype unless another is
     named.
+
+    `place`: one of `heads.target.placement`, which moves the weights in the place of `Module.to`. Weights in their
+    stored dtype are a mapping of their files, which all processes of a machine share, so a wider dtype is `place`'s
+    work too.
 
     Raises UserError if there is nothing at `path`, if it is damaged, or if it is not a causal LM with readable
     auxiliary hidden states and replaceable masks.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     what = "no causal language model with safetensors weights can be loaded"
-    how: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "output_loading_info": True}
+    stored = config.get_text_config().dtype
+    widens = place is not None and dtype is not None and stored is not None and stored.itemsize < dtype.itemsize
+    how: dict[str, Any] = {"dtype": "auto" if widens else dtype or "auto"}
+    how |= {"use_safetensors": True, "output_loading_info": True}
     try:
         repo, how["revision"] = repo_and_revision(path)
         loaded: Any = auto_class(config).from_pretrained(
             repo, config=config, trust_remote_code=trust_remote_code, **how
         )
     except Exception as error:  # transformers, safetensors and torch raise many kinds, and their own
-        raise _fault(path, what, error, "name a folder or hub id of one") from error
+        remedy = "install the package" if isinstance(error, ImportError) else "name a folder or hub id of one"
+        raise _fault(path, what, error, remedy) from error
     model, info = loaded
     absent = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if absent:  # transformers makes them up at random, with a warning
@@ -323,8 +323,12 @@ def load_target(
         )
     target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
     target.checkpoint_config = config
-    model.to(device)
-    target.check()
+    if place is None:
+        model.to(device)
+    else:
+        place(target, torch.device(device), dtype)
+    if target.placement != "absent":
+        target.check()
     return target
 
 

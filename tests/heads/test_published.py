@@ -18,8 +18,8 @@ from heads.target.frozen import FrozenTarget, load_target
 from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
 from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native
-from train.data.features import make_batch
 from train.data.packing import Rows
+from train.features.batch import make_batch
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]

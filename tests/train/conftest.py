@@ -13,11 +13,21 @@ TEXT = "the sea is near the trees and the stone is on the sand; there are ten bi
 @pytest.fixture(autouse=True)
 def fresh_accelerator() -> Iterator[None]:
     """Accelerate keeps its state for the life of the process; every test begins without."""
+    forget_accelerator()
+    yield
+
+
+def forget_accelerator() -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    yield
+
+
+@pytest.fixture
+def fresh() -> Callable[[], None]:
+    """Lets a test make several runs of settings of their own."""
+    return forget_accelerator
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
-from train.data.features import make_batch
-from train.measuring import estimate_tau, foreseen, text_rows, walk
+from train.features.batch import make_batch
+from train.measuring import answers_in, estimate_tau, foreseen, known_text_tau, text_rows, walk
 
 SETTINGS: dict[str, dict[str, object]] = {
     "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},
@@ -41,7 +41,8 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarge
     engine = Engine(target, head, EngineOptions(shape=parse_shape(f"chain:{depth}"), batch_size=2, max_length=64))
     outputs = engine.generate(requests)
     texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
-    hits = foreseen(target, head, texts, depth, torch.float64)
+    batch = make_batch(target, text_rows(texts), head.aux_layer_ids, torch.float64)
+    hits = foreseen(batch, head, depth)
     for prompt, text, run, output in zip(prompts, texts, hits, outputs, strict=True):
         rounds = walk(run.tolist(), root=len(prompt), end=len(text))
         assert (
@@ -54,6 +55,18 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarge
     assert sum(sum(output.accepted) for output in outputs) > 0
     estimate = estimate_tau(target, head, prompts, [o.tokens for o in outputs], depth, dtype=torch.float64, rows=2)
     assert estimate == emitted / sum(output.rounds for output in outputs)
+    rows = text_rows(texts)
+    for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        rows.loss_mask[n, len(prompt) : len(text)] = True
+    known = known_text_tau(head, [make_batch(target, rows, head.aux_layer_ids, torch.float64)], depth)
+    assert known.tau == estimate and known.is_estimate
+
+
+def test_answers_are_unbroken_labels_of_one_document() -> None:
+    labels = [True, True, True, False, True, True, False, True, True, True, True, False]
+    documents = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, -1]
+    # Nothing drafts the first token of a document, and an answer of one token has no round.
+    assert list(answers_in(labels, documents)) == [(1, 3), (4, 6), (7, 9)]
 
 
 def learn(head: Any, target: FrozenTarget, texts: list[list[int]]) -> None:

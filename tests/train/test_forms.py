@@ -153,7 +153,8 @@ def test_a_head_trains_on_a_quantised_target(
 
 def train_and_audit(settings: Settings, write_recipe: WriteRecipe) -> Path:
     """The folder of a run whose head learnt and whose drafts changed nothing."""
-    recipe, target, _ = train(write_recipe(settings))
+    outcome = train(write_recipe(settings))
+    recipe, target = outcome.recipe, outcome.target
     folder = Path(recipe.output_dir)
     losses = [line["loss"] for line in lines(folder, "train")]
     assert losses[-1] < losses[0], losses

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from heads.target.frozen import load_target
 from heads.target.shape import load_shape
 from tests.runs import Settings, WriteRecipe, the_error
-from train.data.features import make_batch
 from train.entry import KINDS, attempt
+from train.features.batch import make_batch
 from train.head_settings import make_head
 from train.planning.counting import TargetCount, count_run, count_target, full_rows
 from train.planning.plan import Launch, Plan, make_plan

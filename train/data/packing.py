@@ -29,6 +29,10 @@ class Rows:
     positions: Tensor  # (B, T) int64, from 0 in each document; in a later part of one, from its place there
     documents: Tensor  # (B, T) int64, numbered from 0 in each row; -1 = padding
 
+    def part(self, row: int) -> "Rows":
+        """One of the rows by itself."""
+        return Rows(*(tensor[row : row + 1] for tensor in vars(self).values()))
+
 
 def empty_rows(B: int, T: int) -> Rows:
     """Nothing but padding."""
@@ -175,7 +179,7 @@ class Mixture:
 
     def __init__(self, pools: Sequence[Pool], weights: Sequence[float], seed: int):
         assert pools and len(pools) == len(weights), (len(pools), len(weights))
-        self.pools = list(pools)
+        self.pools, self.row_length = list(pools), pools[0].row_length
         self.seed = seed
         self.counts = shares(weights, PATTERN)
         self._permutation = lru_cache(maxsize=4 * len(pools))(self._shuffle)
@@ -183,7 +187,7 @@ class Mixture:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Rows by their place in the endless order."""
-        out = empty_rows(len(indices), self.pools[0].row_length)
+        out = empty_rows(len(indices), self.row_length)
         for row, index in enumerate(indices):
             pool, place = self.locate(index)
             self.pools[pool].fill(place, row, out)
@@ -204,6 +208,10 @@ class Mixture:
             seen = pool.corpus.counts[1]
             counts[: len(seen)] += seen
         return torch.from_numpy(counts)
+
+    def rows_digest(self) -> str:
+        """A hash of every row that there is, whatever their order."""
+        return hashlib.sha256("".join(pool.digest() for pool in self.pools).encode()).hexdigest()
 
     def digest(self) -> str:
         text = "".join(pool.digest() for pool in self.pools) + repr((self.counts, self.seed))

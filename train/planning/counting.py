@@ -28,8 +28,8 @@ from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.target.forward import takes_block_masks
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
-from train.data.features import make_batch
 from train.data.packing import Rows
+from train.features.batch import make_batch
 from train.head_settings import make_head
 from train.optim import make_optimizer
 from train.planning.shapes import Shapes

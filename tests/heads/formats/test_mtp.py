@@ -20,8 +20,8 @@ from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
 from tests.heads.small_heads import greedy, kept_log_probabilities, seen, with_tokens
 from tests.native_mtp import V, change_config, change_weights, write_native
-from train.data.features import make_batch
 from train.data.packing import Rows
+from train.features.batch import make_batch
 
 COUNTS = torch.arange(V)
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from tests.heads.backends.torch.test_decoders import make_target
-from train.data.features import make_batch
 from train.data.packing import Rows
+from train.features.batch import make_batch
 
 AUX_LAYER_IDS = (0, 2, 3)
 

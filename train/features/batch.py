@@ -1,4 +1,4 @@
-"""Online features: packed rows through the frozen target, as the batch that a head's loss reads."""
+"""Packed rows with the features of the frozen target, as the batch that a head's loss reads."""
 
 from collections.abc import Sequence
 

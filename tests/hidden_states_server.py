@@ -1,0 +1,127 @@
+"""A stand-in for a vLLM server with `extract_hidden_states`: its answers, its files, its locks, and its faults.
+
+python -m tests.hidden_states_server TARGET FOLDER PORT ID [ID ...] serves a target until it is killed.
+"""
+
+import fcntl
+import json
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from heads.target.frozen import FrozenTarget, load_target
+
+
+class StubServer(ThreadingHTTPServer):
+    """Serves the streams `ids` of a target in a thread of its own, as a context manager."""
+
+    request_queue_size = 256
+    daemon_threads = True
+
+    def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.target, self.folder, self.ids = target, folder, list(ids)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.lock = threading.Lock()
+        self.shift = 0
+        """Added to the ids, as by a server that counts layers from another one."""
+        self.post_norm = False
+        """The last stream is behind the final norm."""
+        self.away = 0
+        """Requests that get status 503."""
+        self.lost = 0
+        """Requests whose file is never written."""
+        self.busy = self.most_busy = self.served = 0
+
+    def __enter__(self) -> "StubServer":
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that have gone."""
+
+    def states(self, tokens: list[int]) -> tuple[torch.Tensor, list[Any]]:
+        """The streams (T, S, D) of a document, and its log-probabilities as vLLM gives them."""
+        target, n = self.target, self.target.num_layers
+        ids = [min(max(k + self.shift, 0), n) for k in self.ids]
+        row = torch.tensor([tokens])
+        with self.lock:  # hooks see every pass that is made at the same time
+            known = sorted(set(ids))
+            features = target.packed_features(row, torch.arange(len(tokens))[None], torch.zeros_like(row), known)
+            logits = target.lm_head(features.hidden[0, :-1]).log_softmax(-1)
+        by_id = dict(zip(known, features.aux_hidden_states[0].unflatten(-1, (len(known), -1)).unbind(1), strict=True))
+        streams = [by_id[k] for k in ids]
+        if self.post_norm:
+            streams[-1] = features.hidden[0]
+        own = logits.gather(-1, row[0, 1:, None])[:, 0].tolist()
+        logprobs = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True)]
+        return torch.stack(streams, 1), [None, *logprobs]
+
+    def write(self, path: Path, lock: Any, states: torch.Tensor, tokens: list[int]) -> None:
+        """Write a file a while after its request was answered."""
+        time.sleep(0.002)
+        save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}, path)
+        lock.close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The two addresses that are asked."""
+
+    server: StubServer
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+    def answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "the-target"}]})
+
+    def do_POST(self) -> None:
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["model"] == "the-target" and body["max_tokens"] == 1
+        if server.away:
+            server.away -= 1
+            self.answer(503, {"error": "starting"})
+            return
+        tokens = body["prompt"]
+        if len(tokens) >= server.target.context_length:
+            self.answer(400, {"error": {"message": "too long"}})
+            return
+        server.busy += 1
+        server.most_busy = max(server.most_busy, server.busy)
+        states, logprobs = server.states(tokens)
+        path = server.folder / f"{uuid.uuid4()}.safetensors"
+        if server.lost:
+            server.lost -= 1
+        else:
+            lock = path.with_name(path.name + ".lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            threading.Thread(target=server.write, args=(path, lock, states, tokens)).start()
+        server.busy -= 1
+        server.served += 1
+        choice = {"text": "", **({"prompt_logprobs": logprobs} if "prompt_logprobs" in body else {})}
+        self.answer(200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    path, folder, port, *numbers = sys.argv[1:]
+    StubServer(load_target(path), Path(folder), [int(number) for number in numbers], int(port)).serve_forever()

@@ -1,0 +1,178 @@
+"""A folder of features: what it holds, what it refuses, and training from it."""
+
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads.errors import UserError
+from tests.runs import Settings, WriteRecipe, same, train, train_in, weights
+from train.features.cache import decode, encode
+from train.features.filling import fill
+
+
+def caching(settings: Settings, tmp_path: Path, dtype: str = "float32") -> Settings:
+    """A recipe of an EAGLE-3 head, whose start needs features too, that reads a folder."""
+    return settings | {
+        "output_dir": str(tmp_path / "from-cache"),
+        "head": {"kind": "eagle3", "depth": 2, "fc_norm": True},
+        "features": {"kind": "cache", "folder": str(tmp_path / "features"), "dtype": dtype},
+    }
+
+
+@pytest.fixture
+def filled(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, fresh: Callable[[], None]) -> Settings:
+    cached = caching(settings, tmp_path)
+    assert fill([str(write_recipe(cached))]) == 0
+    fresh()
+    return cached
+
+
+def shard_of(settings: Settings) -> Path:
+    (shard,) = Path(settings["features"]["folder"]).glob("rows-*.safetensors")
+    return shard
+
+
+def test_training_from_a_folder_is_training(
+    filled: Settings, settings: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None]
+) -> None:
+    cached = train_in(filled, write_recipe)
+    fresh()
+    own = train_in(settings | {"head": filled["head"]}, write_recipe)
+    assert same(weights(cached, 6), weights(own, 6))
+
+
+def test_a_run_from_a_folder_resumes(filled: Settings, write_recipe: WriteRecipe, fresh: Callable[[], None]) -> None:
+    recipe = write_recipe(filled)
+    whole = train(recipe)
+    run = Path(whole.recipe.output_dir)
+    last = weights(run, 6)
+    shutil.rmtree(run / "checkpoints/step-6")
+    fresh()
+    train(recipe)
+    assert same(weights(run, 6), last)
+
+
+def test_fp8_is_within_its_bound() -> None:
+    torch.manual_seed(0)
+    streams = torch.randn(64, 3, 32) * torch.logspace(-20, 20, 64)[:, None, None]
+    streams[5] = 0
+    values, scales = encode(streams, "fp8")
+    assert values.dtype == torch.float8_e4m3fn and scales is not None and scales.shape == (64, 3)
+    apart = (decode(values, scales) - streams).abs()
+    # Half a unit of three bits, or half of the smallest step below them.
+    assert (apart <= streams.abs() * 2.0**-4 + scales[..., None] * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
+def test_narrow_features_train(
+    dtype: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, fresh: Any
+) -> None:
+    cached = caching(settings, tmp_path, dtype)
+    fill([str(write_recipe(cached))])
+    fresh()
+    found = weights(train_in(cached, write_recipe), 6)
+    fresh()
+    own = weights(train_in(settings | {"head": cached["head"]}, write_recipe), 6)
+    apart = [float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in own.items() if tensor.dim() == 2]
+    assert 0 < max(apart) < 0.2
+
+
+def test_an_interrupted_filling_goes_on(filled: Settings, write_recipe: WriteRecipe, capfd: Any) -> None:
+    shard = shard_of(filled)
+    before = load_file(shard)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    kept = int(before["ends"][2])
+    part = {name: before[name][:3].clone() for name in ("digests", "ends", "checksums")}
+    save_file(part | {"values": before["values"][:kept].clone()}, shard)
+    (shard.parent / "manifest.json").unlink()
+    fill([str(write_recipe(filled))])
+    first, second = (load_file(path) for path in sorted(shard.parent.glob("rows-*.safetensors")))
+    assert torch.equal(torch.cat([first["digests"], second["digests"]]).sort(0)[0], before["digests"].sort(0)[0])
+    assert len(first["values"]) + len(second["values"]) == len(before["values"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 0),
+        ("target", "another"),
+        ("aux_layer_ids", [1, 2, 3]),
+        ("dtype", "fp8"),
+        ("precision", "bf16"),
+        ("row_length", 64),
+        ("data", "another"),
+    ],
+)
+def test_every_difference_is_refused(key: str, value: Any, filled: Settings, write_recipe: WriteRecipe) -> None:
+    path = Path(filled["features"]["folder"]) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["about"][key] = value
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"features\.folder .*: {key}: holds .*, expected .*; fill another folder"):
+        train(write_recipe(filled))
+
+
+def test_a_folder_of_other_data_is_refused(filled: Settings, write_recipe: WriteRecipe) -> None:
+    filled["data"]["context_length"] = 40
+    with pytest.raises(UserError, match=r"row_length: holds 48, expected 40"):
+        train(write_recipe(filled))
+
+
+def unseal(shard: Path) -> None:
+    (shard.parent / "manifest.json").unlink()
+
+
+def damage_manifest(shard: Path) -> None:
+    (shard.parent / "manifest.json").write_text("{")
+
+
+def cut(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def change(shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
+    middle = slice(len(data) // 4, 3 * len(data) // 4)
+    data[middle] = bytes(len(data[middle]))
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (unseal, "is not filled; run python scripts/cache_features.py"),
+        (damage_manifest, r"manifest\.json: cannot be read"),
+        (Path.unlink, "is damaged .* delete it and run python scripts/cache_features.py"),
+        (cut, "is damaged .* delete it and run"),
+        (change, "is damaged .a row is not what was written.; delete it and run"),
+    ],
+)
+def test_damage_is_named(fault: Any, words: str, filled: Settings, write_recipe: WriteRecipe) -> None:
+    fault(shard_of(filled))
+    with pytest.raises(UserError, match=words):
+        train(write_recipe(filled))
+
+
+def test_a_disk_without_room_is_refused_first(
+    settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capfd: Any, little_disk: None
+) -> None:
+    with pytest.raises(UserError, match=r"needs .* GB, its disk has .* GB; free some space"):
+        fill([str(write_recipe(caching(settings, tmp_path)))])
+    assert not list((tmp_path / "features").glob("rows-*"))
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def little_disk() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.features.filling.shutil.disk_usage", lambda path: Usage(10**6, 10**6, 1000))
+        yield

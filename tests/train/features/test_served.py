@@ -1,0 +1,152 @@
+"""Features from a server that writes its files as vLLM does, and its mistakes, found before they are trained on."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heads.errors import UserError
+from heads.target.frozen import FrozenTarget, load_target
+from heads.target.placement import drop_layers
+from tests.faults import little_memory
+from tests.hidden_states_server import StubServer
+from tests.packed_rows import packed_rows
+from tests.runs import Settings, WriteRecipe, lines, train, weights
+from train.features.served import ServedFeatures
+from train.features.server import HiddenStatesServer
+from train.features.settings import VllmFeatures
+from train.launch import make_accelerator
+from train.recipe import Train
+
+IDS = (2, 4, 5)
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
+
+
+@pytest.fixture
+def server(target: FrozenTarget, tmp_path: Path) -> Iterator[StubServer]:
+    (tmp_path / "states").mkdir()
+    with StubServer(target, tmp_path / "states", [*IDS, 8]) as stub:
+        yield stub
+
+
+@pytest.fixture
+def served(settings: Settings, server: StubServer) -> Settings:
+    head = {"kind": "eagle3", "depth": 2, "fc_norm": True, "aux_layer_ids": list(IDS)}
+    return settings | {"head": head, "features": {"kind": "vllm", "url": server.url, "in_flight": 4}}
+
+
+def test_a_servers_features_are_the_targets(server: StubServer, target: FrozenTarget, tiny_target_dir: Path) -> None:
+    lean = load_target(str(tiny_target_dir), dtype=torch.float32, place=drop_layers)
+    source = ServedFeatures(
+        lean, VllmFeatures(kind="vllm", url=server.url), 2, make_accelerator(Train(max_steps=1, precision="fp32"))
+    )
+    rows = packed_rows()
+    found = lean.packed_features(rows.tokens, rows.positions, rows.documents, IDS)
+    own, kept = target.packed_features(rows.tokens, rows.positions, rows.documents, IDS), rows.documents >= 0
+    torch.testing.assert_close(found.aux_hidden_states[kept], own.aux_hidden_states[kept], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.hidden[kept], own.hidden[kept], rtol=1e-4, atol=1e-5)
+    assert not found.hidden[~kept].any() and not list(server.folder.iterdir())
+    source.close()
+
+
+def test_training_and_resuming_from_a_server(
+    served: Settings, write_recipe: WriteRecipe, server: StubServer, fresh: Callable[[], None]
+) -> None:
+    recipe = write_recipe(served)
+    run = Path(train(recipe).recipe.output_dir)
+    last = weights(run, 6)
+    shutil.rmtree(run / "checkpoints/step-6")
+    fresh()
+    train(recipe)  # the order of the rows is a function of the step
+    for name, tensor in weights(run, 6).items():
+        torch.testing.assert_close(tensor, last[name], rtol=1e-4, atol=1e-6)
+    fresh()
+    own = served | {"features": {"kind": "process"}, "output_dir": served["output_dir"] + "-own"}
+    for name, tensor in weights(Path(train(write_recipe(own)).recipe.output_dir), 6).items():
+        torch.testing.assert_close(tensor, last[name], rtol=1e-3, atol=1e-5)
+    assert 1 < server.most_busy <= 4 and not list(server.folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ({"shift": -1}, "its state number 1 enters layer 1, expected what enters layer 2"),
+        ({"shift": 1}, "its state number 1 enters layer 3, expected what enters layer 2"),
+        ({"post_norm": True}, "leaves the final norm, expected what leaves the last layer"),
+    ],
+    ids=["low", "high", "post-norm"],
+)
+def test_wrong_layers_are_found_before_the_first_step(
+    mistake: dict[str, Any], words: str, served: Settings, write_recipe: WriteRecipe, server: StubServer
+) -> None:
+    vars(server).update(mistake)
+    with pytest.raises(UserError, match=words):
+        train(write_recipe(served))
+    assert not Path(served["output_dir"], "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("mistake", [{"shift": -1}, {"post_norm": True}], ids=["low", "post-norm"])
+def test_wrong_layers_are_found_without_room_for_the_target(
+    mistake: dict[str, Any], served: Settings, write_recipe: WriteRecipe, server: StubServer, tmp_path: Path
+) -> None:
+    model: Any = server.target.model
+    model.model.norm.weight.data.uniform_(0.2, 3.0, generator=torch.Generator().manual_seed(0))  # two are not one
+    folder = tmp_path / "normed"
+    shutil.copytree(served["target"]["path"], folder)
+    model.save_pretrained(folder)
+    served["target"] = {"path": str(folder)}
+    vars(server).update(mistake)
+    with little_memory(), pytest.raises(UserError, match=r"its last states give log-probabilities .* from its own"):
+        train(write_recipe(served))
+    assert not Path(served["output_dir"], "metrics.jsonl").exists()
+
+
+def test_without_room_for_the_target_tau_is_an_estimate(
+    served: Settings, write_recipe: WriteRecipe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with little_memory():
+        run = Path(train(write_recipe(served)).recipe.output_dir)
+    assert "no room for a whole copy" in capfd.readouterr().err
+    (line,) = lines(run, "eval")
+    assert line["is_estimate"] and line["tau"] >= 1 and line["tau_by_training_step"] is None
+    head = (run / "head/config.json").read_text()
+    assert "by the training step, on training text" in head and '"measured"' not in head
+
+
+def test_a_server_that_was_away_is_asked_again(server: StubServer) -> None:
+    client = HiddenStatesServer(server.url, server.ids, 2)
+    server.away, server.lost = 2, 1
+    tokens = torch.arange(6, 20)
+    assert client.take(tokens).shape == (14, 4, 32)
+    client.close()
+
+
+def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> None:
+    tokens = torch.arange(6, 20)
+
+    def states(url: str, ids: list[int], tokens: torch.Tensor = tokens) -> None:
+        client = HiddenStatesServer(url, ids, 2, patience=0.1)
+        try:
+            client.take(tokens)
+        finally:
+            client.close()
+
+    with pytest.raises(UserError, match=r"shape \(14, 4, 32\), expected .* start it with .*_layer_ids \[2, 8\]"):
+        states(server.url, [2, 8])
+    with pytest.raises(UserError, match=r"refuses .400: .*too long"):
+        states(server.url, server.ids, tokens.repeat(40))
+    with pytest.raises(UserError, match="give an address such as"):
+        states("nowhere", server.ids)
+    with pytest.raises(UserError, match=r"no answer for 0 s .*; start it again and run the same command"):
+        states("http://127.0.0.1:9", server.ids)
+    server.folder = tmp_path / "elsewhere"
+    server.lost = 1
+    with pytest.raises(UserError, match=r"its folder .*elsewhere is not on this machine"):
+        states(server.url, server.ids)

@@ -1,0 +1,78 @@
+"""A target whose layers two processes share: the same features, half of the weights, one copy in the node's memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.runtime.engine import Engine, EngineOptions
+from heads.errors import UserError
+from heads.target.frozen import load_target
+from heads.target.placement import drop_layers
+from tests.conftest import make_tiny_tokenizer
+from tests.packed_rows import packed_rows
+from tests.processes import finish, launcher, start
+from tests.runs import Settings, WriteRecipe
+from tests.sharded_worker import AUX_LAYER_IDS, WORLD
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def make(folder: Path, layers: int, **sizes: Any) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=128, num_hidden_layers=layers, num_attention_heads=4, **sizes)
+    model: Any = LlamaForCausalLM(config)
+    model.bfloat16().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_two_processes_share_a_target(tmp_path: Path) -> None:
+    # Of so many layers that one is a small part; the objects of as many are in memory before, by the small one.
+    make(tmp_path / "big", 96, hidden_size=448, intermediate_size=1232)
+    make(tmp_path / "tiny", 96, hidden_size=32, intermediate_size=64)
+    # Smaller buffers than real layers' are otherwise kept by the allocator for later ones.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", "tests.sharded_worker"]
+    arguments = ["29731", str(tmp_path / "big"), "float32", str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, str(rank), *arguments], env=environment, cwd=ROOT) for rank in range(WORLD)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    whole, rows = load_target(str(tmp_path / "big"), dtype=torch.float32), packed_rows()
+    own = whole.packed_features(rows.tokens, rows.positions, rows.documents, AUX_LAYER_IDS)
+    for rank in range(WORLD):
+        found = load_file(tmp_path / f"features-{rank}.safetensors")
+        assert torch.equal(found["aux"], own.aux_hidden_states) and torch.equal(found["hidden"], own.hidden)
+        facts = json.loads((tmp_path / f"facts-{rank}.json").read_text())
+        assert facts["share"] <= 0.55 and facts["peak"] <= 1.1 and facts["fingerprint"] == whole.fingerprint, facts
+
+
+@pytest.mark.slow
+def test_sharded_training_is_training(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    settings["head"] = {"kind": "eagle3", "depth": 2}
+    recipe, two = write_recipe(settings), launcher("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    runs: dict[str, Any] = {}
+    for kind in ("process", "sharded"):
+        finish(start(recipe, f"output_dir={tmp_path / kind}", f"features.kind={kind}", launcher=two))
+        runs[kind] = load_file(tmp_path / kind / "checkpoints/step-6/head.safetensors")
+        assert (tmp_path / kind / "results.json").is_file()
+    assert all(torch.equal(tensor, runs["process"][name]) for name, tensor in runs["sharded"].items())
+
+
+def test_a_target_without_layers_decodes_nothing(tiny_target_dir: Path) -> None:
+    lean = load_target(str(tiny_target_dir), dtype=torch.float32, place=drop_layers)
+    whole = load_target(str(tiny_target_dir), dtype=torch.float32)
+    assert lean.fingerprint == whole.fingerprint and lean.num_layers == whole.num_layers
+    assert torch.equal(lean.lm_head_weight, whole.lm_head_weight)
+    assert all(parameter.is_meta for parameter in lean.layers.parameters())
+    with pytest.raises(UserError, match="cannot decode here: its decoder layers are absent"):
+        Engine(lean, None, EngineOptions(max_length=16))

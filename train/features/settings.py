@@ -1,0 +1,48 @@
+"""A recipe's `features`: one section of settings for each place where the target may compute."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from train.strict_yaml import Name, Settings
+
+
+class ProcessFeatures(Settings):
+    """Every process of the launch holds the whole target."""
+
+    kind: Literal["process"]
+    """Each process computes the features of its own rows."""
+
+
+class ShardedFeatures(Settings):
+    """The processes of the launch share the target's decoder layers."""
+
+    kind: Literal["sharded"]
+    """Each process holds its share of every layer, which all gather while it computes (FSDP)."""
+
+
+class VllmFeatures(Settings):
+    """A vLLM server with `extract_hidden_states` computes the features; train/README.md has its command."""
+
+    kind: Literal["vllm"]
+    """The processes of the launch hold the target's embedding, final norm and output head."""
+    url: Name
+    """Address of the server, such as `http://localhost:8000`. Its storage folder has the same path on this machine."""
+    in_flight: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Documents that each process has asked for ahead of its steps."""
+
+
+class CacheFeatures(Settings):
+    """A folder that `scripts/cache_features.py` has filled."""
+
+    kind: Literal["cache"]
+    """The processes of the launch hold the target's embedding, final norm and output head."""
+    folder: Name
+    """The folder."""
+    dtype: Literal["fp8", "bfloat16", "float32"] = "fp8"
+    """Number type of the features in it. `fp8`: e4m3, with a scale for each token and layer."""
+    filled_by: Annotated[ProcessFeatures | VllmFeatures, Field(discriminator="kind")] = ProcessFeatures(kind="process")
+    """Where the target computes while the folder is filled."""
+
+
+AnyFeatures = Annotated[ProcessFeatures | ShardedFeatures | VllmFeatures | CacheFeatures, Field(discriminator="kind")]
