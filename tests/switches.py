@@ -45,7 +45,7 @@ def kernels_on_cpu() -> Iterator[None]:
 def as_on_a_gpu() -> Iterator[None]:
     """Take the same steps as on a GPU: no C, and no head asks how long its texts are."""
     with without_c(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("heads.recurrent.RecurrentState.extent", lambda state, tokens: len(state.slot))
+        patch.setattr("heads.recurrent.draft.RecurrentState.extent", lambda state, tokens: len(state.slot))
         yield
 
 

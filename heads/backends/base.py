@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecurrentSpec:
-    """A `heads.recurrent.Recurrent` and the batch that it drafts for."""
+    """A `heads.recurrent.draft.Recurrent` and the batch that it drafts for."""
 
     head: Any
     parts: HeadParts | None
@@ -221,7 +221,7 @@ class Backend:
     def open_recurrent(
         self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape
     ) -> RecurrentSteps:
-        """The steps of a `heads.recurrent.Recurrent` over a cache of `slots` slots a row, for trees of `shape` and for
+        """The steps of a `heads.recurrent.draft.Recurrent` over a cache of `slots` slots a row, for trees of `shape` and for
         shorter chains."""
         weight, parts = next(head.parameters()), head.parts()
         spec = RecurrentSpec(
