@@ -209,7 +209,10 @@ class Answering:
         engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
-        """The fault of a server's greedy answer: a token that the target holds for far less likely than another."""
+        """The fault of a server's greedy answer: a token that the target holds for far less likely than another. A target
+        that is not whole in this process is not asked."""
+        if self.target.placement != "whole":
+            return None
         tokens = torch.tensor([[*prompt, *answer]], device=self.target.device)
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         features = self.target.packed_features(tokens, positions, torch.zeros_like(tokens), ())
