@@ -108,6 +108,7 @@ FILE = FIGURES | {
         "parameters": Whole,
         "aux_layer_ids": [int],
         "config": {"depth?": Depth | None},
+        "origin?": ({"form": str, "differs": [str]}, None),
     },
     "device": {"name": str, "threads?": Whole},
     "dtype": str,

@@ -221,8 +221,8 @@ class Backend:
     def open_recurrent(
         self, head: Any, shared: SharedLayers, *, batch_size: int, slots: int, shape: TreeShape
     ) -> RecurrentSteps:
-        """The steps of a `heads.recurrent.draft.Recurrent` over a cache of `slots` slots a row, for trees of `shape` and
-        for shorter chains."""
+        """The steps of a `heads.recurrent.draft.Recurrent` over a cache of `slots` slots a row, for trees of `shape` or
+        shorter chains."""
         weight, parts = next(head.parameters()), head.parts()
         spec = RecurrentSpec(
             head=head,

@@ -209,8 +209,8 @@ class Answering:
         engine.generate([self.settings.sampled(prompt) for prompt in prompts], on_tokens=keep)
 
     def _fault_of(self, prompt: Sequence[int], answer: Sequence[int]) -> str | None:
-        """The fault of a server's greedy answer: a token that the target holds for far less likely than another. A target
-        that is not whole in this process is not asked."""
+        """The fault of a server's greedy answer: a token that the target holds for far less likely than another. None
+        where the target is not whole in this process."""
         if self.target.placement != "whole":
             return None
         tokens = torch.tensor([[*prompt, *answer]], device=self.target.device)
