@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from eval.runtime.memory import free_bytes
 from heads.target.frozen import FrozenTarget
 from train.data.packing import Mixture, Rows
 
-MEMORY = Path("/proc/meminfo")
 ROOM = 1.2
 """Memory for a whole target that decodes, in sizes of its weights."""
 
@@ -54,12 +53,6 @@ class FeatureSource:
 def has_room(target: FrozenTarget) -> bool:
     """True if the target's device has room for the whole target beside what it holds."""
     size = sum(parameter.numel() for parameter in target.model.parameters()) * target.dtype.itemsize
-    return ROOM * size <= free_memory(target.device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of a device that are free; of a CPU's memory none where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = MEMORY.read_text().splitlines() if MEMORY.is_file() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    on_gpu = target.device.type == "cuda"
+    free = torch.cuda.mem_get_info(target.device)[0] if on_gpu else free_bytes() or 0
+    return ROOM * size <= free

@@ -1,13 +1,13 @@
 """The figures of a training run before it starts: bytes by place, tokens, operations and hours."""
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from heads.recurrent.draft import total_memory
 from train.data.corpus import TYPES
 from train.fast_dtype import fastest_dtype
 from train.planning.counting import HeadCount, TargetCount, count_run
@@ -67,9 +67,7 @@ class Launch:
         """Of one device; on a CPU, all memory of this machine."""
         if self.memory is not None:
             return round(self.memory * 2**30)
-        if torch.cuda.is_available():
-            return int(torch.cuda.get_device_properties(0).total_memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total_memory(torch.device(self.device))
 
     def bf16(self, precision: str) -> bool:
         """True if products are in bfloat16."""

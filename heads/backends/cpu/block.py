@@ -11,10 +11,10 @@ from torch import Tensor
 
 from heads.backends.base import BlockSpec, BlockSteps
 from heads.backends.cpu.decoder import CompiledNorm, in_c
-from heads.backends.cpu.stack import CpuStack
+from heads.backends.cpu.stack import CpuStack, signed
 from heads.backends.slot_mapping import Observed
 from heads.backends.torch.attention import GroupedAttention, rotate_
-from heads.backends.torch.block import ProductModule, output_head, with_products
+from heads.backends.torch.block import output_head, with_products
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product, unit
 from heads.target.families import additive
@@ -44,17 +44,15 @@ class CpuBlock(BlockSteps):
         super().__init__(spec)
         self.stack = stack
         self.head = with_products(spec.head, spec.product, without="layers")
-        self.lm_head = ProductModule(spec.product(output_head(spec.lm_head_weight)))
+        self.lm_head = output_head(spec)
         self.norm = CompiledNorm(Norm(spec.head.norm))
         attentions = [layer.self_attn for layer in spec.head.layers]
         made = [projection.weight.detach() for a in attentions for projection in (a.k_proj, a.v_proj)]
         self.context = in_c(Product(torch.cat(made)), draft=True)  # (L * 2 * H * d, D)
         self.key_norm = torch.stack([a.k_norm.weight.detach() for a in attentions])[:, None]  # (L, 1, d)
         self.eps = attentions[0].k_norm.eps
-        cos, sin = spec.cos_sin_table
-        half = cos.shape[1] // 2
-        self.turns = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
-        self.cache = stack.new_cache(batch_size=spec.batch_size, capacity=len(cos))
+        self.signed = signed(spec.cos_sin_table)
+        self.cache = stack.new_cache(batch_size=spec.batch_size, capacity=len(self.signed[0]))
 
     def extend(self, aux_hidden_states: Tensor, mapping: Observed) -> None:
         (heads, d), positions, slots = self.stack.key_shape, mapping.positions, self.slots(mapping)
@@ -62,7 +60,7 @@ class CpuBlock(BlockSteps):
         made = made.view(*positions.shape, self.stack.num_layers, 2, heads, d)
         keys, values = made.unbind(3)  # (B, M, L, H, d)
         keys = unit(keys, self.eps).mul_(self.key_norm)
-        cos, sin = (table[positions][:, :, None, None] for table in self.turns)
+        cos, sin = (table[positions][:, :, None, None] for table in self.signed)
         keys, block = rotate_(keys, (cos, sin)), self.cache.keys.shape[-1]
         self.cache.keys[:, self.row, :, slots // block, :, slots % block] = keys
         self.cache.values[..., :d][:, self.row, :, slots] = values
@@ -71,5 +69,5 @@ class CpuBlock(BlockSteps):
         rows = x.flatten(0, 1).clone()  # the kernels work in place
         self.cache.aim(positions, extent=visible.shape[2])
         mask = additive(visible, torch.float32)
-        self.stack.run(rows, self.cache, positions=positions, cos_sin_table=self.turns, mask=mask)
+        self.stack.run(rows, self.cache, positions=positions, cos_sin_table=self.signed, mask=mask)
         return self.norm(rows).view(x.shape)

@@ -19,7 +19,7 @@ from heads.backends.cpu.decoder import draft_product, in_c
 from heads.backends.cpu.draws import Chain, CompiledPick
 from heads.backends.cpu.kernels import pack
 from heads.backends.cpu.library import ModuleStruct, PassStruct, ProductStruct, loaded
-from heads.backends.cpu.stack import CpuStack
+from heads.backends.cpu.stack import CpuStack, signed
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.attention import GroupedAttention
@@ -104,11 +104,10 @@ class CpuRecurrent(RecurrentSteps):
     def __init__(self, draft: CpuDraft, spec: RecurrentSpec) -> None:
         embed, batch_size = spec.embed, spec.batch_size
         cos, sin = (table[0, 0] for table in spec.cos_sin_table)  # (S, d) each
-        half = cos.shape[1] // 2
         self.library, self.draft, self.embed = loaded(), draft, embed
         plain = type(embed) is nn.Embedding and embed.weight.dtype == torch.float32
         self.table: Tensor | None = embed.weight.detach() if plain else None  # type: ignore[attr-defined]
-        self.cos_sin_table = cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
+        self.cos_sin_table = signed((cos, sin))
         self.where = [table.data_ptr() for table in self.cos_sin_table]
         self.references = [ctypes.byref(module.struct) for module in draft.modules]
         self.caches = [m.stack.new_cache(batch_size=batch_size, capacity=len(cos)) for m in draft.modules]

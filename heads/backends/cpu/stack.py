@@ -21,6 +21,13 @@ Block = tuple[Norm | None, Any, Norm, Any]
 MLP."""
 
 
+def signed(cos_sin_table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (S, d) as the kernels read them: sines with the first half negative."""
+    cos, sin = cos_sin_table
+    half = cos.shape[1] // 2
+    return cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
+
+
 class CpuKVCache:
     """Keys with a block of slots side by side, values with each slot's by themselves; else as `KVCache`."""
 
@@ -112,9 +119,9 @@ class CpuStack:
         """Take the residual stream x (R, D) through all layers, in place; -> what enters the auxiliary ones, side by
         side (R, auxiliary hidden states * D).
 
-        positions (B, N); turns (positions, .., d) of all positions there are; given (R, K): the first product's input
-        where it comes normed; masks (B, 1, N, E), to be added to scores, in layers without and with a window; without
-        masks a token sees the slots up to its own.
+        positions (B, N); cos_sin_table of all positions there are, as `signed` makes it; given (R, K): the first
+        product's input where it comes normed; masks (B, 1, N, E), to be added to scores, in layers without and with a
+        window; without masks a token sees the slots up to its own.
         """
         B, N = positions.shape
         R, D = x.shape

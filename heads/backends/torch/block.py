@@ -37,11 +37,12 @@ def with_products(module: Any, product: Callable[[nn.Linear], Any], without: str
     return twin
 
 
-def output_head(weight: Tensor) -> nn.Linear:
-    """An output head with this matrix (V, D)."""
+def output_head(spec: BlockSpec) -> ProductModule:
+    """The output head, by the backend's product."""
+    weight = spec.lm_head_weight
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made
+    return ProductModule(spec.product(made))
 
 
 class TorchBlock(BlockSteps):
@@ -50,7 +51,7 @@ class TorchBlock(BlockSteps):
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__(spec)
         self.head = with_products(spec.head, spec.product)
-        self.lm_head = ProductModule(spec.product(output_head(spec.lm_head_weight)))
+        self.lm_head = output_head(spec)
         config, new = spec.head.config, spec.lm_head_weight.new_zeros
         form = (spec.batch_size, config.num_key_value_heads, len(spec.cos_sin_table[0]), config.head_dim)
         self.keys, self.values = ([new(form) for _ in self.head.layers] for _ in range(2))

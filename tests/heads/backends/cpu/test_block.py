@@ -15,26 +15,13 @@ from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, parse_shape
-from tests.heads.backends.cpu.test_recurrent import likeliest
+from tests.heads.backends.cpu.test_recurrent import WIDTHS, D, V, likeliest
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
-D, V = 48, 64
-CONFIG: dict[str, Any] = dict(
-    hidden_size=D,
-    intermediate_size=72,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-    rms_norm_eps=1e-5,
-    vocab_size=V,
-    num_target_layers=8,
-    rope_theta=100.0,
-    max_position_embeddings=256,
-    aux_layer_ids=(2, 4, 5),
-    mask_token_id=63,
-    block_size=6,
-    num_layers=3,
-)
+CONFIG: dict[str, Any] = {
+    **{name: value for name, value in WIDTHS.items() if name not in ("draft_vocab_size", "depth")},
+    **dict(aux_layer_ids=(2, 4, 5), mask_token_id=V - 1, block_size=6, num_layers=3),
+}
 HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash": lambda: DFlash(DFlashConfig(**CONFIG)),
     "dflash that is causal": lambda: DFlash(DFlashConfig(**CONFIG, causal=True)),
