@@ -35,13 +35,10 @@ class Distribution:
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits  # (C, Vd), at least float32
         self.probs = logits.softmax(-1)
+        self.best = likeliest(logits)  # (C,) int64, the lowest on ties
         # The log-sum-exp by way of the likeliest token, whose probability is at least 1 / Vd: a tenth of the time.
-        self.lse = logits.amax(-1) - self.probs.amax(-1).log_()  # (C,)
-
-    @cached_property
-    def best(self) -> Tensor:
-        """(C,) int64, the likeliest token; the lowest on ties."""
-        return likeliest(self.logits)
+        most, prob = (x.gather(1, self.best[:, None])[:, 0] for x in (logits, self.probs))
+        self.lse = most - prob.log_()  # (C,)
 
     @cached_property
     def logs(self) -> Tensor:
@@ -256,7 +253,8 @@ class _DraftLoss(torch.autograd.Function):
                         grad_weight += grad.T @ (state * rows)
                     sums[k] += vecdot(value, counted.to(wide))
                     correct[k, part] = (q.best == best) & live
-                    overlap[k] += vecdot(torch.minimum(q.probs, acceptable).sum(-1), live.to(wide))
+                    shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: nothing reads q behind it
+                    overlap[k] += vecdot(shared, live.to(wide))
         ctx.save_for_backward(grad_states, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(sums, correct, overlap)
         return (sums * scale).sum(), sums, correct, overlap
