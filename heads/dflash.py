@@ -15,6 +15,7 @@ from torch import Tensor
 from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
+from heads.layers import TARGET
 from heads.losses import LOSSES
 
 
@@ -27,6 +28,9 @@ class DFlashSettings(DraftBlockSettings):
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     causal: bool = False
     """A row sees none of the rows behind it (JetSpec)."""
+    initial_weights: str = TARGET
+    """As in `heads.layers.StartSettings`. Copying does not pay here: the rows that draft stand for masks, and know the
+    root from the second layer on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,25 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
+from heads.copying import Probe, begin_copying
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
 from heads.formats.decoder import SCALINGS
-from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
+from heads.layers import (
+    COPYING,
+    MLP,
+    MOST,
+    RANDOM,
+    Attend,
+    Attention,
+    BlockConfig,
+    BlockSettings,
+    RMSNorm,
+    StartSettings,
+)
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
-from heads.target.aux_layers import aux_scales, check_aux_layer_ids, default_aux_layer_ids
+from heads.target.aux_layers import Probed, check_aux_layer_ids, default_aux_layer_ids, probe_target
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -36,7 +48,7 @@ from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Settings(BlockSettings):
+class Eagle3Settings(StartSettings, BlockSettings):
     """Settings of the head in a recipe."""
 
     aux_layer_ids: tuple[int, ...] | None = None
@@ -82,6 +94,7 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
         self.check_block()
+        self.check_start()
         window = self.sliding_window
         if window is not None and not (isinstance(window, int) and self.depth < window < MOST):
             raise UserError(
@@ -169,9 +182,13 @@ class Eagle3(Recurrent):
         }
         config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
-        norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-        head.initialise(target.lm_head_weight, norm, aux_scales(target, aux_layer_ids, token_counts))
-        head.lm_head.weight.data.mul_(target.logit_scale)
+        if config.initial_weights != RANDOM:
+            norm = final_norm_scale(target.base, target.layers, target.hidden_size)
+            probed = probe_target(target, aux_layer_ids, token_counts)
+            head.initialise(target.lm_head_weight, norm, probed.scales)
+            if config.initial_weights == COPYING:
+                head.begin_copying(target.lm_head_weight, probed)
+            head.lm_head.weight.data.mul_(target.logit_scale)
         return head
 
     @classmethod
@@ -203,6 +220,21 @@ class Eagle3(Recurrent):
         self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
         self.norm.weight.copy_(norm)
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
+
+    @torch.no_grad()
+    def begin_copying(self, lm_head: Tensor, probed: Probed) -> None:
+        """Make attention find slots by the token that their features are of, and write the token that they read.
+
+        lm_head (V, D): the target's output head.
+        """
+        layer, read = self.midlayer, probed.tokens[:, 1:].flatten()
+        tokens = layer.input_layernorm(probed.embeddings)
+        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        state = layer.hidden_norm(self.fuse(probed.aux_hidden_states[:, :-1]).flatten(0, 1))
+        inputs = torch.cat([following, state], dim=-1)
+        rows = lm_head[read.to(lm_head.device)].float().cpu() * self.norm.weight
+        written = nn.functional.rms_norm(rows, rows.shape[-1:])
+        begin_copying(layer.self_attn, Probe(inputs, inputs, read=following, before=token, written=written))
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)

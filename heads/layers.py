@@ -39,6 +39,26 @@ class BlockSettings:
     """Base of the rotary positions. Null: the target's."""
 
 
+COPYING, TARGET, RANDOM = INITIAL_WEIGHTS = ("copying", "target", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSettings:
+    """The setting of heads whose first weights may be made from the target's features."""
+
+    initial_weights: str = COPYING
+    """Weights before training. `target`: the head hands on the target's highest auxiliary hidden state and reads it
+    out as the target would. `copying`: besides, its first attention finds what followed the same token before.
+    `random`: PyTorch's, as other trainers begin."""
+
+    def check_start(self) -> None:
+        """UserError for a name that is none of them."""
+        if self.initial_weights not in INITIAL_WEIGHTS:
+            raise UserError(
+                f"head.initial_weights: expected one of {', '.join(INITIAL_WEIGHTS)}, got {self.initial_weights!r}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(BlockSettings):
     """Settings of one decoder block, and the sizes of the target that it drafts for."""

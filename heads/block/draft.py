@@ -31,11 +31,12 @@ from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Sight, block_attention
 from heads.block.layers import BlockLayer, CosSin
 from heads.block.loss import BlockTask, block_loss
+from heads.copying import Probe, begin_copying
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
-from heads.layers import Attend, BlockConfig, BlockSettings, RMSNorm, rotation
-from heads.target.aux_layers import aux_scales, check_aux_layer_ids, spread_layer_ids
+from heads.layers import COPYING, RANDOM, Attend, BlockConfig, BlockSettings, RMSNorm, StartSettings, rotation
+from heads.target.aux_layers import Probed, check_aux_layer_ids, probe_target, spread_layer_ids
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -48,7 +49,7 @@ MOST_LAYERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftBlockSettings(BlockSettings):
+class DraftBlockSettings(StartSettings, BlockSettings):
     """The settings that heads of this form share in a recipe."""
 
     block_size: int = 8
@@ -86,6 +87,7 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     def check(self, fewest_rows: int) -> None:
         """UserError for a config that cannot be."""
         self.check_block()
+        self.check_start()
         if not fewest_rows <= self.block_size <= MOST_NODES:
             raise UserError(f"head.block_size: expected {fewest_rows} to {MOST_NODES}, got {self.block_size}")
         if self.block_size > self.max_position_embeddings:
@@ -162,8 +164,12 @@ class DraftBlockHead(nn.Module, DraftHead):
         defaults = block_settings(target, settings.num_attention_heads)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
         head = cls(cls.Config(**{**defaults, **given(settings), **own}))
-        norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-        head.initialise(norm * target.logit_scale, aux_scales(target, aux_layer_ids, token_counts))
+        if head.config.initial_weights != RANDOM:
+            norm = final_norm_scale(target.base, target.layers, target.hidden_size)
+            probed = probe_target(target, aux_layer_ids, token_counts)
+            head.initialise(norm * target.logit_scale, probed.scales)
+            if head.config.initial_weights == COPYING:
+                head.begin_copying(probed)
         return head
 
     @classmethod
@@ -196,6 +202,15 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
         self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
         self.norm.weight.copy_(norm)
+
+    @torch.no_grad()
+    def begin_copying(self, probed: Probed) -> None:
+        """Make the first layer find slots of the context by their token, and write what the target foresaw there."""
+        layer = cast(Any, self.layers[0])
+        token = layer.input_layernorm(probed.embeddings.flatten(0, 1))
+        context = self.fuse(probed.aux_hidden_states).flatten(0, 1)
+        highest = probed.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probed.scales[-1]
+        begin_copying(layer.self_attn, Probe(token, context, read=token, before=token, written=highest))
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""

@@ -1,15 +1,19 @@
-"""The residual streams of the target that a head reads, and their sizes.
+"""The residual streams of the target that a head reads, and what they hold over some text.
 
-Letters: L auxiliary layers, D hidden.
+Letters: B rows, T tokens, L auxiliary layers, D hidden.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+
+PROBED_AT_ONCE = 32
+"""Rows of the probed text in one pass of the target."""
 
 
 def low_middle_high(num_layers: int) -> tuple[int, int, int]:
@@ -52,25 +56,43 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
     return tuple(sorted(aux_layer_ids))
 
 
-@torch.no_grad()
-def aux_scales(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Tensor:
-    """Return (L,) the root mean square of each auxiliary hidden state, over tokens drawn in proportion to their counts
-    as labels.
+@dataclass(frozen=True)
+class Probed:
+    """The target's features over some text, from which a head's first weights are made."""
+
+    tokens: Tensor  # (B, T) int64
+    embeddings: Tensor  # (B, T, D)
+    aux_hidden_states: Tensor  # (B, T, L * D)
+    scales: Tensor
+    """(L,) the root mean square of each auxiliary hidden state.
 
     Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
     auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.
     """
-    tokens = probe_tokens(token_counts).to(target.device)
-    positions = torch.arange(64, device=target.device).expand(4, -1)
-    streams = target.packed_features(tokens, positions, torch.zeros_like(positions), aux_layer_ids).aux_hidden_states
-    by_layer: Tensor = streams.float().unflatten(-1, (len(aux_layer_ids), -1))  # (4, 64, L, D)
-    return by_layer.square().mean((0, 1, 3)).sqrt().cpu()
 
 
-def probe_tokens(token_counts: Tensor) -> Tensor:
-    """Return (4, 64) tokens drawn in proportion to their counts (V,), always the same ones."""
+@torch.no_grad()
+def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Probed:
+    """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
+    tokens = probe_tokens(token_counts, target.hidden_size)
+    parts = []
+    for rows in tokens.to(target.device).split(PROBED_AT_ONCE):
+        positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+        features = target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids)
+        parts.append(features.aux_hidden_states.cpu())
+    aux = torch.cat(parts)
+    by_layer = aux.unflatten(-1, (len(aux_layer_ids), -1))  # (B, T, L, D)
+    scales = torch.stack([streams.float().square().mean().sqrt() for streams in by_layer.unbind(2)])
+    embeddings = target.shared.embed_tokens(tokens.to(target.device)).float().cpu()
+    return Probed(tokens, embeddings, aux, scales)
+
+
+def probe_tokens(token_counts: Tensor, hidden_size: int) -> Tensor:
+    """Return (B, 64) tokens, four times as many as the hidden size, drawn in proportion to their counts (V,), always
+    the same ones."""
     draw = torch.Generator().manual_seed(0)
-    return torch.multinomial(token_counts.float() + 1e-3, 4 * 64, replacement=True, generator=draw).view(4, 64)
+    rows = max(4, hidden_size // 16)
+    return torch.multinomial(token_counts.float() + 1e-3, rows * 64, replacement=True, generator=draw).view(rows, 64)
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def fill_folder(
     if accelerator.is_main_process and aux_layer_ids:
         V = source.target.vocab_size
         for counts in (torch.zeros(V, dtype=torch.int64), mixture.label_counts(V)):
-            write(probe_rows(probe_tokens(counts)))
+            write(probe_rows(probe_tokens(counts, source.target.hidden_size)))
     writer.close()
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: seal(folder, about))

@@ -81,7 +81,7 @@ def test_narrow_features_train(
     fresh()
     own = weights(train_in(settings | {"head": cached["head"]}, write_recipe), 6)
     apart = [float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in own.items() if tensor.dim() == 2]
-    assert 0 < max(apart) < 0.2
+    assert 0 < max(apart) < 0.3
 
 
 def test_an_interrupted_filling_goes_on(filled: Settings, write_recipe: WriteRecipe, capfd: Any) -> None:
