@@ -38,6 +38,12 @@ class Probe:
     """(N, D) direction that a slot adds to the residual stream."""
 
 
+def directions(lm_head: Tensor, tokens: Tensor) -> Tensor:
+    """(N, D) float32, the rows of an output head (V, D) for tokens (N,), at unit size."""
+    rows = lm_head[tokens.to(lm_head.device)].float().cpu()
+    return torch.nn.functional.rms_norm(rows, rows.shape[-1:])
+
+
 @torch.no_grad()
 def begin_copying(attention: Attention, probe: Probe) -> None:
     """Add to the projections of attention, whose weights are small and random, heads that copy.

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.copying import Probe, begin_copying
+from heads.copying import Probe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
 from heads.formats.decoder import SCALINGS
@@ -232,8 +232,7 @@ class Eagle3(Recurrent):
         token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
         state = layer.hidden_norm(self.fuse(probed.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
-        rows = lm_head[read.to(lm_head.device)].float().cpu() * self.norm.weight
-        written = nn.functional.rms_norm(rows, rows.shape[-1:])
+        written = directions(lm_head, read)
         begin_copying(layer.self_attn, Probe(inputs, inputs, read=following, before=token, written=written))
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
+from heads.copying import Probe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm
+from heads.layers import COPYING, MLP, RANDOM, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
+from heads.target.aux_layers import Probed, probe_target
 from heads.target.block import BlockMaker
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
@@ -37,11 +39,13 @@ from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 OF_THE_CHECKPOINT = {part.name for part in fields(BlockSettings)} | {"num_modules", "layout"}
 """Settings that native modules bring with them."""
+TOKEN_SHARE = 0.5
+"""Share of the token's embedding in what a module that begins by copying reads, beside the state's of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpSettings(BlockSettings):
-    """Settings of the head in a recipe."""
+class MtpSettings(StartSettings, BlockSettings):
+    """Settings of the head in a recipe. Native modules begin as they are, whatever `initial_weights` says."""
 
     draft_vocab_size: int | None = None
     """Tokens the head can draft: the most frequent in the training data, as rows of the target's output head. Null:
@@ -87,6 +91,7 @@ class MtpConfig(BlockConfig, MtpSettings):
         if self.native != (self.decoder is not None):
             raise UserError("native modules and the record of their decoder go together")
         self.check_block()
+        self.check_start()
 
 
 class Block(nn.Module):
@@ -115,9 +120,13 @@ class MtpModule(nn.Module):
         self.block = block
         self.final_layernorm = norm()
 
-    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+    def project(self, embedding: Tensor, state: Tensor) -> Tensor:
+        """Return the block's input (B, T, D)."""
         halves = [self.token_layernorm(embedding), self.hidden_layernorm(state)]
-        x = self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # (B, T, D)
+        return self.input_proj(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))  # type: ignore[no-any-return]
+
+    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        x = self.project(embedding, state)
         return self.final_layernorm(self.block(x, cos_sin, attend))  # type: ignore[no-any-return]
 
 
@@ -175,11 +184,13 @@ class Mtp(Recurrent):
                 f"{target.name}: the decoder layers of {target.config.model_type} cannot be blocks of a head "
                 f"({first_line(error)}); leave head.native out"
             ) from error
-        if native is None:
+        if native is None and config.initial_weights != RANDOM:
             scale = final_norm_scale(target.base, target.layers, target.hidden_size)
             # Its states are read by the target's output head as it is, and normed before they are recycled.
             head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
-        else:
+            if config.initial_weights == COPYING:
+                head.begin_copying(target.lm_head_weight, probe_target(target, (), token_counts))
+        elif native is not None:
             try:
                 head.load_modules(native.weights)
             except UserError as error:
@@ -229,6 +240,23 @@ class Mtp(Recurrent):
             assert isinstance(module, MtpModule)
             module.input_proj.weight[:, half] += torch.eye(D)
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
+
+    @torch.no_grad()
+    def begin_copying(self, lm_head: Tensor, probed: Probed) -> None:
+        """Make the first module's attention find slots by the token that their state is of, and write the token that
+        they read. lm_head (V, D): the target's output head."""
+        module = self.mtp_layers[0]
+        assert isinstance(module, MtpModule) and isinstance(module.block, Block)
+        D = self.config.hidden_size
+        half = slice(D, 2 * D) if module.hidden_first else slice(0, D)
+        module.input_proj.weight[:, half] += TOKEN_SHARE * torch.eye(D)
+        tokens = module.token_layernorm(probed.embeddings)
+        token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
+        x = module.project(probed.embeddings[:, 1:], probed.hidden[:, :-1].float())
+        inputs = module.block.input_layernorm(x).flatten(0, 1)
+        written = directions(lm_head, probed.tokens[:, 1:].flatten())
+        probe = Probe(inputs, inputs, read=following, before=token, written=written)
+        begin_copying(module.block.self_attn, probe)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """h^0, in the type that the projection computes in."""

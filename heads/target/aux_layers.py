@@ -63,6 +63,7 @@ class Probed:
     tokens: Tensor  # (B, T) int64
     embeddings: Tensor  # (B, T, D)
     aux_hidden_states: Tensor  # (B, T, L * D)
+    hidden: Tensor  # (B, T, D), after the final norm
     scales: Tensor
     """(L,) the root mean square of each auxiliary hidden state.
 
@@ -75,16 +76,16 @@ class Probed:
 def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Probed:
     """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
     tokens = probe_tokens(token_counts, target.hidden_size)
-    parts = []
+    found = []
     for rows in tokens.to(target.device).split(PROBED_AT_ONCE):
         positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
-        features = target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids)
-        parts.append(features.aux_hidden_states.cpu())
-    aux = torch.cat(parts)
-    by_layer = aux.unflatten(-1, (len(aux_layer_ids), -1))  # (B, T, L, D)
-    scales = torch.stack([streams.float().square().mean().sqrt() for streams in by_layer.unbind(2)])
+        found.append(target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids))
+    aux = torch.cat([features.aux_hidden_states.cpu() for features in found])
+    hidden = torch.cat([features.hidden.cpu() for features in found])
+    streams = aux.unflatten(-1, (len(aux_layer_ids), target.hidden_size)).unbind(2)
+    scales = torch.tensor([stream.float().square().mean().sqrt() for stream in streams])
     embeddings = target.shared.embed_tokens(tokens.to(target.device)).float().cpu()
-    return Probed(tokens, embeddings, aux, scales)
+    return Probed(tokens, embeddings, aux, hidden, scales)
 
 
 def probe_tokens(token_counts: Tensor, hidden_size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Attention that begins by copying: untrained, it drafts what followed the same token before."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,27 +10,22 @@ from torch import Tensor
 from heads.base import Batch
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget
-from tests.small_targets import make_target
+from heads.target.frozen import FrozenTarget, load_target
 
-WIDTH, VOCAB, LENGTH = 64, 200, 48
+ROOT = Path(__file__).parents[2]
+LENGTH = 48
 
 
 @pytest.fixture(scope="module")
 def target() -> FrozenTarget:
-    made = make_target(
-        "llama", torch.float32, hidden_size=WIDTH, vocab_size=VOCAB, intermediate_size=96, num_hidden_layers=6,
-        num_attention_heads=1, num_key_value_heads=1,
-    )  # fmt: skip
-    embeddings: Any = made.model.get_input_embeddings()
-    embeddings.weight.data.mul_(10)  # so that states tell tokens apart, as trained ones do
-    return made
+    """A trained one: states of a random one do not tell tokens apart."""
+    return load_target(str(ROOT / "recipes/quickstart/target"), dtype=torch.float32)
 
 
-def repeating_texts(distance: int) -> tuple[Tensor, Tensor]:
+def repeating_texts(vocab: int, distance: int) -> tuple[Tensor, Tensor]:
     """(B, T) random tokens whose last one is met `distance` slots before, and (B,) the token that follows there."""
     torch.manual_seed(distance)
-    tokens = torch.stack([torch.randperm(VOCAB)[:LENGTH] for _ in range(64)])
+    tokens = torch.stack([torch.randperm(vocab)[:LENGTH] for _ in range(64)])
     tokens[:, -1] = tokens[:, -1 - distance]
     return tokens, tokens[:, -distance]
 
@@ -44,31 +40,33 @@ def batch_of(tokens: Tensor, target: FrozenTarget, aux_layer_ids: tuple[int, ...
 
 
 @torch.no_grad()
-def eagle3_logits(head: Any, batch: Batch) -> Tensor:
+def drafted_logits(head: Any, batch: Batch) -> Tensor:
     """The head's logits (B, V) of what follows the last token; slot t reads the token of slot t + 1."""
     state = head.unroll(batch, 1)[0][:, -2]
     return head.logits(state, head.lm_head_weight(batch.shared))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("distance", [3, 17, 40])
-def test_eagle3_drafts_what_followed_a_token_before(target: FrozenTarget, distance: int) -> None:
-    tokens, following = repeating_texts(distance)
+@pytest.mark.parametrize(("kind", "share"), [("eagle3", 0.05), ("mtp", 0.7)])  # MTP mixes token and state in one width
+def test_a_head_drafts_what_followed_a_token_before(
+    target: FrozenTarget, kind: str, share: float, distance: int
+) -> None:
+    tokens, following = repeating_texts(target.vocab_size, distance)
     ranks = {}
     for initial in ("copying", "target"):
         torch.manual_seed(0)
-        settings = {"aux_layer_ids": (1, 3, 5), "initial_weights": initial, "draft_vocab_size": VOCAB}
-        head = build_head("eagle3", settings, target, torch.ones(VOCAB, dtype=torch.int64))
-        logits = eagle3_logits(head, batch_of(tokens, target, head.aux_layer_ids))
+        head = build_head(kind, {"initial_weights": initial}, target, torch.ones(target.vocab_size))
+        logits = drafted_logits(head, batch_of(tokens, target, head.aux_layer_ids))
         ranks[initial] = (logits > logits.gather(1, following[:, None])).sum(-1).float().median()
-    assert ranks["copying"] < VOCAB / 8 and ranks["target"] > VOCAB / 4, ranks
+    assert ranks["copying"] < share * ranks["target"], ranks
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_block_finds_the_slot_of_its_root(target: FrozenTarget, kind: str) -> None:
     torch.manual_seed(0)
-    settings = {"initial_weights": "copying", "aux_layer_ids": (2, 5), "mask_token_id": VOCAB - 1, "num_layers": 2}
-    head = build_head(kind, settings, target, torch.ones(VOCAB, dtype=torch.int64))
-    tokens, _ = repeating_texts(21)
+    settings = {"initial_weights": "copying", "mask_token_id": target.vocab_size - 1, "num_layers": 2}
+    head = build_head(kind, settings, target, torch.ones(target.vocab_size))
+    tokens, _ = repeating_texts(target.vocab_size - 1, 21)
     batch = batch_of(tokens[:, :-1], target, head.aux_layer_ids)
     attention, d = head.layers[0].self_attn, head.config.head_dim
     with torch.no_grad():
@@ -81,4 +79,4 @@ def test_a_block_finds_the_slot_of_its_root(target: FrozenTarget, kind: str) -> 
 
 def test_an_unknown_start_is_refused(target: FrozenTarget) -> None:
     with pytest.raises(UserError, match=r"head\.initial_weights.*copying.*'zeros'"):
-        build_head("eagle3", {"initial_weights": "zeros", "aux_layer_ids": (1, 3)}, target, torch.ones(VOCAB))
+        build_head("eagle3", {"initial_weights": "zeros"}, target, torch.ones(target.vocab_size))

@@ -98,7 +98,7 @@ def fill_folder(
     for rows in announced(own, source):
         with accelerator.autocast():  # as training computes them
             write(rows)
-    if accelerator.is_main_process and aux_layer_ids:
+    if accelerator.is_main_process:
         V = source.target.vocab_size
         for counts in (torch.zeros(V, dtype=torch.int64), mixture.label_counts(V)):
             write(probe_rows(probe_tokens(counts, source.target.hidden_size)))
