@@ -5,8 +5,7 @@ until then a head has little to draft from, and when that happens varies with th
 group begins with it: the query is the token just read, a slot's key is the token that stood before the slot's, and its
 value is what followed. All are least squares of what the projections read.
 
-Letters: N probed slots, D hidden, H attention heads, G query heads per key head, d head dimension, n matched dimensions
-of a head.
+Letters: N probed slots, D hidden, H attention heads, d head dimension, n matched dimensions of a head.
 """
 
 from dataclasses import dataclass
@@ -45,51 +44,44 @@ def directions(lm_head: Tensor, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def begin_copying(attention: Attention, probe: Probe) -> None:
-    """Add to the projections of attention, whose weights are small and random, heads that copy.
+def begin_copying(attention: Attention, probe: Probe, device: torch.device) -> None:
+    """Add to the projections of attention, whose weights are small and random, heads that copy; computed on `device`.
 
     Matched are the rotary dimensions that turn slowest, at any distance alike.
     """
     d = attention.head_dim
-    key_heads = attention.k_proj.out_features // d
-    G = attention.q_proj.out_features // d // key_heads
+    heads = attention.k_proj.out_features // d  # of keys
     slow = torch.arange(d // 2 - max(1, 3 * d // 16), d // 2)
     slots = torch.cat([slow, slow + d // 2])  # (n,)
-    tokens, writes = principal_axes(probe.read), principal_axes(probe.written)
-    mean = torch.nn.functional.normalize(probe.read.mean(0), dim=0)
-    for head in range(key_heads):
-        axes = band(tokens, head, len(slots))
-        axes = axes - mean[:, None] * (mean @ axes)  # (D, n): no bias takes the mean away, so it is not looked at
-        axes = axes / (probe.read @ axes).std(0).clamp_min(1e-6)
-        wanted = probe.before @ axes
-        by_query, by_key = least_squares(probe.queries, probe.read @ axes), least_squares(probe.keys, wanted)
-        match = ((probe.keys @ by_key) * wanted).sum(-1).mean()
-        gain = (MATCH * d**0.5 / match.clamp_min(1e-6)).sqrt()
-        first = head * G * d
-        attention.q_proj.weight[first + slots] += (gain * by_query).T
-        attention.k_proj.weight[head * d + slots] += (gain * by_key).T
-        basis = band(writes, head, d)  # (D, d)
-        by_value = least_squares(probe.keys, probe.written @ basis)
-        attention.v_proj.weight[head * d : head * d + d] += by_value.T
-        attention.o_proj.weight[:, first : first + d] += basis
+    queries, keys, read, before, written = (
+        x.to(device) for x in (probe.queries, probe.keys, probe.read, probe.before, probe.written)
+    )
+    axes = principal_axes(read, heads * len(slots))
+    mean = torch.nn.functional.normalize(read.mean(0), dim=0)
+    axes = axes - mean[:, None] * (mean @ axes)  # no bias takes the mean away, so it is not looked at
+    axes = axes / (read @ axes).std(0).clamp_min(1e-6)
+    wanted, basis = before @ axes, principal_axes(written, heads * d)  # (N, heads * n), (D, heads * d)
+    by_query = least_squares(queries, read @ axes)
+    by_key, by_value = least_squares(keys, torch.cat([wanted, written @ basis], 1)).split([axes.shape[1], heads * d], 1)
+    match = ((keys @ by_key) * wanted).mean(0).view(heads, -1).sum(1)
+    gain = (MATCH * d**0.5 / match.clamp_min(1e-6)).sqrt().repeat_interleave(len(slots))
+    q, k = (proj.weight.view(heads, -1, d, proj.in_features) for proj in (attention.q_proj, attention.k_proj))
+    for weight, found in ((q, by_query), (k, by_key)):  # of each group, the first query head and the key head
+        weight[:, 0, slots] += (gain * found).T.reshape(heads, len(slots), -1).cpu()
+    attention.v_proj.weight += by_value.T.cpu()
+    attention.o_proj.weight.view(-1, heads, q.shape[1], d)[:, :, 0] += basis.view(-1, heads, d).cpu()
 
 
-def principal_axes(x: Tensor) -> Tensor:
-    """(D, D) the principal axes of (N, D), as columns, the widest first."""
+def principal_axes(x: Tensor, count: int) -> Tensor:
+    """(D, count) the principal axes of (N, D), as columns, the widest first; all of them again where D are too few."""
     centred = x - x.mean(0)
-    axes: Tensor = torch.linalg.eigh(centred.T @ centred).eigenvectors
-    return axes.flip(1)
-
-
-def band(axes: Tensor, number: int, width: int) -> Tensor:
-    """The axes (D, width) of a key head; heads share them out, and begin anew where they end."""
-    index = torch.arange(number * width, (number + 1) * width) % axes.shape[1]
-    return axes[:, index]
+    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)
+    return axes[:, torch.arange(count, device=x.device) % axes.shape[1]]
 
 
 def least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
     """(D', m) the map from inputs (N, D') to outputs (N, m)."""
     gram = inputs.T @ inputs
-    penalty = RIDGE * gram.diagonal().mean()
-    found: Tensor = torch.linalg.solve(gram + penalty * torch.eye(len(gram)), inputs.T @ outputs)
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    found: Tensor = torch.linalg.solve(gram, inputs.T @ outputs)
     return found

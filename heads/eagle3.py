@@ -187,7 +187,7 @@ class Eagle3(Recurrent):
             probed = probe_target(target, aux_layer_ids, token_counts)
             head.initialise(target.lm_head_weight, norm, probed.scales)
             if config.initial_weights == COPYING:
-                head.begin_copying(target.lm_head_weight, probed)
+                head.begin_copying(target.lm_head_weight, probed, target.device)
             head.lm_head.weight.data.mul_(target.logit_scale)
         return head
 
@@ -222,7 +222,7 @@ class Eagle3(Recurrent):
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
     @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: Probed) -> None:
+    def begin_copying(self, lm_head: Tensor, probed: Probed, device: torch.device) -> None:
         """Make attention find slots by the token that their features are of, and write the token that they read.
 
         lm_head (V, D): the target's output head.
@@ -233,7 +233,7 @@ class Eagle3(Recurrent):
         state = layer.hidden_norm(self.fuse(probed.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
         written = directions(lm_head, read)
-        begin_copying(layer.self_attn, Probe(inputs, inputs, read=following, before=token, written=written))
+        begin_copying(layer.self_attn, Probe(inputs, inputs, read=following, before=token, written=written), device)
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)

@@ -189,7 +189,7 @@ class Mtp(Recurrent):
             # Its states are read by the target's output head as it is, and normed before they are recycled.
             head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
             if config.initial_weights == COPYING:
-                head.begin_copying(target.lm_head_weight, probe_target(target, (), token_counts))
+                head.begin_copying(target.lm_head_weight, probe_target(target, (), token_counts), target.device)
         elif native is not None:
             try:
                 head.load_modules(native.weights)
@@ -242,7 +242,7 @@ class Mtp(Recurrent):
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
 
     @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: Probed) -> None:
+    def begin_copying(self, lm_head: Tensor, probed: Probed, device: torch.device) -> None:
         """Make the first module's attention find slots by the token that their state is of, and write the token that
         they read. lm_head (V, D): the target's output head."""
         module = self.mtp_layers[0]
@@ -256,7 +256,7 @@ class Mtp(Recurrent):
         inputs = module.block.input_layernorm(x).flatten(0, 1)
         written = directions(lm_head, probed.tokens[:, 1:].flatten())
         probe = Probe(inputs, inputs, read=following, before=token, written=written)
-        begin_copying(module.block.self_attn, probe)
+        begin_copying(module.block.self_attn, probe, device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """h^0, in the type that the projection computes in."""

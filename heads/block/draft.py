@@ -169,7 +169,7 @@ class DraftBlockHead(nn.Module, DraftHead):
             probed = probe_target(target, aux_layer_ids, token_counts)
             head.initialise(norm * target.logit_scale, probed.scales)
             if head.config.initial_weights == COPYING:
-                head.begin_copying(probed)
+                head.begin_copying(probed, target.device)
         return head
 
     @classmethod
@@ -204,13 +204,13 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.norm.weight.copy_(norm)
 
     @torch.no_grad()
-    def begin_copying(self, probed: Probed) -> None:
+    def begin_copying(self, probed: Probed, device: torch.device) -> None:
         """Make the first layer find slots of the context by their token, and write what the target foresaw there."""
         layer = cast(Any, self.layers[0])
         token = layer.input_layernorm(probed.embeddings.flatten(0, 1))
         context = self.fuse(probed.aux_hidden_states).flatten(0, 1)
         highest = probed.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probed.scales[-1]
-        begin_copying(layer.self_attn, Probe(token, context, read=token, before=token, written=highest))
+        begin_copying(layer.self_attn, Probe(token, context, read=token, before=token, written=highest), device)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""
