@@ -1,18 +1,21 @@
-"""Runs as processes of their own on answers of a server: killed, and gone on with in another number of processes."""
+"""Runs on answers of a server: killed, gone on with in another number of processes, and on another day."""
 
 import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 from heads.target.frozen import load_target
 from tests.answering import Stub, by_engine, serving
+from tests.conftest import CHAT_TEMPLATE
 from tests.processes import ROOT, finish, launcher, start
-from tests.runs import Settings, WriteRecipe, train
+from tests.runs import Settings, WriteRecipe, same, train, weights
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +70,53 @@ def test_another_number_of_processes_goes_on_after_a_kill(
         assert (tmp_path / f"{count}/answers.jsonl").read_text().splitlines() == answers
     train(recipe, server, "head.depth=3")  # another head
     assert not stub.asked
+
+
+DATED = (
+    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{{ date_string }}" + CHAT_TEMPLATE
+)
+"""A template with the day in it, which an argument can fix, as Llama 3.1's has it."""
+
+
+@pytest.fixture
+def days_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], date]]:
+    """Lets a test move the local clock to some days after the day in Greenwich, which it is given."""
+
+    def move(days: int) -> date:
+        monkeypatch.setenv("TZ", f"DAY-{24 * days}")
+        time.tzset()
+        return date.today()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_day_on_no_answer_is_made_anew(
+    recipe: Path, stub: Stub, tmp_path: Path, fresh: Callable[[], None], days_on: Callable[[int], date]
+) -> None:
+    """By the run itself, by another folder that is given its day, and by a recipe that states it."""
+    (tmp_path / "dated.jinja").write_text(DATED)
+    source = f"{{kind: chat, path: {tmp_path}/chats.jsonl, chat_template: {tmp_path}/dated.jinja}}"
+    settings = [f"data.regenerate.server={{url: {stub.url}}}", f"data.sources=[{source}]", "data.regenerate.prompts=20"]
+
+    def asked(*overrides: str) -> int:
+        fresh()
+        stub.asked.clear()
+        train(recipe, *settings, *overrides)
+        return len(stub.asked)
+
+    run, first = tmp_path / "run", days_on(0)
+    assert asked() >= 20
+    whole = weights(run, 6)
+    for step in (4, 6):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
+    assert (days_on(1) - first).days == 1
+    assert asked() == 0
+    assert same(weights(run, 6), whole)
+    (tmp_path / "second").mkdir()
+    shutil.copy(run / "data.json", tmp_path / "second")
+    assert asked(f"output_dir={tmp_path}/second", "head.depth=3") == 0
+    assert asked(f"output_dir={tmp_path}/third", f"data.template.date_string={first:%d %b %Y}") == 0
+    assert asked(f"output_dir={tmp_path}/fourth") >= 20  # it saw the new day
