@@ -8,6 +8,8 @@ among them, imports none of them (tests/test_start.py); its run function imports
 import argparse
 import io
 import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,8 @@ from heads.tree import TreeShape
 
 AUTO = "auto"
 """Placeholder for a tree, or for a backend: search for the best one."""
+UNREAD = 128 + signal.SIGPIPE
+"""Exit status of a command whose output has lost its reader, as shells report it of other programs."""
 BACKENDS = ("huggingface", "torch", "cpu", "triton")
 
 
@@ -166,9 +170,16 @@ def print_line(text: str | None) -> None:
         print(text, file=sys.stderr)
 
 
+def _is_unread() -> bool:
+    """Return True if the reader of standard output has closed it, as `head` does when it has its lines."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # an error is told without being asked for
+    return bool(poll.poll(0))
+
+
 def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line) -> int:
     """Return the result of `act`, or the exit status of its exception: 2, with a line, for errors of the user, 130 for
-    an interrupt, else 1."""
+    an interrupt, else 1. Where the reader of standard output has closed it, 141, without a word."""
     # transformers imports torchao wherever it is installed, for seconds and with four lines of warnings.
     # `heads.target.quantization`, which has a use for it, takes it back.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type] # typeshed does not know that None hides a module
@@ -177,13 +188,21 @@ def exit_status(act: Callable[[], int], say: Callable[[str], None] = print_line)
     ):  # in a locale that lacks a table's lines, figures are printed without them
         sys.stdout.reconfigure(errors="replace")
     try:
-        return act()
+        try:
+            status = act()
+        except SystemExit as ended:  # argparse's, behind --help
+            status = int(ended.code or 0)
+        print(end="", flush=True)  # at its own end the interpreter would only complain
+        return status
     except UserError as error:
         refusal = str(error)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of the output
+            return UNREAD
         from eval.runtime.graph import is_out_of_memory  # which needs torch, and a command that broke had it
 
         if is_full_disk(error):

@@ -53,6 +53,19 @@ def test_a_mistyped_command_is_refused_without_importing_anything_heavy(words: l
     assert not names & {*HEAVY}
 
 
+@pytest.mark.parametrize("entry", ["train/eagle.py", "eval/bench.py"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_a_command_quietly(entry: str, unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, entry, "--help"]
+    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    swallowed = bool(unbuffered) and entry == "eval/bench.py"  # by argparse
+    assert (done.returncode, done.stderr) == (0 if swallowed else 141, "")
+
+
 @pytest.mark.slow
 def test_a_launch_by_the_configuration_that_comes_with_it_says_nothing_itself() -> None:
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file"]
