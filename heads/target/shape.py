@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from heads.errors import UserError, first_line
 from heads.target.encoder_decoder import auto_class
@@ -16,7 +17,11 @@ from heads.target.frozen import Features, FrozenTarget, load_config
 
 
 class ShapeTarget(FrozenTarget):
-    """A target whose tensors have shapes and no values."""
+    """A target whose tensors have shapes and no values, so that any head of its shape may be its own."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        super().__init__(model, name)
+        self.fingerprint = ""
 
     def packed_features(
         self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]

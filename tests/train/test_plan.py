@@ -10,8 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from heads.checkpoint import save_head, target_record
+from heads.errors import UserError
 from heads.target.frozen import load_target
 from heads.target.shape import load_shape
+from tests.heads.published_heads import RAW, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
 from train.entry import KINDS, attempt
 from train.features.batch import make_batch
@@ -261,6 +264,27 @@ def test_a_plan_needs_the_config_alone_and_writes_nothing(
     assert "train/eagle.py" in the_error(capsys)
     assert attempt("eagle", [path, "--plan", "target.path=nowhere"]) == 2
     assert "nowhere" in the_error(capsys)
+
+
+@pytest.mark.parametrize("form", ["published", "ours"])
+def test_a_head_to_start_from_decides_the_shape(
+    form: str, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    target, head, path = load_target(str(tiny_target_dir)), eagle3(aux_layer_ids=(1, 4)), str(tmp_path / "head")
+    if form == "ours":
+        save_head(head, path, target=target_record(target))
+    else:
+        embeddings: Any = target.shared.embed_tokens
+        config = RAW | {"eagle_aux_hidden_state_layer_ids": [1, 4]}
+        write(tmp_path / "head", config, {**head.to_checkpoint(), "embed_tokens.weight": embeddings.weight})
+    settings["head"] = {"kind": "eagle3", "depth": 2, "init_from": path}
+    plan = plan_of(settings, write_recipe)
+    assert plan.head.trained == sum(parameter.numel() for parameter in head.parameters())
+    assert plan.head.aux_layers == 2
+    with pytest.raises(UserError, match=r"head\.draft_vocab_size"):
+        plan_of(settings, write_recipe, "head.draft_vocab_size=64")
+    with pytest.raises(UserError, match="fetch it first: hf download some/head"):
+        plan_of(settings, write_recipe, "head.init_from=some/head")
 
 
 def test_advice_leaves_what_it_says(eagle: Settings, write_recipe: WriteRecipe) -> None:

@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 
 from heads.base import KEPT_SHARE
 from heads.errors import UserError
+from heads.formats.source import without_pickle
 from heads.losses import CHUNK_BYTES, LEAST_ROWS
 from heads.target.forward import takes_block_masks
+from heads.target.hub import is_hub_id, repo_and_revision
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
 from train.data.packing import Rows
@@ -205,11 +209,29 @@ def _layer_bytes(layer: nn.Module, width: int, quantize: str | None) -> int:
 
 
 def _section(recipe: Recipe) -> Any:
-    """The recipe's head; one to start from and the id of a mask token have no shapes of their own."""
-    changes: dict[str, Any] = {"init_from": None}
-    if getattr(recipe.head, "mask_token_id", 0) is None:
+    """The recipe's head, to start from files that are here. The id of a mask token has no shape of its own."""
+    changes: dict[str, Any] = {}
+    if recipe.head.init_from is not None:
+        changes["init_from"] = _here(recipe.head.init_from)
+    elif getattr(recipe.head, "mask_token_id", 0) is None:
         changes["mask_token_id"] = 0
     return recipe.head.model_copy(update=changes)
+
+
+def _here(path: str) -> str:
+    """A head's folder on this machine. UserError for one that would have to be downloaded."""
+    folder, pickle = without_pickle(path)
+    if not is_hub_id(folder):
+        return path
+    repo, revision = repo_and_revision(folder)
+    try:
+        folder = snapshot_download(repo, revision=revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"head.init_from: {path} decides the head's shape and is not on this machine, and a plan downloads "
+            f"nothing; fetch it first: hf download {repo}{f' --revision {revision}' if revision else ''}"
+        ) from None
+    return folder if pickle is None else f"{folder}/{pickle}"
 
 
 def full_rows(B: int, T: int) -> Rows:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
+EQUAL = aten.equal.default
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
@@ -53,7 +54,9 @@ class Shapes(TorchDispatchMode):
         without_values = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given)
         if without_values and func is ITEM:
             return 1.0  # scales of initial weights, which count for nothing here
-        if without_values or (not given and _makes_numbers(kwargs)):
+        if without_values and func is EQUAL:
+            return True  # asked of the target's tables in a head's files alone, where they are its own as a rule
+        if without_values or (not given and _makes_numbers(func, kwargs)):
             with self.fake:
                 out = func(*args, **kwargs)
         else:
@@ -79,8 +82,11 @@ class Shapes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _makes_numbers(kwargs: dict[str, Any]) -> bool:
-    """True for an operation that makes floating-point numbers of nothing; draws by a generator place real rows."""
+def _makes_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
+    """True for an operation that makes floating-point numbers of nothing; draws by a generator place real rows, and
+    ranges are token ids or positions."""
+    if func._overloadpacket is aten.arange:
+        return False
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     device = kwargs.get("device")
     on_meta = device is not None and torch.device(device).type == "meta"
