@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from heads.errors import UserError
 from train.launch import wanted_mode
 from train.optim import Muon, make_optimizer
 from train.recipe import Train
@@ -32,6 +33,11 @@ from train.trained import Trained
 Tensors = dict[str, Tensor]
 Read = Callable[[Tensors], None]
 """Fills tensors with those of the same names in a checkpoint."""
+PARTITIONS = {
+    False: frozenset({"single_partition_of_fp32_groups", "bit16_groups", "_hp_mapping"}),
+    True: frozenset({"fp32_partitioned_groups_flat", "fp16_groups", "grad_position", "get_param_id", "ds_numel"}),
+}
+"""Names that are read of DeepSpeed's optimizer and parameters, before stage 3 and in it."""
 
 
 class Replicas:
@@ -135,7 +141,11 @@ class FullySharded(Replicas):
 
 
 class Zero(Replicas):
-    """DeepSpeed's engine. Its optimizer sees one flat float32 partition of all parameters of a group at a time."""
+    """DeepSpeed's engine. Its optimizer sees one flat float32 partition of all parameters of a group at a time.
+
+    Its public `safe_get_full_*` and `safe_set_full_*` know neither a state that no step has made yet, as a resumed run
+    has to fill, nor the parameters of a partition, as Muon has to know. So the partitions are read themselves.
+    """
 
     touches = False
 
@@ -154,8 +164,20 @@ class Zero(Replicas):
         self.names = {id(parameter): name for name, parameter in self.trained.stored.named_parameters()}
         self.engine, _ = self.accelerator.prepare(self.trained, self.optimizer)
         self.model, self.zero = self.engine, self.engine.optimizer
+        self._check_partitions()
         if isinstance(self.optimizer, Muon):
             self.optimizer.apply = self._apply
+
+    def _check_partitions(self) -> None:
+        """Refuse a version of DeepSpeed whose partitions cannot be read."""
+        import deepspeed
+
+        trained = next(parameter for parameter in self.trained.parameters() if parameter.requires_grad)
+        if lacking := sorted(PARTITIONS[self.stage == 3] - {*dir(self.zero), *dir(trained)}):
+            raise UserError(
+                f"DeepSpeed {deepspeed.__version__}: ZeRO stage {self.stage} has no {lacking[0]}, by which a head is "
+                "saved and gone on with; install deepspeed 0.19, or launch with recipes/accelerate/fsdp.yaml"
+            )
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(self.loss_factor * loss)
