@@ -202,15 +202,13 @@ def weights_hash(path: str | Path) -> str | None:
         return None
 
 
-def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Any:
+def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
     """Load a head from its folder, from the folder of the run that made it, or from the hub; strictly.
 
     Raises UserError where nothing is found, a file is damaged, or a tensor is missing, unknown or of another shape.
     """
-    head = _read(find_head(path), _load).eval()
-    if dtype is None and device is None:
-        return head  # also one of tensors without values, which cannot be moved
-    return head.to(device=device, dtype=dtype)
+    head = _read(find_head(path), _load)
+    return head.to(device=device, dtype=dtype).eval()
 
 
 def _load(folder: Path) -> Any:

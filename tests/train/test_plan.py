@@ -16,6 +16,7 @@ from heads.target.frozen import load_target
 from heads.target.shape import load_shape
 from tests.heads.published_heads import RAW, eagle3, write
 from tests.runs import Settings, WriteRecipe, the_error
+from train.adapter import Joint, add_adapters
 from train.entry import KINDS, attempt
 from train.features.batch import make_batch
 from train.head_settings import make_head
@@ -209,17 +210,25 @@ class Watched(Shapes):
         return out
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+ADAPTED = [("medusa", ["target.adapter={first_step: 1, rank: 4}"]), ("draft", ["head.lora={rank: 4}"])]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [*((kind, []) for kind in KINDS.values()), *ADAPTED])
 def test_what_is_counted_is_what_a_step_allocates(
-    kind: str, settings: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+    kind: str, overrides: list[str], settings: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
 ) -> None:
     settings["head"] = {"kind": kind, **HEADS_OF[kind]}
     settings["data"]["context_length"] = 160
-    recipe = load_recipe(write_recipe(settings))
+    recipe = load_recipe(write_recipe(settings), overrides)
     _, counted = count_run(recipe, "cpu", 2**40, 1, bf16=False)
     target = load_target(str(tiny_target_dir))
     head = make_head(recipe.head, target, torch.zeros(target.vocab_size, dtype=torch.int64))
+    add_adapters(head)
     trained = Trained(head)
+    if recipe.target.adapter is not None:
+        trained = Joint(head, target, recipe.target.adapter, 0)
+        trained.begin_step(1)
+    assert counted.trained == sum(p.numel() for p in trained.parameters() if p.requires_grad)
     rows = full_rows(2, 160)
     batch = make_batch(target, rows, head.aux_layer_ids, torch.float32)
     with Watched() as made:
@@ -228,7 +237,7 @@ def test_what_is_counted_is_what_a_step_allocates(
             if isinstance(tensor, Tensor):
                 made.watch(tensor.untyped_storage())
         before = made.restart()
-        loss = trained(batch, torch.ones(len(head.depth_weights)), False)[0]
+        loss = trained(batch, torch.ones(len(trained.depth_weights)), False)[0]
         loss.backward()
         peak = made.peak - before
     assert counted.activations - counted.features == pytest.approx(peak - counted.gradients, rel=0.02)

@@ -32,6 +32,7 @@ from heads.target.forward import takes_block_masks
 from heads.target.hub import is_hub_id, repo_and_revision
 from heads.target.quantization import LEAST_SHARE
 from heads.target.shape import ShapeTarget, load_shape
+from train.adapter import Joint, add_adapters, check_adapter
 from train.data.packing import Rows
 from train.features.batch import make_batch
 from train.head_settings import make_head
@@ -93,14 +94,9 @@ class HeadCount:
 
 def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bool) -> tuple[TargetCount, HeadCount]:
     """Count a recipe's target and head as on a device of type `device` with `memory` bytes, with `passes` to a step;
-    `bf16`: products are, as with autocast.
-
-    UserError for adapters, which cannot be put into layers without values.
-    """
+    `bf16`: products are, as with autocast. An adapter of the target counts to the head, with its pass through the
+    target."""
     settings, train, T = recipe.target, recipe.train, recipe.data.context_length
-    for key, adapter in (("target.adapter", settings.adapter), ("head.lora", getattr(recipe.head, "lora", None))):
-        if adapter is not None:
-            raise UserError(f"{key}: an adapter is not counted; plan without it, by {key}=null")
     wanted = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.dtype == "auto" and device == "cpu":
         wanted = torch.float32
@@ -110,7 +106,12 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         head.most_kept = round(KEPT_SHARE * memory)
         copy_bytes = sum(_size(tensor, target.dtype.itemsize) for tensor in head.to_checkpoint().values())
         about_target = count_target(target, train.batch_size, T, len(head.aux_layer_ids), settings.quantize)
+        add_adapters(head)
         trained = Trained(head)
+        if settings.adapter is not None:
+            check_adapter(settings.adapter, target, head)
+            trained = Joint(head, target, settings.adapter, train.seed)
+            trained.begin_step(settings.adapter.first_step)
         optimizer = make_optimizer(trained.parts(), train)
         row = 4 * target.vocab_size  # of float32 logits
         parameters = [p for p in trained.parameters() if p.requires_grad]
@@ -135,7 +136,7 @@ def count_run(recipe: Recipe, device: str, memory: int, passes: int, *, bf16: bo
         return about_target, HeadCount(
             trained=sum(p.numel() for p in parameters),
             frozen=sum(p.numel() for p in head.parameters() if not p.requires_grad),
-            bytes=sum(_size(p) for p in head.parameters()),
+            bytes=sum(_size(p) for p in trained.parameters()),
             copy_bytes=copy_bytes,
             gradients=gradients,
             optimizer=state,

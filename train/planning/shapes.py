@@ -59,6 +59,7 @@ class Shapes(TorchDispatchMode):
         if without_values or (not given and _makes_numbers(func, kwargs)):
             with self.fake:
                 out = func(*args, **kwargs)
+            self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # modules it refers to cannot be moved
         else:
             out = func(*args, **kwargs)
         if (formula := FORMULAS.get(func._overloadpacket)) is not None:
