@@ -116,13 +116,15 @@ def compare_features(num_rows: int, T: int) -> None:
         command = [sys.executable, "-m", "tests.hidden_states_server", TARGET, folder, *map(str, (*aux_layer_ids, n))]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
-            settings = VllmFeatures(kind="vllm", url=server.stdout.readline().strip(), in_flight=8)
-            served = ServedFeatures(lean, settings, 1, Accelerator(cpu=True))
-            served.open_server(aux_layer_ids)
-            sources = {"process": FeatureSource(whole), "server": served}
-            took = [{name: seconds(source) for name, source in sources.items()} for _ in range(1 + 8)][1:]
-            served.close()
-            server.kill()
+            try:
+                settings = VllmFeatures(kind="vllm", url=server.stdout.readline().strip(), in_flight=8)
+                served = ServedFeatures(lean, settings, 1, Accelerator(cpu=True))
+                served.open_server(aux_layer_ids)
+                sources = {"process": FeatureSource(whole), "server": served}
+                took = [{name: seconds(source) for name, source in sources.items()} for _ in range(1 + 8)][1:]
+                served.close()
+            finally:
+                server.kill()
     best = {name: num_rows / min(turn[name] for turn in took) for name in sources}
     ratios = sorted(turn["process"] / turn["server"] for turn in took)
     print(
