@@ -1,6 +1,7 @@
 """A stand-in for a vLLM server with `extract_hidden_states`: its answers, its files, its locks, and its faults.
 
-python -m tests.hidden_states_server TARGET FOLDER PORT ID [ID ...] serves a target until it is killed.
+python -m tests.hidden_states_server TARGET FOLDER ID [ID ...] serves a target until it is killed, and prints its
+address.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,11 @@ class StubServer(ThreadingHTTPServer):
     request_queue_size = 256
     daemon_threads = True
 
-    def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int], port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.folder, self.ids = target, folder, list(ids)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.lock = threading.Lock()
+        self.engine = ThreadPoolExecutor(1)  # hooks see every pass that is made at the same time
         self.shift = 0
         """Added to the ids, as by a server that counts layers from another one."""
         self.post_norm = False
@@ -52,22 +54,24 @@ class StubServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that have gone."""
 
-    def states(self, tokens: list[int]) -> tuple[torch.Tensor, list[Any]]:
-        """The streams (T, S, D) of a document, and its log-probabilities as vLLM gives them."""
+    def states(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The streams (T, S, D) of a document, and its states behind the final norm (T, D)."""
         target, n = self.target, self.target.num_layers
         ids = [min(max(k + self.shift, 0), n) for k in self.ids]
-        row = torch.tensor([tokens])
-        with self.lock:  # hooks see every pass that is made at the same time
-            known = sorted(set(ids))
-            features = target.packed_features(row, torch.arange(len(tokens))[None], torch.zeros_like(row), known)
-            logits = target.lm_head(features.hidden[0, :-1]).log_softmax(-1)
+        row, known = torch.tensor([tokens]), sorted(set(ids))
+        given = row, torch.arange(len(tokens))[None], torch.zeros_like(row), known
+        features = self.engine.submit(target.packed_features, *given).result()
         by_id = dict(zip(known, features.aux_hidden_states[0].unflatten(-1, (len(known), -1)).unbind(1), strict=True))
         streams = [by_id[k] for k in ids]
         if self.post_norm:
             streams[-1] = features.hidden[0]
-        own = logits.gather(-1, row[0, 1:, None])[:, 0].tolist()
-        logprobs = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True)]
-        return torch.stack(streams, 1), [None, *logprobs]
+        return torch.stack(streams, 1), features.hidden[0]
+
+    def log_probabilities(self, hidden: torch.Tensor, tokens: list[int]) -> list[Any]:
+        """Log-probabilities of a document, as vLLM gives them."""
+        logits = self.target.lm_head(hidden[:-1]).log_softmax(-1)
+        own = logits.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        return [None, *({str(token): {"logprob": value}} for token, value in zip(tokens[1:], own, strict=True))]
 
     def write(self, path: Path, lock: Any, states: torch.Tensor, tokens: list[int]) -> None:
         """Write a file a while after its request was answered."""
@@ -80,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
     """The two addresses that are asked."""
 
     server: StubServer
+    protocol_version = "HTTP/1.1"  # connections are kept, as vLLM keeps them
+    wbufsize = -1
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
@@ -107,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         server.busy += 1
         server.most_busy = max(server.most_busy, server.busy)
-        states, logprobs = server.states(tokens)
+        states, hidden = server.states(tokens)
         path = server.folder / f"{uuid.uuid4()}.safetensors"
         if server.lost:
             server.lost -= 1
@@ -117,11 +123,14 @@ class Handler(BaseHTTPRequestHandler):
             threading.Thread(target=server.write, args=(path, lock, states, tokens)).start()
         server.busy -= 1
         server.served += 1
-        choice = {"text": "", **({"prompt_logprobs": logprobs} if "prompt_logprobs" in body else {})}
+        choice: dict[str, Any] = {"text": ""}
+        if "prompt_logprobs" in body:
+            choice["prompt_logprobs"] = server.log_probabilities(hidden, tokens)
         self.answer(200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}})
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    path, folder, port, *numbers = sys.argv[1:]
-    StubServer(load_target(path), Path(folder), [int(number) for number in numbers], int(port)).serve_forever()
+    path, folder, *numbers = sys.argv[1:]
+    stub = StubServer(load_target(path), Path(folder), [int(number) for number in numbers])
+    print(stub.url, flush=True)
+    stub.serve_forever()

@@ -19,6 +19,7 @@ from train.data.answer_store import AnswerStore, prompt_key
 from train.data.corpus import Corpus, Document, Tally, cache_root, entry_name, open_entry
 from train.data.dialogues import Dialogue
 from train.data.reader import Reader
+from train.http_client import HTTPClient
 from train.strict_yaml import Count, Seed, Settings, Share, Temperature
 
 Progress = Callable[[int, int, int], None]
@@ -157,7 +158,8 @@ class Answering:
             self._answer_by_engine(own, store, finished)
             return
         target = self.target
-        client = Client(server, self._model, target.vocab_size, target.eos_token_ids, self._fault_of, self.reader.say)
+        http = HTTPClient(server.url, self.reader.say)
+        client = Client(http, self._model, target.vocab_size, target.eos_token_ids, self._fault_of)
         in_flight = max(1, server.in_flight // num_processes)
         answer_by_server(own, store, self.settings.sampled, client, in_flight, finished)
 

@@ -57,17 +57,17 @@ class ServedFeatures(FeatureSource):
     def fetch(self, tokens: Tensor, positions: Tensor, documents: Tensor, aux_layer_ids: Sequence[int]) -> Features:
         """Features of packed rows, (B, T) each, on the target's device; zeros in the padding."""
         server, target = self.open_server(aux_layer_ids), self.target
-        states = self.states(server, tokens.cpu(), documents.cpu()).to(target.device, non_blocking=True)
+        states = self.states(server, tokens.cpu(), documents.cpu())
         last = states[:, :, -1]
         aux = states[:, :, [server.streams.index(k) for k in aux_layer_ids]].flatten(2)
         hidden = self.norm(last.to(target.dtype))
         return Features(aux, hidden.masked_fill((documents < 0)[..., None], 0))
 
     def states(self, server: HiddenStatesServer, tokens: Tensor, documents: Tensor) -> Tensor:
-        """All streams (B, T, S, D) that the server gives for packed rows (B, T) on the CPU."""
+        """All streams (B, T, S, D) that the server gives for packed rows (B, T) on the CPU, on the target's device."""
         whole: Tensor | None = None
         for row, place, part in documents_of(tokens, documents):
-            found = server.take(part)
+            found = server.take(part).to(self.target.device)
             if whole is None:
                 whole = found.new_zeros(*tokens.shape, *found.shape[1:])
             whole[row, place] = found
@@ -95,7 +95,11 @@ class ServedFeatures(FeatureSource):
                 "raise data.context_length, or use features.kind=process"
             )
         self.open_server(aux_layer_ids)
-        on_main(self.accelerator, act)
+        try:
+            on_main(self.accelerator, act)
+        except BaseException:
+            self.close()
+            raise
 
     def _compare(self, server: HiddenStatesServer, whole: FrozenTarget, rows: Rows) -> None:
         """Each stream must be nearest to its own layer's, and near."""
@@ -106,7 +110,7 @@ class ServedFeatures(FeatureSource):
         ours = features.aux_hidden_states.unflatten(-1, (len(known), -1)).cpu()[kept].float()
         names = [f"enters layer {k}" for k in known[:-1]] + ["leaves the last layer", "leaves the final norm"]
         candidates = torch.cat([ours, features.hidden.cpu()[kept].float()[:, None]], 1)  # (N, known + 1, D)
-        theirs = self.states(server, rows.tokens, rows.documents)[kept].float()
+        theirs = self.states(server, rows.tokens, rows.documents).cpu()[kept].float()
         for place, k in enumerate(server.streams):
             apart = (candidates - theirs[:, place, None]).norm(dim=(0, 2)) / candidates.norm(dim=(0, 2))
             nearest, own = int(apart.argmin()), known.index(k)
@@ -130,8 +134,8 @@ class ServedFeatures(FeatureSource):
             raise self._wrong(server, f"its last states give log-probabilities {mean:.2f} from its own")
 
     def _wrong(self, server: HiddenStatesServer, what: str) -> UserError:
-        return server.fault(
-            what, f"serve {self.target.name} itself, with eagle_aux_hidden_state_layer_ids {server.streams}"
+        return server.http.error(
+            f"{what}; serve {self.target.name} itself, with eagle_aux_hidden_state_layer_ids {server.streams}"
         )
 
     def close(self) -> None:

@@ -12,66 +12,63 @@ at 0 for the server; rotary attention does not see that a later part of a long c
 Letters: T tokens of a document, S streams, D hidden.
 """
 
+import asyncio
 import fcntl
-import json
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
-from http.client import HTTPException
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.errors import UserError, first_line, warn_once
+from heads.errors import first_line
+from train.http_client import PATIENCE, Fault, HTTPClient
 
-PATIENCE = 600.0
-"""Seconds for which a server may be away."""
-LONGEST_PAUSE = 8.0
-REQUEST_TIMEOUT = 600.0
-
-
-class NoAnswerYet(Exception):
-    """A request that failed for now: the server is away, or was lost before it had written its file."""
+SECONDS = 600.0
+"""Longest wait for the states of a document."""
 
 
 class HiddenStatesServer:
-    """Requests to one server, at most `in_flight` at a time, made in the background."""
+    """Requests for hidden states, at most `in_flight` at a time, made by an event loop in a thread of its own."""
 
     def __init__(self, url: str, streams: Sequence[int], in_flight: int, patience: float = PATIENCE) -> None:
         """`streams`: ascending, those that the server was started for."""
-        self.url, self.streams, self.patience = url.rstrip("/"), list(streams), patience
-        self.pool = ThreadPoolExecutor(in_flight, thread_name_prefix="hidden-states")
-        self.asked: dict[bytes, deque[Future[Tensor]]] = defaultdict(deque)
-        self.model: str | None = None
-        self.closed = False
+        self.http = HTTPClient(url, patience=patience)
+        self.streams, self.model, self.closed = list(streams), "", False
+        self.asked: dict[bytes, list[Future[Tensor]]] = defaultdict(list)
+        self.turns = asyncio.Semaphore(in_flight)
+        self.loop = asyncio.new_event_loop()
+        self.thread = Thread(target=self.loop.run_forever, name="hidden-states", daemon=True)
+        self.thread.start()
 
     def ask(self, tokens: Tensor) -> None:
         """Ask for the states of a document, tokens (T,) int64 on the CPU."""
-        self.asked[key_of(tokens)].append(self.pool.submit(self._states, tokens.tolist()))
+        future = asyncio.run_coroutine_threadsafe(self._states(tokens.tolist()), self.loop)
+        self.asked[tokens.numpy().tobytes()].append(future)
 
     def take(self, tokens: Tensor) -> Tensor:
-        """Wait for the states (T, S, D) of a document, which is asked for now if it was not. UserError without an
-        answer."""
-        key = key_of(tokens)
-        if not self.asked[key]:
+        """Wait for the states (T, S, D) of a document, which is asked for now if it was not. They are mapped from the
+        server's file, which is deleted. UserError without an answer."""
+        key = tokens.numpy().tobytes()
+        if key not in self.asked:
             self.ask(tokens)
-        future = self.asked[key].popleft()
-        if not self.asked[key]:
-            del self.asked[key]
-        return future.result()
+        first, *others = self.asked.pop(key)
+        if others:
+            self.asked[key] = others
+        return first.result()
 
     def log_probabilities(self, tokens: Tensor) -> Tensor:
         """The server's own log-probabilities (T - 1,) of the tokens of a document from the second on."""
-        answer = self._patiently(lambda: self._complete(tokens.tolist(), prompt_logprobs=0))
-        with suppress(NoAnswerYet):
+        asked = self.http.patiently(partial(self._complete, tokens.tolist(), prompt_logprobs=0))
+        answer = asyncio.run_coroutine_threadsafe(asked, self.loop).result()
+        with suppress(Fault):
             self._read(answer)
         try:
             rows = answer["choices"][0]["prompt_logprobs"][1:]
@@ -79,99 +76,70 @@ class HiddenStatesServer:
                 [row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:].tolist(), strict=True)]
             )
         except (LookupError, TypeError, ValueError):
-            raise self.fault("its answer lacks prompt_logprobs", "serve the target with a stock vLLM") from None
+            raise self.http.error("its answer lacks prompt_logprobs; serve the target with a stock vLLM") from None
 
     def close(self) -> None:
-        """Drop what was asked for."""
-        self.closed = True
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """Drop what was asked for. Documents that are with the server are waited for: their files have to go."""
 
-    def fault(self, what: str, remedy: str) -> UserError:
-        """An error that names the server."""
-        return UserError(f"features.url {self.url}: {what}; {remedy}")
+        async def end() -> None:
+            self.closed, self.http.patience = True, 0.0
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+            await self.http.aclose()
 
-    def _states(self, tokens: list[int]) -> Tensor:
-        found: dict[str, Tensor] = self._patiently(lambda: self._read(self._complete(tokens)))
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    async def _states(self, tokens: list[int]) -> Tensor:
+        async def trial() -> dict[str, Tensor]:
+            async with self.turns:
+                if self.closed:
+                    raise Fault("it is not needed any more")
+                return await asyncio.to_thread(self._read, await self._complete(tokens))
+
+        found = await self.http.patiently(trial)
         states, ids = found.get("hidden_states"), found.get("token_ids")
         if states is None or ids is None or ids.tolist() != tokens:
-            raise self.fault("its file is not of the tokens sent", "start it with --no-enable-prefix-caching")
+            raise self.http.error("its file is not of the tokens sent; start it with --no-enable-prefix-caching")
         if states.dim() != 3 or states.shape[:2] != (len(tokens), len(self.streams)):
-            raise self.fault(
-                f"its states have shape {tuple(states.shape)}, expected ({len(tokens)}, {len(self.streams)}, hidden)",
-                f"start it with eagle_aux_hidden_state_layer_ids {self.streams}",
+            raise self.http.error(
+                f"its states have shape {tuple(states.shape)}, expected ({len(tokens)}, {len(self.streams)}, hidden); "
+                f"start it with eagle_aux_hidden_state_layer_ids {self.streams}"
             )
         return states
 
-    def _patiently(self, request: Any) -> Any:
-        """The result of a request, made again while the server is away."""
-        began, pause = time.monotonic(), 0.25
-        while True:
-            try:
-                return request()
-            except NoAnswerYet as error:
-                if time.monotonic() - began > self.patience or self.closed:
-                    raise self.fault(
-                        f"no answer for {self.patience:.0f} s ({error})",
-                        "start it again and run the same command, which goes on from the last checkpoint",
-                    ) from None
-                warn_once(f"features.url {self.url}: {error}; asked again for {self.patience:.0f} s")
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _complete(self, tokens: list[int], **more: Any) -> dict[str, Any]:
-        if self.model is None:
-            try:
-                self.model = str(self._request("/v1/models")["data"][0]["id"])
-            except (LookupError, TypeError):
-                raise self.fault("does not name its model at /v1/models", "give a vLLM server's address") from None
+    async def _complete(self, tokens: list[int], **more: Any) -> Any:
+        async with self.http.checking:
+            self.model = self.model or (await self.http.models())[0]
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, **more}
-        return self._request("/v1/completions", body)
+        return await self.http.send("/v1/completions", body, SECONDS)
 
-    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _read(self, answer: Any) -> dict[str, Tensor]:
+        """Map the tensors of the file that an answer names, and delete it. Waits until it is whole."""
         try:
-            data = None if body is None else json.dumps(body).encode()
-            request = Request(self.url + path, data, {"Content-Type": "application/json"})
-        except ValueError as error:
-            raise self.fault(first_line(error), "give an address such as http://localhost:8000") from None
-        try:
-            with urlopen(request, timeout=REQUEST_TIMEOUT) as answer:
-                return dict(json.loads(answer.read()))
-        except HTTPError as error:
-            said = error.read(2000).decode(errors="replace").strip().splitlines()
-            if 400 <= error.code < 500 and error.code not in (408, 429):
-                raise self.fault(f"refuses ({error.code}: {' '.join(said)[:300]})", "mend its settings") from None
-            raise NoAnswerYet(f"status {error.code}") from None
-        except (OSError, HTTPException, ValueError) as error:  # refused, cut off, or half an answer
-            raise NoAnswerYet(first_line(error)) from None
-
-    def _read(self, answer: dict[str, Any]) -> dict[str, Tensor]:
-        """The tensors of the file that an answer names, which is deleted."""
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if not isinstance(path, str):
-            raise self.fault("its answer names no file of hidden states", "start it as train/README.md says")
-        file, lock = Path(path), Path(path + ".lock")
-        if not file.parent.is_dir():
-            raise self.fault(f"its folder {file.parent} is not on this machine", "share it at the same path")
+            file = Path(answer["kv_transfer_params"]["hidden_states_path"])
+        except (LookupError, TypeError):
+            raise self.http.error(
+                "its answer names no file of hidden states; start it as train/README.md says"
+            ) from None
+        lock = Path(f"{file}.lock")
         try:
             if lock.exists():
                 with lock.open() as held:
                     fcntl.flock(held, fcntl.LOCK_SH)  # the server's writer holds it until the file is whole
-            return load(file.read_bytes())
-        except PermissionError as error:
-            raise self.fault(
-                f"its file cannot be read ({first_line(error)})", "share its folder with this user"
-            ) from None
+            with file.open("rb"):  # whose errors tell more than safetensors' own
+                return load_file(file)
         except (OSError, SafetensorError) as error:
-            raise NoAnswerYet(f"{file.name}: {first_line(error)}") from None
+            if isinstance(error, PermissionError) or not file.parent.is_dir():
+                raise self.http.error(
+                    f"cannot read {file} ({type(error).__name__}); share its folder with this user, at the same path"
+                ) from None
+            raise Fault(f"{file.name}: {first_line(error)}") from None
         finally:
             for used in (file, lock):
                 with suppress(OSError):
                     used.unlink()
-
-
-def key_of(tokens: Tensor) -> bytes:
-    """The tokens (T,) of a document as a key."""
-    return tokens.numpy().tobytes()
 
 
 def documents_of(tokens: Tensor, documents: Tensor) -> Iterator[tuple[int, slice, Tensor]]:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from train.http_client import Url
 from train.strict_yaml import Name, Settings
 
 
@@ -26,7 +27,7 @@ class VllmFeatures(Settings):
 
     kind: Literal["vllm"]
     """The processes of the launch hold the target's embedding, final norm and output head."""
-    url: Name
+    url: Url
     """Address of the server, such as `http://localhost:8000`. Its storage folder has the same path on this machine."""
     in_flight: Annotated[int, Field(ge=1, le=4096)] = 32
     """Documents that each process has asked for ahead of its steps."""

@@ -140,13 +140,13 @@ def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> Non
 
     with pytest.raises(UserError, match=r"shape \(14, 4, 32\), expected .* start it with .*_layer_ids \[2, 8\]"):
         states(server.url, [2, 8])
-    with pytest.raises(UserError, match=r"refuses .400: .*too long"):
+    with pytest.raises(UserError, match=r"refused, status 400 .*too long"):
         states(server.url, server.ids, tokens.repeat(40))
-    with pytest.raises(UserError, match="give an address such as"):
-        states("nowhere", server.ids)
-    with pytest.raises(UserError, match=r"no answer for 0 s .*; start it again and run the same command"):
+    with pytest.raises(ValueError, match="expected an address such as"):
+        VllmFeatures(kind="vllm", url="nowhere")
+    with pytest.raises(UserError, match=r"no answer in 0 s .*; mend the server, and the same command goes on"):
         states("http://127.0.0.1:9", server.ids)
     server.folder = tmp_path / "elsewhere"
     server.lost = 1
-    with pytest.raises(UserError, match=r"its folder .*elsewhere is not on this machine"):
+    with pytest.raises(UserError, match=r"cannot read .*elsewhere.*; share its folder"):
         states(server.url, server.ids)

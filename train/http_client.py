@@ -1,0 +1,130 @@
+"""A client of servers that speak OpenAI's protocol, for a target's answers and for its features."""
+
+import asyncio
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from pydantic import AfterValidator
+
+from heads.errors import UserError, first_line, logger, shown
+from train.strict_yaml import Name
+
+KEY_VARIABLE = "DRAFTSMITH_SERVER_KEY"
+PATIENCE = 600.0
+"""Seconds for which a request is tried anew where the server is away or overloaded."""
+FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
+"""Seconds before the second trial, and before any."""
+QUIET = 60.0
+"""Seconds in which no further fault is said."""
+CONNECT_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000")
+    if "@" in parts.netloc or parts.query:
+        raise ValueError(f"expected an address without a key; put the key in the environment, as {KEY_VARIABLE}")
+    return url
+
+
+Url = Annotated[Name, AfterValidator(_check_url)]
+"""The address of a server, with or without the protocol's `/v1`."""
+
+
+class Fault(Exception):
+    """A failure of one trial that another may not have."""
+
+
+class Missing(Fault):
+    """A path that the server lacks, for now if a gateway stands before it."""
+
+
+class HTTPClient:
+    """Requests to one server, in one event loop, as many at a time as its callers make."""
+
+    def __init__(self, url: str, say: Callable[[str], object] = logger.warning, patience: float = PATIENCE) -> None:
+        """`say` is given faults that may pass, at most one in a while."""
+        self.url, self.say, self.patience = url.rstrip("/").removesuffix("/v1"), say, patience
+        self.checking = asyncio.Lock()
+        """Held while the server is asked what it is."""
+        self._said = -math.inf
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    def error(self, what: str) -> UserError:
+        """An error that names the server."""
+        return UserError(f"{self.url}: {what}")
+
+    async def patiently(self, trial: Callable[[], Awaitable[T]]) -> T:
+        """The result of `trial`, made anew while it fails by a Fault. UserError after `patience` seconds."""
+        failing, delay = math.inf, FIRST_DELAY
+        while True:
+            try:
+                return await trial()
+            except Fault as fault:
+                now = time.monotonic()
+                failing = min(failing, now)
+                if now - failing + delay > self.patience:
+                    raise self.error(
+                        f"no answer in {self.patience:.0f} s of trials ({fault}); mend the server, and the same "
+                        "command goes on"
+                    ) from None
+                if now - self._said > QUIET:
+                    self.say(f"{self.url}: {fault}; trying on for {self.patience:.0f} s")
+                    self._said = now
+                await asyncio.sleep(delay * random.uniform(0.5, 1))
+                delay = min(2 * delay, LONGEST_DELAY)
+
+    async def models(self) -> list[str]:
+        """The names of the models that the server has."""
+        reply = await self.send("/v1/models")
+        try:
+            names = [str(model["id"]) for model in reply["data"]]
+        except (LookupError, TypeError):
+            names = []
+        if not names:
+            raise Fault(f"/v1/models lists no models, but {shown(reply)}")
+        return names
+
+    async def send(self, path: str, body: Any = None, seconds: float = 60.0) -> Any:
+        """The JSON that a server replies to `body`, or to a GET without one, in `seconds`. Fault for what may pass,
+        UserError for what will not."""
+        method, address = "GET" if body is None else "POST", self.url + path
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        given: Any = {"json": body, "timeout": timeout, "allow_redirects": False}
+        try:
+            async with self._session.request(method, address, **given) as reply:
+                text = await reply.text(errors="replace")
+        except (aiohttp.ClientError, OSError) as error:
+            raise Fault(first_line(error)) from None
+        status = reply.status
+        if status in (404, 405):
+            raise Missing(f"status {status} of {path}")
+        if status in (408, 429) or status >= 500:
+            raise Fault(f"status {status}")
+        if status != 200:
+            what = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
+            raise self.error(f"{path}: refused, status {status} ({' '.join(text.split())[:300]}); {what}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise Fault(f"{path} gives no JSON, but {shown(text)}") from None
