@@ -16,7 +16,7 @@ from eval.files import check_file, is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
-from heads.lookup import LookupConfig
+from heads.untrained.lookup import LookupConfig
 from tests.faults import small_files
 from train.data.on_policy import write_answers
 from train.recipe import load_recipe

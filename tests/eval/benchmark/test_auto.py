@@ -26,9 +26,9 @@ from heads.backends.torch.accept import match
 from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
-from heads.lookup import Lookup, LookupConfig
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from heads.untrained.lookup import Lookup, LookupConfig
 
 PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""

@@ -9,8 +9,8 @@ import torch
 
 from heads.backends.selection import TORCH
 from heads.base import Observation
-from heads.lookup import Lookup, LookupConfig, look_up
 from heads.tree import parse_shape
+from heads.untrained.lookup import Lookup, LookupConfig, look_up
 
 CAPACITY = 40
 
