@@ -88,7 +88,7 @@ def plain_logits(head: Any, tokens: list[int]) -> Tensor:
 
 
 def feed(head: Any, state: DraftState, texts: list[list[int]], start: list[int], count: list[int], nodes: Any) -> None:
-    """Tell the head of `count` positions of each row, with padding behind them."""
+    """Extend the head by `count` positions of each row, with padding behind them."""
     M = max(max(count), 1) if nodes is None else nodes.shape[1]
     tokens = torch.full((len(texts), M + 1), 7)
     for row, (text, first, many) in enumerate(zip(texts, start, count, strict=True)):

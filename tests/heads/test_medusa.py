@@ -215,7 +215,7 @@ def expected_accepted(accuracies: list[list[float]], paths: Any) -> float:
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_growth_is_the_best_tree_there_is(nodes: int, seed: int) -> None:
-    """Against every connected tree of so many nodes over 3 heads of 3 ranks; accuracies need not fall with rank."""
+    """Against every connected tree of that size over 3 heads of 3 ranks; accuracies need not fall with rank."""
     draws = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed))
     accuracies = (draws / draws.sum(1, keepdim=True)).tolist()
     every: list[tuple[int, ...]] = [()]

@@ -52,7 +52,7 @@ class CpuKVCache:
         self.slots, self.extent, self.first_row = slots, extent, row or 0
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
         is written."""
         held = slots_from.contiguous(), slots_to.contiguous()
         (L, B, heads, _, d, _), deep, P = self.keys.shape, self.values.shape[4], held[0].shape[1]
@@ -82,8 +82,8 @@ class CpuStack:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
-        """Of `heads.backends.cpu.decoder.in_c` parts. None where the kernels cannot: other layers, another dtype,
-        another activation, layers of several widths."""
+        """Return the stack of `heads.backends.cpu.decoder.in_c` parts; None where the kernels cannot: other layers,
+        another dtype, another activation, layers of several widths."""
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
             return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}

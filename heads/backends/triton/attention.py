@@ -64,13 +64,13 @@ def pack_bits(above: Tensor) -> Tensor:
 
 
 def splits_of(slots: int, split: int = 64) -> int:
-    """Return how many splits so many slots have, of which the first are of `split` slots."""
+    """Return the number of splits of `slots`; the first ones have `split` slots each."""
     return -(-min(slots, FINE) // split) + -(-max(slots - FINE, 0) // COARSE)
 
 
 def new_counters(rows: int, heads: int, slots: int, device: torch.device) -> Tensor:
-    """Counters for `tree_attention` of at most so many rows (batch times nodes), query heads and slots: zeros, which
-    every call leaves as zeros."""
+    """Counters for `tree_attention` of at most these rows (batch times nodes), query heads and slots: zeros, left so by
+    every call."""
     return torch.zeros(rows * heads * (1 + -(-splits_of(slots) // CHUNK)), dtype=torch.int32, device=device)
 
 

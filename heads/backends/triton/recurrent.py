@@ -70,7 +70,7 @@ class TritonRecurrent(RecurrentSteps):
         weights = [product.weight for product in products if product is not None] + [spec.lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
-        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or told of a round
+        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or accepted in a round
         self.counters = new_counters(most, self.attention.num_heads, len(self.cos), like.device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def refuse_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
-    """Render the report of a file; whether it was refused, which is told in one line that names the file."""
+    """Render the report of a file; whether it was refused, in one line that names the file."""
     capsys.readouterr()
     status = exit_status(lambda: report_command(path))
     said = capsys.readouterr()

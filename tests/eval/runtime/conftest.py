@@ -241,7 +241,7 @@ def prompts() -> list[list[int]]:
 
 
 class Toy:
-    """Laws over a few tokens, p and q, a random one after every prefix: small enough to sum over all that can happen.
+    """Distributions over a few tokens, p and q, random after every prefix: small enough to sum over all outcomes.
 
     `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
     """

@@ -56,7 +56,7 @@ class World:
         return grown * (PLAIN + bool(shape.depth) * self.fixed + self.level * shape.depth)
 
     def run(self, tokens: int) -> "World":
-        """Go on until each row has so many tokens, on average."""
+        """Go on until each row has that many tokens, on average."""
         while self.tokens < tokens * self.batch_size:
             shape = self.controller.shapes[self.controller.candidate]
             seconds, tested, kept = 0.0, [0] * shape.depth, [0] * shape.depth
@@ -216,18 +216,18 @@ class Foreseen(World):
 @pytest.mark.parametrize("scale", [1.0, 0.6])
 def test_confidence_saves_the_time_to_verify_what_will_be_refused(scale: float, level: float) -> None:
     """Even if the head says too little: what came of it so far corrects that."""
-    silent, told = (
+    silent, confident = (
         Foreseen("chain:7", lambda *at: 0.0, level, scale=said).run(8000).against_plain() for said in (None, scale)
     )
-    assert told > 1.04 * silent
+    assert confident > 1.04 * silent
 
 
 def test_confidence_that_says_nothing_costs_nothing() -> None:
-    silent, told = (
+    silent, confident = (
         Foreseen("chain:7", lambda *at: 0.0, 0.05, good=0.8, bad=0.8, scale=said).run(8000).against_plain()
         for said in (None, 1.0)
     )
-    assert told > 0.97 * silent
+    assert confident > 0.97 * silent
 
 
 def test_a_useless_head_with_confidence_is_left_alone() -> None:

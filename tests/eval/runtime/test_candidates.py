@@ -40,7 +40,7 @@ class Restless(Controller):
 
 
 def make_restless(engine: Engine, block: int, room: int) -> Engine:
-    """`room`: states of a resting head that are kept, read `block` of them at once."""
+    """`room`: states of a paused head that are kept, read `block` of them at once."""
     assert engine.candidates is not None
     pending = engine.candidates.paused.pending
     pending.block, pending.room = block, room

@@ -250,7 +250,7 @@ def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind
 
 
 def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
-    """A head of random weights is soon left alone, told what it missed, and tried again."""
+    """A head of random weights is soon paused, reads what it missed, and is tried again."""
     target = target_of("llama")
     requests = [
         Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)

@@ -49,7 +49,7 @@ def test_no_round_waits(family: str, kind: str, shape: str, rule: str, no_waitin
 
 
 def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **options: Any) -> Engine:
-    """The requests seated, what is made once made."""
+    """An engine with the requests in its rows and everything made that is made once."""
     sizes: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
     target = make_target(family, torch.float32, **sizes)
     settings: dict[str, Any] = {"aux_layer_ids": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}

@@ -190,7 +190,7 @@ def test_default_aux_layers(n: int, aux_layer_ids: tuple[int, int, int]) -> None
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_a_shallow_target_is_told_of_aux_layers_that_engines_capture(n: int) -> None:
+def test_a_shallow_target_gets_aux_layers_that_engines_capture(n: int) -> None:
     assert ("head.aux_layer_ids" in refusal(default_aux_layer_ids, n)) == (n > 1)
     if n > 1:
         proposed = shallow_aux_layer_ids(n)
@@ -245,7 +245,7 @@ def test_a_family_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
 
 
 def test_logits_that_are_not_the_models_are_noticed() -> None:
-    """Llama does not heed `logit_scale`, so what is made of its hidden states is not what it says itself."""
+    """Llama does not read `logit_scale`, so what is made of its hidden states is not what it says itself."""
     FrozenTarget(make_model("llama"), "llama").check()
     assert "its logits differ" in refusal(FrozenTarget(make_model("llama", logit_scale=0.5), "llama").check)
 

@@ -283,7 +283,7 @@ def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
 
     B, N = 4, 6
     node = torch.arange(N).expand(B, N)
-    tokens, choice = torch.randint(2, (2, B, 2 * N))  # of which some columns are taken: rows stand apart
+    tokens, choice = torch.randint(2, (2, B, 2 * N))  # some columns are taken: rows stand apart
     chain = Proposal(tokens[:, :N], (node - 1).clamp_min(0), node, torch.zeros(B, N))
     assert kept(accept(chain, choice[:, :N], None, N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)

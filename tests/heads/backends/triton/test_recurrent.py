@@ -83,7 +83,7 @@ class Adapted(torch.nn.Linear):
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 @pytest.mark.parametrize(("shape", "most"), [("chain", 13), ("tree", 14)])
 def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
-    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to tell a head of
+    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to extend a head by
     six tokens. A head that projects its input has two more, and one less that fuses no auxiliary hidden states."""
     head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
     mtp, counts = name == "mtp", []
@@ -116,7 +116,7 @@ def test_steps_to_time_run_through() -> None:
 @pytest.mark.parametrize("observed", [True, False])
 @pytest.mark.parametrize(("state_first", "zero_first"), [(True, True), (False, True), (False, False)])
 def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
-    """Three rows of four tokens; 70 slots behind the observed ones, of which paths hold any."""
+    """Three rows of four tokens; paths hold any of the 70 slots behind the observed ones."""
     B, W, A, S = 3, 4, 5, 90
     tokens, rows = torch.randint(V, (B, W)), torch.randint(A, (B, W))
     table, states = torch.randn(V, D), torch.randn(B, A, D)
