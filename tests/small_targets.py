@@ -65,7 +65,7 @@ OTHER_HYBRIDS: dict[str, dict[str, Any]] = {  # some clamp their steps by a leas
 
 def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **sizes: int) -> FrozenTarget:
     """A small random target."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **sizes})
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

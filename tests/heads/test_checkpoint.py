@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from heads.checkpoint import (
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
 from heads.vocab import build_vocab
+from tests.faults import small_files
 
 CONFIG = Eagle3Config(
     hidden_size=16,
@@ -153,13 +153,8 @@ def test_a_failed_save_leaves_the_old_head(folder: Path) -> None:
 def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
     """A true short write: no file may grow past a few kilobytes."""
     before = contents(folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(Exception, match=r"(?i)too large"):
-            save_head(make_head(), folder, target=TARGET)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(4096), pytest.raises(Exception, match=r"(?i)too large"):
+        save_head(make_head(), folder, target=TARGET)
     assert contents(folder) == before and entries(folder) == {"head"}
 
 

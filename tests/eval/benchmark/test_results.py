@@ -4,7 +4,6 @@ import io
 import json
 import math
 import random
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from eval.reporting.html import render_page
 from eval.reporting.report import print_report, report_command
 from eval.runtime.engine import Output
 from heads.errors import UserError
+from tests.faults import small_files
 from tests.mutations import damage_bytes, mutate
 
 
@@ -87,13 +87,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_results({"old": 1}, path)
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(UserError, match="could not be written"):
-            write_results({"new": "x" * 100}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(10), pytest.raises(UserError, match="could not be written"):
+        write_results({"new": "x" * 100}, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
