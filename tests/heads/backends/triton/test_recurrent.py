@@ -14,7 +14,7 @@ from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.torch.recurrent import TorchRecurrent
 from heads.backends.triton.cached_decoder import TritonDecoder
-from heads.backends.triton.inputs import enter, enter_twin, stand, stand_twin, take_newest
+from heads.backends.triton.inputs import enter, stand, take_newest
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.base import SharedLayers
 from heads.layers import RMSNorm
@@ -25,6 +25,7 @@ from scripts.grown.shapes import SHAPES, ModelShape
 from tests.drafting import SMALL, drafts_are_those_of_torch, some_head
 from tests.launches import Launches
 from tests.small_targets import make_target
+from tests.twins import enter_twin, stand_twin
 
 pytest.importorskip("triton")
 pytestmark = [
