@@ -19,6 +19,7 @@ from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
 from tests.native_mtp import change_weights
+from tests.runs import forget_accelerator
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -48,14 +49,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         assert attempt("eagle", ["recipe.yaml"]) == 0
         forget_accelerator()
     return folder
-
-
-def forget_accelerator() -> None:
-    """Accelerate keeps its state for the life of the process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture
@@ -151,7 +144,6 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("missing", "neither a folder here nor found on the hub"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
         ("not finite", "its logits are not finite"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
@@ -167,7 +159,7 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
     elif kind == "not finite":
         change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
-    elif kind != "missing":
+    else:
         sizes = {"another's tokenizer": {"vocab_size": 100}, "shallow": {"num_hidden_layers": 2}}
         make_target(path, tiny_target_dir, **sizes.get(kind, {}))
     if kind != "another's weights":
