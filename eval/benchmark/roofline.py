@@ -150,7 +150,7 @@ def round_seconds(engine: Engine, length: int) -> float:
 
 @contextmanager
 def rewound(engine: Engine) -> Iterator[None]:
-    """Afterwards the rows stand where they stood before: the same texts are decoded again."""
+    """Put the rows back afterwards, so that the same texts are decoded again."""
     state = engine.decoder.state
     kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
     yield

@@ -118,7 +118,7 @@ class RecurrentState:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: inputs are no longer kept than they are seen."""
+        """Return False: inputs are no longer kept than they are seen."""
         return False
 
 

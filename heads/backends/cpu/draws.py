@@ -78,7 +78,7 @@ class Chain:
     def __init__(
         self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
     ) -> None:
-        """Behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
+        """A chain behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
         where they are the same."""
         B, self.depth = len(root), depth
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)

@@ -62,7 +62,7 @@ class CpuKVCache:
         )
 
     def room(self, size: int) -> Tensor:
-        """At least `size` floats; the same ones again and again."""
+        """Return at least `size` floats; the same ones again and again."""
         if len(self.scratch) < size:
             self.scratch = torch.empty(size)
         return self.scratch
@@ -94,7 +94,7 @@ class CpuStack:
         return cls(blocks, window or 0)
 
     def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
-        """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
+        """Return a cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         return CpuKVCache(self, batch_size=batch_size, capacity=capacity)
 
     def scratch_size(self, *shape: int) -> int:

@@ -36,7 +36,7 @@ class TritonRecurrent(RecurrentSteps):
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
-        """None but for one module, normed once after its layer, of numbers that the kernels take."""
+        """Return the steps of one module, normed once after its layer, of numbers that the kernels take; else None."""
         parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
