@@ -78,8 +78,8 @@ class Chain:
     def __init__(
         self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
     ) -> None:
-        """A chain behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
-        where they are the same."""
+        """A chain behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's,
+        None where they are the same."""
         B, self.depth = len(root), depth
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
         room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
