@@ -70,7 +70,7 @@ def check_folder(
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
-    """Return the reason that a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
+    """The reason that a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
     if served and not misread:

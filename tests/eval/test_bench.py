@@ -31,6 +31,13 @@ KEYS = {
 }
 
 
+def shown(results: Results) -> tuple[str, str, str]:
+    """What is said of results in the terminal, on the page and in the card."""
+    console = Console(record=True, width=400)
+    print_report(results, console)
+    return console.export_text(), render_page(results, []), model_card(results)
+
+
 def test_a_run_leaves_results_plots_page_and_card(measured: tuple[Results, str, Path]) -> None:
     results, text, out = measured
     read = read_results(out / "results.json")
@@ -129,9 +136,7 @@ def test_a_machine_that_was_busy_is_given_of(measured: tuple[Results, str, Path]
     results["measurements"][-1]["baseline"]["ms_per_token"] = 57.9
     found = [line for line in warnings(results) if "idle" in line]
     assert len(found) == 1 and "57.90 ms a token on average and 1.00 in the median" in found[0]
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    terminal, page, card = console.export_text(), render_page(results, []), model_card(results)
+    terminal, page, card = shown(results)
     assert found[0] in terminal and found[0][1:] in page and f"Note: {found[0]}." in card
     # The mark stands beside the speedup that it is about, in the row, and beside no other.
     speed = f"{results['measurements'][-1]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
@@ -159,12 +164,9 @@ def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results
             "plain_is_faster": True,
         }
     ]
-    console = Console(record=True, width=200)
-    print_report(results, console)
-    said = "lain decoding is faster than every draft measured (greedy)"
-    terminal, page = console.export_text(), render_page(results, [])
-    for text in (terminal, page, model_card(results)):
-        assert said in text and "fastest" not in text
+    terminal, page, card = shown(results)
+    for text in (terminal, page, card):
+        assert "lain decoding is faster than every draft measured (greedy)" in text and "fastest" not in text
     for text in (terminal, page):
         assert "plain decoding is faster than all 2 measured, chain:2 is next (0.62x)" in text
     assert '<span class="caution">plain decoding is faster</span>' in page
@@ -230,9 +232,7 @@ def test_names_of_folders_are_shown_as_they_are(measured: tuple[Results, str, Pa
     assert f" for {name}. " in shown[1]
     page = render_page(results, head_charts(results))
     assert "<img" not in page and "</title>&lt;" not in page and f"<h1>{escape(heading(results))}</h1>" in page
-    console = Console(record=True, width=400)
-    print_report(results, console)
-    said = console.export_text()
+    said = shown(results)[0]
     assert heading(results) in said and audit_line(results) in said and "\x1b" not in said
     write_report(results, tmp_path)
     drawn = (tmp_path / "plots/acceptance.svg").read_text()
