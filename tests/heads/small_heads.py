@@ -108,7 +108,7 @@ def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int], backend:
     return state
 
 
-def loss_agrees(head: Any, batch: Batch, expected: Tensor, scale: Tensor, **tolerance: float) -> None:
+def loss_agrees(head: Any, batch: Batch, expected: Tensor, scale: Tensor, **tolerance: Any) -> None:
     """Compare the sums of a head's loss, and the gradients of all its weights, with `expected` (K,), worked out from
     the same weights."""
     (expected * scale).sum().backward()
