@@ -32,7 +32,7 @@ KEYS = {
 
 
 def shown(results: Results) -> tuple[str, str, str]:
-    """What is said of results in the terminal, on the page and in the card."""
+    """Results in the terminal, on the page and in the card."""
     console = Console(record=True, width=400)
     print_report(results, console)
     return console.export_text(), render_page(results, []), model_card(results)

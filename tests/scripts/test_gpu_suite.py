@@ -34,7 +34,7 @@ no_triton = pytest.mark.skipif(
 
 
 class SmallBench(parts.Bench):
-    """Of a random target whose prompts are made up."""
+    """A bench of a random target whose prompts are made up."""
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
         ways = [Sampling(temperature, seed=i) if temperature else Sampling() for i in range(min(count, 2))]

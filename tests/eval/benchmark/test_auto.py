@@ -45,7 +45,7 @@ def synthetic(text: str, alpha: float) -> Calibration:
 
 
 def best_chain(alpha: float) -> int:
-    """By arithmetic: the depth with the most tokens a millisecond."""
+    """The depth with the most tokens a millisecond, by arithmetic."""
 
     def speed(depth: int) -> float:
         tokens = sum(alpha**k for k in range(depth + 1))

@@ -60,7 +60,7 @@ class World:
         )
 
     def chances(self, shape: TreeShape) -> list[list[float]]:
-        """How likely each drafted token of each row is accepted in the next round."""
+        """The chance of each drafted token of each row to be accepted in the next round."""
         return [[self.alpha(shape, self.tokens // self.batch_size)] * shape.depth] * self.batch_size
 
     def run(self, tokens: int) -> Self:

@@ -115,7 +115,7 @@ def test_what_the_head_is_given_has_no_gaps(
 def test_a_head_that_was_paused_drafts_as_if_it_had_not(
     kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
-    """Wherever both drafted, both drafted the same."""
+    """Both drafted the same wherever both drafted."""
     target = target_of("llama")
     head = make_drafter(kind, target, **KINDS[kind])
     propose = head.propose

@@ -70,7 +70,7 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
-    """What either would misread is refused by name."""
+    """A folder that either would misread is refused by name."""
     settings = {"block_size": 5, "num_layers": 2, **({"markov_rank": 6} if kind == "dspark" else {})}
     folder = save(tmp_path / "head", target, kind, **settings)
     config = json.loads((folder / "config.json").read_text())
