@@ -31,7 +31,7 @@ KEYS = {
 }
 
 
-def shown(results: Results) -> tuple[str, str, str]:
+def reported(results: Results) -> tuple[str, str, str]:
     """Results in the terminal, on the page and in the card."""
     console = Console(record=True, width=400)
     print_report(results, console)
@@ -136,7 +136,7 @@ def test_a_machine_that_was_busy_is_given_of(measured: tuple[Results, str, Path]
     results["measurements"][-1]["baseline"]["ms_per_token"] = 57.9
     found = [line for line in warnings(results) if "idle" in line]
     assert len(found) == 1 and "57.90 ms a token on average and 1.00 in the median" in found[0]
-    terminal, page, card = shown(results)
+    terminal, page, card = reported(results)
     assert found[0] in terminal and found[0][1:] in page and f"Note: {found[0]}." in card
     # The mark stands beside the speedup that it is about, in the row, and beside no other.
     speed = f"{results['measurements'][-1]['speedup']['measured']:.2f}x, {NOT_RELIABLE}"
@@ -164,7 +164,7 @@ def test_plain_decoding_is_said_to_be_faster_where_it_is(measured: tuple[Results
             "plain_is_faster": True,
         }
     ]
-    terminal, page, card = shown(results)
+    terminal, page, card = reported(results)
     for text in (terminal, page, card):
         assert "lain decoding is faster than every draft measured (greedy)" in text and "fastest" not in text
     for text in (terminal, page):
@@ -232,7 +232,7 @@ def test_names_of_folders_are_shown_as_they_are(measured: tuple[Results, str, Pa
     assert f" for {name}. " in shown[1]
     page = render_page(results, head_charts(results))
     assert "<img" not in page and "</title>&lt;" not in page and f"<h1>{escape(heading(results))}</h1>" in page
-    said = shown(results)[0]
+    said = reported(results)[0]
     assert heading(results) in said and audit_line(results) in said and "\x1b" not in said
     write_report(results, tmp_path)
     drawn = (tmp_path / "plots/acceptance.svg").read_text()

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
     max_position_embeddings=256, initializer_range=0.3,
 )  # fmt: skip
-OWN: dict[str, dict[str, int]] = {"mistral": {"sliding_window": 4}, "qwen3_moe": {"moe_intermediate_size": 16}}
+OWN: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 4}, "qwen3_moe": {"moe_intermediate_size": 16}}
 
 
 @pytest.mark.parametrize(
