@@ -25,7 +25,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--temperature", type=temperature, default="0", help="0 is greedy")
     add("--seed", type=seed, default=0, help="of the sampling; each further answer takes the next one")
     add("--max-new-tokens", type=count, default=256, help="of each answer")
-    add("--plain", action="store_true", help="the text alone, as for output that is not a terminal")
     return parser.parse_args(arguments)
 
 

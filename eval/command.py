@@ -81,7 +81,7 @@ def temperatures(text: str) -> tuple[float, ...]:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers with commas between, got {text!r}") from None
-    with _told():
+    with _shown():
         return tuple(Sampling(temperature).temperature for temperature in found)
 
 
@@ -96,7 +96,7 @@ def temperature(text: str) -> float:
 def trees(text: str) -> tuple[str, ...]:
     """Parse trees that draft something, or `auto`, separated by commas."""
     parts = [part.strip() for part in text.split(",")]
-    with _told():
+    with _shown():
         draft_shapes([part for part in parts if part not in (AUTO, HEAD_TREE)])
     return tuple(parts)
 
@@ -118,7 +118,7 @@ def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[Tree
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _shown() -> Iterator[None]:
     """Turn a UserError into the error that argparse shows in full; of another ValueError it hides the text."""
     try:
         yield
@@ -153,8 +153,7 @@ def add_head_options(parser: argparse.ArgumentParser, *, several: bool = False) 
 
 
 def asks_usage(usage: str, arguments: Sequence[str], *, keys: Callable[[], str]) -> bool:
-    """If --help is given, print the usage of a command that takes a recipe, with the recipe's keys, and return True.
-
+    """Return True, with the usage of a command that takes a recipe and the recipe's keys printed, if --help is given.
     UserError if there are no arguments."""
     if not arguments:
         raise UserError(f"{usage}; --help lists the keys")

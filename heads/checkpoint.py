@@ -135,7 +135,7 @@ def file_hash(path: Path) -> str:
 
 
 def _replaced(folder: Path) -> Path:
-    """Where a head's folder is moved while another one takes its place."""
+    """Return the place of a head's folder while another one takes its own."""
     real = Path(os.path.realpath(folder))
     return real.parent / f".{real.name}.saving" / "old"
 

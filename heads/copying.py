@@ -75,7 +75,7 @@ def begin_copying(attention: Attention, probe: Probe, device: torch.device) -> N
 def principal_axes(x: Tensor, count: int) -> Tensor:
     """(D, count) the principal axes of (N, D), as columns, the widest first; all of them again where D are too few."""
     centred = x - x.mean(0)
-    axes = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)
+    axes: Tensor = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)
     return axes[:, torch.arange(count, device=x.device) % axes.shape[1]]
 
 

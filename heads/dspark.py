@@ -96,7 +96,7 @@ class DSpark(DraftBlockHead):
 
     @torch.no_grad()
     def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:
-        """As a head without the Markov head, which adds nothing yet."""
+        """Start as a head without the Markov head, which adds nothing yet."""
         super().initialise(norm, aux_scales)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=self.config.markov_rank**-0.5)
         nn.init.zeros_(self.markov_head.markov_w2.weight)

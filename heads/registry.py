@@ -10,14 +10,14 @@ from heads.dflash import DFlash, DFlashSettings
 from heads.draft_model import Draft, DraftSettings
 from heads.dspark import DSpark, DSparkSettings
 from heads.eagle3 import Eagle3, Eagle3Settings
-from heads.early_exit import EarlyExit
 from heads.errors import UserError
 from heads.formats import dflash, draft_model, eagle3, medusa, mtp
 from heads.formats.base import Format
-from heads.lookup import Lookup
 from heads.medusa import Medusa, MedusaSettings
 from heads.mtp import Mtp, MtpSettings
 from heads.target.frozen import FrozenTarget
+from heads.untrained.early_exit import EarlyExit
+from heads.untrained.lookup import Lookup
 
 
 @dataclass(frozen=True)

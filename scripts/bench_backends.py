@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_pieces(path: str, shape: str | None) -> dict[str, dict[str, Callable[[], float]]]:
-    """By name and backend, a call that returns its seconds."""
+    """Return calls by name and backend, each of which returns its seconds."""
     import torch
     from transformers import AutoModelForCausalLM
 

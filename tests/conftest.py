@@ -85,8 +85,8 @@ def teach_bfloat16() -> None:
 
 def quicken_interpreter() -> None:
     """Spare Triton's interpreter half of its time, which goes into two things that change no result: putting its
-    operations into the language anew for every launch and every call inside a kernel, and reckoning whether each sum
-    and product of whole numbers overflows, of which nothing is made outside its debug mode."""
+    operations into the language anew for every launch and every call inside a kernel, and checking each sum and product
+    of whole numbers for overflow, which only its debug mode uses."""
     from triton import language
     from triton.runtime import interpreter
 

@@ -84,7 +84,7 @@ def head_rounds(
 def drafts_are_those_of_torch(
     name: str, shape: str, device: torch.device, *, prompt: int = 5, table: bool = True
 ) -> None:
-    """In float32: tokens, parents, and scores within rounding."""
+    """Compare tokens, parents, and scores within rounding, in float32."""
     head = some_head(name, device)
     ours = head_rounds(head, shape, TRITON, device, prompt=prompt, table=table)
     agree(ours, head_rounds(head, shape, TORCH, device, prompt=prompt))
@@ -105,7 +105,7 @@ def draft_of(target: FrozenTarget) -> Draft:
 
 
 def model_drafts_are_those_of_torch(target: FrozenTarget, shape: str, *, prompt: int = 5) -> None:
-    """By kernels and without, of a target in float32."""
+    """Compare drafts by kernels and without, of a target in float32."""
     head = draft_of(target)
     ours, theirs = (model_rounds(head, target, shape, prompt, backend) for backend in (TRITON, TORCH))
     agree(ours, theirs)

@@ -4,7 +4,7 @@ import copy
 import random
 from typing import Any
 
-JUNK: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 10**30, -(10**30), 2**63, 10**400),
     *(float("nan"), float("inf"), -0.5, 1e300, 5e-324),
     *("", "x", "a\nb", "\ud800", "$x_", "{{ 1 }}", "%s", "../..", "x" * 300, "9" * 40),
@@ -23,7 +23,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
 def _damage(value: Any, rng: random.Random) -> Any:
     places = _places(value)
     if not places:
-        return junk(rng)
+        return odd_value(rng)
     holder, key = rng.choice(places)
     match rng.randrange(7):
         case 0:
@@ -40,13 +40,13 @@ def _damage(value: Any, rng: random.Random) -> Any:
         case 3:
             holder[key] = [holder[key]]
         case _:
-            holder[key] = junk(rng)
+            holder[key] = odd_value(rng)
     return value
 
 
-def junk(rng: random.Random) -> Any:
-    """A value that belongs nowhere."""
-    nested: Any = copy.deepcopy(rng.choice(JUNK))
+def odd_value(rng: random.Random) -> Any:
+    """A value that belongs in no such file."""
+    nested: Any = copy.deepcopy(rng.choice(ODD_VALUES))
     if rng.random() < 0.05:
         for _ in range(rng.choice((50, 400))):
             nested = [nested] if rng.random() < 0.5 else {"a": nested}

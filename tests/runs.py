@@ -22,6 +22,14 @@ Settings = dict[str, Any]
 WriteRecipe = Callable[[Settings], Path]
 
 
+def forget_accelerator() -> None:
+    """Reset the state that Accelerate keeps for the life of the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 def train(recipe: Path, *overrides: str) -> Outcome:
     """A whole run, without the measurement that ends it."""
     read = load_recipe(recipe, overrides)

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import Drafter
-from heads.registry import build_head
+from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import ROOT_ONLY, TreeShape, parse_shape
 
@@ -65,7 +65,7 @@ OTHER_HYBRIDS: dict[str, dict[str, Any]] = {  # some clamp their steps by a leas
 
 def make_target(family: str, dtype: torch.dtype, device: torch.device = CPU, **sizes: int) -> FrozenTarget:
     """A small random target."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **sizes})
+    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES.get(family, {}), **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -97,6 +97,26 @@ def make_head(target: FrozenTarget) -> Drafter:
         )
     drafter: Drafter = head.to(target.device, target.dtype)
     return drafter
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 3},
+    "medusa": {"depth": 3},
+    "mtp": {"depth": 3},
+    "draft": {"layers": [0, 1]},
+}
+
+
+def make_drafter(name: str, target: FrozenTarget, **settings: Any) -> Any:
+    """A random head of a kind, by `settings` or those of DRAFTERS; a draft without training, as `lookup:3`; or none."""
+    if name == "none":
+        return None
+    if ":" in name:
+        return build_untrained(name, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        counts = torch.ones(target.vocab_size, dtype=torch.int64)
+        return build_head(name, settings or DRAFTERS[name], target, counts).to(target.dtype)
 
 
 def some_requests(vocab: int, count: int = 6, new_tokens: int = 48) -> list[Request]:

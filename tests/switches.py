@@ -13,7 +13,7 @@ LOADERS = (compiling.find_compiler, library.load)
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    """As where there is no compiler: what is built inside takes torch's operations."""
+    """Hide the compiler: what is built inside takes torch's operations."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CC", "none")

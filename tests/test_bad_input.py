@@ -18,8 +18,8 @@ from eval.benchmark.results import read_results
 from eval.command import exit_status
 from eval.reporting.report import report_command
 from heads.checkpoint import read_config
-from tests.faults import full_disk
 from tests.native_mtp import change_weights
+from tests.runs import forget_accelerator
 from train.entry import attempt
 
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
@@ -49,14 +49,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target_dir: Path) -> 
         assert attempt("eagle", ["recipe.yaml"]) == 0
         forget_accelerator()
     return folder
-
-
-def forget_accelerator() -> None:
-    """Accelerate keeps its state for the life of the process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture
@@ -113,19 +105,11 @@ def make_target(folder: Path, like: Path, *, seed: int = 1, **changes: Any) -> N
     ("changes", "fault"),
     [
         (["trian.max_steps=3"], "unknown key; did you mean 'train'?"),
-        (["head.dept=3"], "head.dept: unknown key; did you mean 'depth'?"),
-        (["train.max_steps=ten"], "train.max_steps: should be a valid integer, got 'ten'"),
-        (["target.path=''"], "target.path: String should have at least 1 character"),
-        (["eval.tree=chian:5"], "tree 'chian:5'"),
-        (["head.depth=0"], "head.depth: expected 1 to 1024"),
         (["head.aux_layer_ids=[1, 99]"], "head.aux_layer_ids: 99 is not a residual stream"),
-        (["head.draft_vocab_size=4096"], "head.draft_vocab_size: expected 1 to 128"),
         (["data.context_length=4096"], "expected at most 512, the context of"),
         (["head.kind=[1]"], "head.kind: unknown kind [1]"),
         (["data.sources=[{}]"], "data.sources.0.kind: is missing; one of python, text, chat"),
         (["head.depth=48"], "head.depth: expected less than data.context_length (48)"),
-        (["train.lr=1e300"], "train.lr: should be less than or equal to 100"),
-        (["eval.temperature=1e-30"], "eval.temperature: temperature: expected 0 (greedy) or"),
         (["eval.report.temperatures=[1e-30]"], "eval.report.temperatures.0: temperature: expected 0 (greedy) or"),
     ],
 )
@@ -147,6 +131,8 @@ def test_a_bad_head_is_given_before_any_data_is_read(refused: Any) -> None:
         (b"", ["data.sources.0.path=no.jsonl"], "no.jsonl: no such file"),
         (b'{"text": "a"}\n{"text":', ["eval.prompts=bad.jsonl"], "bad.jsonl:2: expected a JSON record"),
         (LONG, ["eval.prompts=bad.jsonl"], "bad.jsonl:1: the prompt has"),
+        (b"", ["eval.max_prompt_tokens=2"], "tokens where at most 2 fit; raise eval.max_prompt_tokens, or leave"),
+        (b"", ["eval.max_prompt_tokens=2", "eval.skip_long=true"], "no prompt of at most 2 tokens"),
         (LONG, ["eval.prompts=bad.jsonl", "eval.max_prompt_tokens=5000"], "need 1814 positions, the target has 512"),
     ],
 )
@@ -158,7 +144,6 @@ def test_data_and_prompts(data: bytes, changes: list[str], fault: str, here: Pat
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ("missing", "neither a folder here nor found on the hub"),
         ("truncated", "no causal language model with safetensors weights can be loaded"),
         ("not finite", "its logits are not finite"),
         ("another's tokenizer", "its tokenizer has 128 tokens and its output head 100; put the model's own"),
@@ -174,7 +159,7 @@ def test_targets(kind: str, fault: str, here: Path, tiny_target_dir: Path, refus
         (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:5000])
     elif kind == "not finite":
         change_weights(path, model__norm__weight=torch.full((32,), torch.nan))
-    elif kind != "missing":
+    else:
         sizes = {"another's tokenizer": {"vocab_size": 100}, "shallow": {"num_hidden_layers": 2}}
         make_target(path, tiny_target_dir, **sizes.get(kind, {}))
     if kind != "another's weights":
@@ -208,6 +193,9 @@ def test_a_target_in_half_precision_is_given_what_fits(here: Path, tiny_target_d
         (["--temperature", "-1"], "--temperature: temperature: expected 0 (greedy) or"),
         (["--temperature", "1", "--top-p", "2"], "top_p: expected a share"),
         (["--top-k", "5"], "--top-k: has no effect at --temperature 0"),
+        (["--rule", "typical"], "--rule: invalid choice: 'typical'"),
+        (["--rule", "ratio"], "--rule: has no effect at --temperature 0"),
+        (["--strict"], "--strict: has no effect but in bfloat16 or float16 on a GPU"),
         (["--device", "gpu"], "--device: expected a device of this machine, such as cpu, got 'gpu'"),
         (["--device", "meta"], "--device: expected a device of this machine"),
         (["--max-new-tokens", "600"], "leave no room for a prompt in the 512 positions"),
@@ -247,18 +235,6 @@ def test_an_output_dir_that_cannot_be(path: str, refused: Any) -> None:
 
 def test_a_run_with_other_settings(refused: Any) -> None:
     assert "train.lr was 0.01, is 0.02" in refused(lambda: train("output_dir=run", "train.lr=0.02"))
-
-
-def test_no_space_for_a_checkpoint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one before it stands, nothing half written lies about, and the same command goes on from there."""
-    with full_disk(2):
-        assert train() == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "for the checkpoint of step 2; step-1 is intact" in errors[0]
-    assert [path.name for path in (here / "a/b/new/checkpoints").iterdir()] == ["step-1"]
-    forget_accelerator()
-    assert train() == 0
-    assert "resumed from" in capsys.readouterr().err
 
 
 def test_nothing_to_draft_is_given_at_the_first_measurement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,8 @@ from eval.files import check_file, is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
-from heads.lookup import LookupConfig
+from heads.untrained.lookup import LookupConfig
 from tests.faults import small_files
-from train.data.on_policy import write_answers
 from train.recipe import load_recipe
 
 
@@ -90,12 +89,6 @@ def test_no_memory_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> N
 
     assert exit_status(take) == 2
     assert capsys.readouterr().err.startswith("error: the memory does not suffice (")
-
-
-def test_answers_that_do_not_fit_leave_nothing_half_written(tmp_path: Path) -> None:
-    with small_files(10), pytest.raises(UserError, match="could not be written"):
-        write_answers(tmp_path / "answers.jsonl", [[1, 2]] * 20)
-    assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_exceed_a_limit_on_files_are_a_full_disk(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def tell_first(text: str) -> None:
 
 
 def _is_first_to_end() -> bool:
-    """By a count in the store that the launcher, or the first process, keeps for the others; alone where it is gone."""
+    """Ask the count in the store that the launcher, or the first process, keeps for the others. True without one."""
     launch = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
     try:
         store = TCPStore(

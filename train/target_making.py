@@ -125,7 +125,7 @@ class Paired(torch.optim.Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Both states under one numbering: the first part's parameters, then the second's."""
+        """Return both states under one numbering: the first part's parameters, then the second's."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for part in self.parts:

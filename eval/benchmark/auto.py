@@ -62,7 +62,7 @@ class Calibration:
     ranks: Tensor  # (R, K, K) int64: [r, d - 1, k - 1] is the rank of the accepted node at depth d among k levels
 
     def tokens(self, depth: int, nodes: int) -> float:
-        """Tokens a round would have emitted with so many levels and nodes, the bonus token included."""
+        """Tokens a round would have emitted with `depth` levels and `nodes` nodes, the bonus token included."""
         held = self.ranks[:, :depth, depth - 1] < nodes  # (R, depth)
         return 1.0 + float(held.sum(dim=1).double().mean())
 

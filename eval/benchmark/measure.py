@@ -186,7 +186,7 @@ def split_units(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
 
 
 def profile(comparison: Comparison, num_prompts: int = PROFILED_PROMPTS) -> list[dict[str, float]]:
-    """For each drafting variant: seconds of one round by phase, over the first prompts that have any.
+    """Return seconds of one round by phase for each drafting variant, over the first prompts that have any.
 
     They are decoded once more, and plainly too, for the seconds of a plain step in the same minute.
     """

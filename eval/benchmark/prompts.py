@@ -259,7 +259,7 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def spread(items: Sequence[Item], count: int | None) -> Sequence[Item]:
-    """At most `count` of the items, evenly spread, so that every category of an ordered suite is met."""
+    """Return at most `count` of the items, evenly spread, so that every category of an ordered suite is met."""
     if count is None or count >= len(items):
         return items
     return [items[i * len(items) // count] for i in range(count)]

@@ -41,7 +41,7 @@ def is_held_out(relative_path: str) -> bool:
 
 @cache
 def list_modules(roots: tuple[Path, ...]) -> dict[bool, list[tuple[str, Path]]]:
-    """By split, (relative path, file) of every module, sorted by the hash of the path: a fixed, mixed order.
+    """(relative path, file) of every module by split, sorted by the hash of the path: a fixed, mixed order.
 
     Walking some ten thousand folders takes seconds, so it is done once a process.
     """

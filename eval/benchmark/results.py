@@ -1,7 +1,7 @@
 """results.json: the form of the file, how it is written and read, and the folder that each measurement lies in.
 
 Keys are added, never renamed. Figures at the top level are those of the headline setting; `measurements` has every
-setting, `suites` every suite and category at the headline setting. A speedup stands nowhere unless every output was
+setting, `suites` every suite and category at the headline setting. No speedup is stated unless every output was
 identical. The newest measurement is found by what its file says, whatever its folder is called.
 """
 

@@ -150,7 +150,7 @@ def round_seconds(engine: Engine, length: int) -> float:
 
 @contextmanager
 def rewound(engine: Engine) -> Iterator[None]:
-    """Afterwards the rows stand where they stood before: the same texts are decoded again."""
+    """Put the rows back afterwards, so that the same texts are decoded again."""
     state = engine.decoder.state
     kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
     yield
@@ -242,8 +242,7 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
 
 
 def select_seconds(decoder: Decoder, chosen_by: Select) -> float:
-    """To choose which nodes to draft and verify, the head's own passes left out; 0 where none is chosen by
-    logits."""
+    """Seconds to choose which nodes to draft and verify, without the head's own passes; 0 if logits choose none."""
     held = decoder.head_state
     Vd = 0 if decoder.head is None else decoder.head.bytes_per_round(held).logits
     if Vd == 0:

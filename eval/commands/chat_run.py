@@ -218,7 +218,7 @@ def chat(options: argparse.Namespace) -> int:
     fitting = [shape for shape in shapes if can_draft(opened.head, opened.target, shape, "match")]
     shape = (fitting or shapes)[0]  # where none fits, the engine says why
     console = Console()
-    shown = console if console.is_interactive and not options.plain else None
+    shown = console if console.is_interactive else None
     sampling = Sampling(options.temperature, seed=options.seed)
     conversation = Conversation(opened, shape, sampling, options.max_new_tokens, shown)
     if options.prompt is not None:

@@ -42,7 +42,7 @@ class Run:
         return emitted, [float(sum(t.rounds for t in traces)) for traces in self.traces]
 
     def record(self) -> Record:
-        """Its figures."""
+        """Return the figures of the run."""
         traces = [t for by_seed in self.traces for t in by_seed]
         return {
             "rule": self.rule,

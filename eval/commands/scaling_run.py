@@ -108,7 +108,7 @@ def out_of_memory(tree: str, error: torch.OutOfMemoryError) -> Results:
 
 
 def windows(suite: str, tokenizer: PreTrainedTokenizerBase, length: int, number: int) -> list[Prompt]:
-    """So many prompts of so many tokens, one after another out of the suite's texts."""
+    """Return `number` prompts of `length` tokens, one after another out of the suite's texts."""
     ids: list[int] = []
     for text in texts(suite, tokenizer):
         ids += text

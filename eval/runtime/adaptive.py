@@ -112,15 +112,15 @@ class Cost:
     """Rounds since this draft was last chosen."""
 
     def add(self, seconds: float, rounds: int) -> float:
-        """Add `rounds` of `seconds` each. Return the factor by which the running cost moved, 1 unless it is settled."""
+        """Add `rounds` of `seconds` each. Return the factor by which the running cost moved, 1 in the first WINDOW."""
         if self.seconds is None:
             self.seconds, self.rounds = seconds, rounds
             return 1.0
         self.rounds += rounds
-        before, settled = self.seconds, self.rounds > WINDOW
+        before = self.seconds
         weight = min(1.0, rounds / min(self.rounds, WINDOW))
         self.seconds += weight * (min(seconds, OUTLIER * before) - before)
-        return self.seconds / before if settled else 1.0
+        return self.seconds / before if self.rounds > WINDOW else 1.0
 
 
 @dataclass

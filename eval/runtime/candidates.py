@@ -76,7 +76,7 @@ class PendingStates:
         self.count.add_(observation.count)
 
     def has_room(self, rounds: int) -> bool:
-        """Return True if every row has room for so many more, and count them as kept."""
+        """Return True if every row has room for `rounds` more, and count them as kept."""
         if self.most + rounds > self.room and self.may_ask:
             self.most = int(self.live().max())  # rows come and go
         if self.most + rounds > self.room:

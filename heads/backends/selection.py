@@ -20,7 +20,7 @@ from heads.backends.torch import select as torch_select
 from heads.backends.torch.architectures import native_decoder, why_not_native
 from heads.backends.torch.block import TorchBlock
 from heads.backends.torch.cached_decoder import TorchDecoder
-from heads.backends.torch.commit import Commit
+from heads.backends.torch.commit import Commit, take_newest
 from heads.backends.torch.linear import Product
 from heads.backends.torch.recurrent import TorchRecurrent
 from heads.backends.torch.sampling import RowSampling
@@ -49,7 +49,7 @@ TORCH = Backend(
     block=TorchBlock,
     product=partial(Product.of, draft=True),
     select=torch_select.TORCH,
-    take_newest=inputs.take_newest_twin,
+    take_newest=take_newest,
     sampling=RowSampling,
     match=torch_accept.match,
     take_path=torch_accept.take_path,

@@ -1,4 +1,4 @@
-"""Where the tokens of one step stand, and which slots of the cache they see.
+"""The slots of one step's tokens in the cache, and the slots that they see.
 
 A token at position p has its key in slot p. Tokens that became known go there at once. Drafted ones go behind the slots
 that are observed, in the order in which they are expanded: node i of those to slot length + i, whatever its depth. In a
@@ -61,7 +61,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """M tokens in a row, of which the first `count` are true; each sees the slots up to its own."""
+    """M tokens in a row, the first `count` of them true; each sees the slots up to its own."""
 
     start: Tensor  # (B,) int64, where the first of them stands
     count: Tensor | None  # (B,) int64; None if all are true

@@ -136,6 +136,30 @@ def sglang(algorithm: str) -> Command:
     return run
 
 
+DECODER_SIZES = tuple(
+    ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
+)
+"""The sizes of a decoder's layers in config.json."""
+
+
+def decoder_config(config: Any, target: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields of config.json for a head's decoder layers and the special tokens of its target."""
+    own = {name: getattr(config, name) for name in (*DECODER_SIZES, "rms_norm_eps", "rope_theta")}
+    tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {**own, "max_position_embeddings": config.max_position_embeddings, **tokens, "torch_dtype": dtype}
+
+
+def attention(prefix: str, c: Mapping[str, Any], width: int) -> Shapes:
+    """The projections of an attention whose inputs are of `width`, by the sizes in config.json."""
+    queries, keys = (c[name] * c["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        f"{prefix}.q_proj.weight": (queries, width),
+        f"{prefix}.k_proj.weight": (keys, width),
+        f"{prefix}.v_proj.weight": (keys, width),
+        f"{prefix}.o_proj.weight": (c["hidden_size"], queries),
+    }
+
+
 def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
     """A gated MLP, an expert's too."""
     return {

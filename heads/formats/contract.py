@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Why it does not, in words that follow the reader's name."""
+        """The reason that it does not, in words that follow the reader's name."""
         if not self.faults:
             return str(self.lacks)
         more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
@@ -70,7 +70,7 @@ def check_folder(
 
 
 def why_unfit(verdicts: Sequence[Verdict]) -> str | None:
-    """Why a head is not fit for engines: none serves it, or one would misread it. None where it is fit."""
+    """The reason that a head is unfit for engines: none serves it, or one would misread it. None if it is fit."""
     engines = [verdict for verdict in verdicts if verdict.reader in ENGINES]
     served, misread = any(verdict.serves for verdict in engines), any(verdict.faults for verdict in engines)
     if served and not misread:

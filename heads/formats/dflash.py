@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from heads.errors import UserError, shown
 from heads.formats.base import (
+    DECODER_SIZES,
     SGLANG,
     VLLM,
     Command,
@@ -26,7 +27,9 @@ from heads.formats.base import (
     Format,
     Reading,
     Shapes,
+    attention,
     check_same,
+    decoder_config,
     fields,
     gated_mlp,
     sizes,
@@ -47,32 +50,25 @@ TARGETS = {VLLM: hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM), SGLANG: hooked("", 
 """Classes of targets that hand their residual streams to such a head."""
 
 
+QWEN3_FIELDS: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_scaling": None,
+}
+
+
 def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     """The fields that are Qwen3's."""
     return {
-        "model_type": "qwen3",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **QWEN3_FIELDS,
+        **decoder_config(config, target, dtype),
         "num_hidden_layers": config.num_layers,
         "layer_types": ["full_attention"] * config.num_layers,
         "use_sliding_window": False,
         "sliding_window": None,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "torch_dtype": dtype,
-        "bos_token_id": target.get("bos_token_id"),
-        "eos_token_id": target.get("eos_token_id"),
-        "pad_token_id": target.get("pad_token_id"),
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
     }
@@ -113,35 +109,18 @@ def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     }
 
 
-SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("num_hidden_layers", "block_size", "num_target_layers"),
-)
-QWEN3_FIELDS: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "rope_scaling": None,
-}
+SIZES = (*DECODER_SIZES, "num_hidden_layers", "block_size", "num_target_layers")
 
 
 def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
     """The tensors that both have."""
     D, d = c["hidden_size"], c["head_dim"]
-    queries, keys = (c[name] * d for name in ("num_attention_heads", "num_key_value_heads"))
     shapes: Shapes = {"fc.weight": (D, len(ids) * D), "hidden_norm.weight": (D,), "norm.weight": (D,)}
     for i in range(c["num_hidden_layers"]):
         layer = f"layers.{i}"
         shapes |= {f"{layer}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
         shapes |= {f"{layer}.self_attn.{name}.weight": (d,) for name in ("q_norm", "k_norm")}
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (queries, D),
-            f"{layer}.self_attn.k_proj.weight": (keys, D),
-            f"{layer}.self_attn.v_proj.weight": (keys, D),
-            f"{layer}.self_attn.o_proj.weight": (D, queries),
-            **gated_mlp(f"{layer}.mlp", D, c["intermediate_size"]),
-        }
+        shapes |= attention(f"{layer}.self_attn", c, D) | gated_mlp(f"{layer}.mlp", D, c["intermediate_size"])
     return shapes
 
 

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from heads.errors import UserError, shown
 from heads.formats.base import (
+    DECODER_SIZES,
     SGLANG,
     VLLM,
     Folder,
     Format,
     Reading,
     Shapes,
+    attention,
     check_same,
+    decoder_config,
     fields,
     gated_mlp,
     sglang,
@@ -62,22 +65,10 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     outputs = [k - 1 for k in config.aux_layer_ids]
     return {
         **EAGLE3_FIELDS,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
+        **decoder_config(config, target, dtype),
         "rope_scaling": config.rope_scaling,
         **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
-        "torch_dtype": dtype,
-        "bos_token_id": target.get("bos_token_id"),
-        "eos_token_id": target.get("eos_token_id"),
-        "pad_token_id": target.get("pad_token_id"),
         "own_embeddings": config.own_embeddings,  # read by none: they go by the file
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
@@ -146,23 +137,16 @@ EAGLE3 = {
     ),
     EAGLE: Eagle3Loader(targets=hooked(EAGLE, "Llama Qwen3")),
 }
-EAGLE3_SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("draft_vocab_size", "num_aux_hidden_states"),
-)
+EAGLE3_SIZES = (*DECODER_SIZES, "draft_vocab_size", "num_aux_hidden_states")
 
 
 def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
     """The tensors of a head with this config.json; embedding table and the rest are the target's."""
     D, V, Vd, L = c["hidden_size"], c["vocab_size"], c["draft_vocab_size"], c["num_aux_hidden_states"]
-    queries, keys = (c[name] * c["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     shapes: Shapes = {
         "fc.weight": (D, L * D),
         **{f"midlayer.{name}.weight": (D,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * D),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * D),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * D),
-        "midlayer.self_attn.o_proj.weight": (D, queries),
+        **attention("midlayer.self_attn", c, 2 * D),
         **gated_mlp("midlayer.mlp", D, c["intermediate_size"]),
         "norm.weight": (D,),
         "lm_head.weight": (Vd, D),

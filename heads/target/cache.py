@@ -118,7 +118,7 @@ class RecurrentState:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """False: inputs are no longer kept than they are seen."""
+        """Return False: inputs are no longer kept than they are seen."""
         return False
 
 
@@ -182,7 +182,7 @@ class HFCache(Cache):
         return state
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
         is written."""
         sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
         for store in (*self.stores["keys"], *self.stores["values"]):

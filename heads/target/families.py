@@ -68,7 +68,7 @@ def count_attention(config: Any, num_layers: int) -> int:
 
 
 def unused_weights(unexpected: Iterable[str], num_layers: int) -> list[str]:
-    """The weights of a checkpoint without which its model, of so many decoder layers, is another one.
+    """The weights of a checkpoint without which its model, of `num_layers` decoder layers, is another one.
 
     `unexpected`: those that its class has no place for and does not know itself to be left out. Of no account are
     modules of multi-token prediction, whatever family's, other modalities' parts, and masks and frequencies that old

@@ -125,7 +125,8 @@ def fresh_model(target: FrozenTarget, changes: dict[str, Any]) -> PreTrainedMode
 
 
 def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> int:
-    """Bring a model to `vocab_size` rows of input and output embeddings; -> the first so many tokens it may draft.
+    """Bring a model to `vocab_size` rows of input and output embeddings. Return how many, from the
+    first on, it may draft.
 
     Families pad their vocabularies to different sizes. What only the target has is never drafted; its rows are the
     mean of the others, because engines do read them.

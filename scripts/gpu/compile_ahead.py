@@ -200,7 +200,7 @@ def everything(few: bool) -> list[tuple[torch.dtype, str, int]]:
 
 
 def compile_piece(piece: tuple[torch.dtype, str, int]) -> dict[str, dict[str, int]]:
-    """Its kernels, by name, with what the compiler and the assembler say of each."""
+    """Return the kernels of a piece, by name, with what the compiler and the assembler say of each."""
     dtype, name, N = piece
     compiled: dict[str, Any] = {}
 

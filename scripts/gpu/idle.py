@@ -17,7 +17,7 @@ COUNT = 16
 
 @torch.inference_mode()
 def measure_idle(engine: Engine, length: int) -> dict[str, Any]:
-    """Of an engine whose rows stand at `length`: kernels a round, the share of a round in which none runs, and
+    """Return, for an engine with rows at `length`, kernels a round, the share of a round in which none runs, and
     microseconds between two rounds."""
     rounds = engine.rounds_of(engine.decoder)
     extent = min(round_up(length + (COUNT + 1) * engine.nodes), engine.decoder.step.capacity)

@@ -259,11 +259,11 @@ def useless_head(bench: Bench, found: Found) -> None:
     for variant in variants:
         variant.generate(requests[:2])
     seconds = decode_seconds(variants, requests)[0]
-    found |= {"over_plain": seconds[0] / seconds[1], "rungs": dict(variants[1].timings.candidates)}
+    found |= {"over_plain": seconds[0] / seconds[1], "candidates": dict(variants[1].timings.candidates)}
 
 
 def decode_seconds(engines: Sequence[Engine], requests: list[Request]) -> tuple[list[float], list[list[Output]]]:
-    """Of all requests by each engine, in turns, and what they gave."""
+    """Return the seconds of all requests by each engine, in turns, and what they gave."""
     seconds = [0.0] * len(engines)
     outputs: list[list[Output]] = [[] for _ in engines]
     for request in requests:

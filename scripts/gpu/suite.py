@@ -52,7 +52,7 @@ def run_suite(options: argparse.Namespace, script: Path, groups: Sequence[str], 
 
 
 def run_process(command: list[str], allowed: float) -> str | None:
-    """Its fault, or None."""
+    """Run a process. Return its fault, or None."""
     if allowed <= GRACE:
         return "left out: no time was left"
     try:

@@ -227,7 +227,7 @@ def test_a_setting_is_a_process_and_becomes_a_wandb_run_on_disk(
     words = [str(write(tmp_path, parameters=parameters)), "--out", str(tmp_path / "out"), "--wandb", "offline"]
     assert exit_status(lambda: sweep.main(words)) == 0
     (folder,) = (file.parent for file in tmp_path.glob("out/*/results.json"))
-    results, (told, models, code) = read_results(folder / "results.json"), outcome(folder)
-    assert told["tau"] == results["tau"]["mean"] and told["speedup"] == results["speedup"]["measured"]
-    assert told["measurements/nrows"] == 1 and told["plots/acceptance/_type"] == "image-file"
+    results, (logged, models, code) = read_results(folder / "results.json"), outcome(folder)
+    assert logged["tau"] == results["tau"]["mean"] and logged["speedup"] == results["speedup"]["measured"]
+    assert logged["measurements/nrows"] == 1 and logged["plots/acceptance/_type"] == "image-file"
     assert not models and code == 0

@@ -18,6 +18,17 @@ from heads.backends.triton.commit import TritonCommit
 from heads.backends.triton.pick import TritonSampling
 from heads.tree import Proposal, parse_shape
 from scripts.gpu.trees import grow_from
+from tests.twins import (
+    add_norm_twin,
+    ancestor_words_twin,
+    choose_twin,
+    compact_twin,
+    expert_mm_twin,
+    per_head_mm_twin,
+    silu_mul_twin,
+    tree_attention_twin,
+    weigh_visits_twin,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -48,11 +59,11 @@ def test_attention_and_acceptance(N: int, H: int, Hkv: int, d: int, device: torc
     for j in range(1, N):
         depths[:, j] = depths.gather(1, parents[:, j : j + 1])[:, 0] + 1
     words, paths = attention.ancestor_words(parents, depths, N)
-    twins = attention.ancestor_words_twin(parents, depths, N)
+    twins = ancestor_words_twin(parents, depths, N)
     assert torch.equal(words, twins[0]) and torch.equal(paths, twins[1])
     q, keys, values = random(2, N, H, d), random(2, 700, Hkv, d), random(2, 700, Hkv, d)
     length = torch.tensor([3, 700 - N], device=device)
-    expected = attention.tree_attention_twin(q, keys, values, words, length, depths, scale=d**-0.5)
+    expected = tree_attention_twin(q, keys, values, words, length, depths, scale=d**-0.5)
     for own in (None, paths):
         close(attention.tree_attention(q, keys, values, words, length, depths, paths=own), expected)
     proposal = Proposal(integers(draw, device, 0, 2, 2, N), parents, depths, depths)
@@ -75,18 +86,18 @@ def test_products_choice_and_layers(M: int, K: int, N: int, device: torch.device
     temperature = torch.where(positions % 2 == 0, 0.0, 0.8)
     for noisy in (False, True):
         found = choose.choose(x, weight, temperature, positions * 7, positions, noisy=noisy)
-        same = found == choose.choose_twin(x, weight, temperature, positions * 7, positions, noisy=noisy)
+        same = found == choose_twin(x, weight, temperature, positions * 7, positions, noisy=noisy)
         assert float(same.float().mean()) > 0.95, "choices differ"
     gate, stream = random(M, 2 * K), random(M, K)
-    close(layers.silu_mul(gate), layers.silu_mul_twin(gate))
-    close(layers.add_norm(stream.clone(), x, weight[0], 1e-5), layers.add_norm_twin(stream, x, weight[0], 1e-5))
+    close(layers.silu_mul(gate), silu_mul_twin(gate))
+    close(layers.add_norm(stream.clone(), x, weight[0], 1e-5), add_norm_twin(stream, x, weight[0], 1e-5))
     ids = torch.stack([torch.randperm(6, generator=draw)[:2] for _ in range(M)]).to(device)
     bank, visits, weights = random(6, 130, K), random(M, 3, K), random(M, 3)
-    close(experts.expert_mm(x, ids, bank), experts.expert_mm_twin(x, ids, bank), 1e-3)
-    close(experts.weigh_visits(visits, weights, x), experts.weigh_visits_twin(visits, weights, x))
+    close(experts.expert_mm(x, ids, bank), expert_mm_twin(x, ids, bank), 1e-3)
+    close(experts.weigh_visits(visits, weights, x), weigh_visits_twin(visits, weights, x))
     by_head, own = random(M, 4, 192)[..., :128], random(4, 256, 128)
     for weight in (own.mT, random(4, 128, 256)):
-        close(per_head.per_head_mm(by_head, weight), per_head.per_head_mm_twin(by_head, weight), 1e-3)
+        close(per_head.per_head_mm(by_head, weight), per_head_mm_twin(by_head, weight), 1e-3)
 
 
 def test_states(device: torch.device) -> None:
@@ -130,7 +141,7 @@ def test_paths(device: torch.device) -> None:
         cache = torch.randn(5, B, N + 30, X, generator=draw).to(device)
         length, accepted, other = random(0, 30, B), random(0, K + 1, B), cache.clone()
         compaction.compact(cache, length, ascending, accepted)
-        compaction.compact_twin(other, length, ascending, accepted)
+        compact_twin(other, length, ascending, accepted)
         assert torch.equal(cache, other), (K, N, X)
 
 

@@ -108,6 +108,21 @@ def seen(head: DraftHead, batch: Batch, shape: str, lengths: list[int], backend:
     return state
 
 
+def loss_agrees(head: Any, batch: Batch, expected: Tensor, scale: Tensor, **tolerance: Any) -> None:
+    """Compare the sums of a head's loss, and the gradients of all its weights, with `expected` (K,), worked out from
+    the same weights."""
+    (expected * scale).sum().backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
+    assert wanted.keys() == dict(head.named_parameters()).keys()
+    head.zero_grad()
+    found = head.loss(batch, scale)
+    found.loss.backward()
+    torch.testing.assert_close(found.sums, expected.detach(), **tolerance)
+    torch.testing.assert_close(found.loss.detach(), (expected * scale).sum().detach(), **tolerance)
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], msg=name, **tolerance)
+
+
 def greedy(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
     return columns if token_ids is None else token_ids[columns], logp

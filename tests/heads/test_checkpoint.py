@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +27,9 @@ from heads.checkpoint import (
     weights_hash,
 )
 from heads.eagle3 import Eagle3, Eagle3Config
-from heads.errors import UserError
 from heads.vocab import build_vocab
+from tests.faults import small_files
+from tests.refusals import refused
 
 CONFIG = Eagle3Config(
     hidden_size=16,
@@ -67,15 +67,6 @@ def make_head(**changes: Any) -> Eagle3:
 def folder(tmp_path: Path) -> Path:
     save_head(make_head(), tmp_path / "head", target=TARGET, provenance={"commit": "abc"})
     return tmp_path / "head"
-
-
-def refusal(action: Callable[..., Any], *args: Any) -> str:
-    """The text of the UserError that `action` must raise; one line."""
-    with pytest.raises(UserError) as caught:
-        action(*args)
-    text = str(caught.value)
-    assert "\n" not in text and text, text
-    return text
 
 
 @pytest.mark.parametrize("options", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 40}])
@@ -153,13 +144,8 @@ def test_a_failed_save_leaves_the_old_head(folder: Path) -> None:
 def test_a_full_disk_leaves_the_old_head(folder: Path) -> None:
     """A true short write: no file may grow past a few kilobytes."""
     before = contents(folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(Exception, match=r"(?i)too large"):
-            save_head(make_head(), folder, target=TARGET)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(4096), pytest.raises(Exception, match=r"(?i)too large"):
+        save_head(make_head(), folder, target=TARGET)
     assert contents(folder) == before and entries(folder) == {"head"}
 
 
@@ -187,7 +173,7 @@ def test_hidden_folders_of_others_stay(name: str, folder: Path) -> None:
     before = contents(folder.parent / name)
     save_head(make_head(), folder, target=TARGET)
     shutil.rmtree(folder)
-    assert "no head there" in refusal(find_head, folder)
+    assert "no head there" in refused(find_head, folder)
     assert contents(folder.parent / name) == before and entries(folder) == {name}
 
 
@@ -256,9 +242,9 @@ def test_truncated_and_damaged_weights(folder: Path) -> None:
     whole = file.read_bytes()
     for damaged in (whole[:-1], whole[: len(whole) // 2], whole[:4], b"", b"\xff" * 64):
         file.write_bytes(damaged)
-        assert "truncated or damaged" in refusal(load_head, folder)
+        assert "truncated or damaged" in refused(load_head, folder)
     file.unlink()
-    assert "no head there" in refusal(load_head, folder)
+    assert "no head there" in refused(load_head, folder)
 
 
 def narrow(weights: dict[str, Tensor]) -> None:
@@ -289,7 +275,7 @@ def nudge(weights: dict[str, Tensor]) -> None:
 )
 def test_tampered_weights(change: Callable[[dict[str, Tensor]], object], words: str, folder: Path) -> None:
     change_weights(folder, change)
-    text = refusal(load_head, folder)
+    text = refused(load_head, folder)
     assert re.search(words, text) and str(folder) in text
 
 
@@ -303,7 +289,7 @@ def set_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"draftsmith": 3}', '{"draftsmith": {"kind": "other"}}'])
 def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
-    assert "config.json" in refusal(load_head, folder)
+    assert "config.json" in refused(load_head, folder)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +298,7 @@ def test_configs_that_are_not_ours(text: str, folder: Path) -> None:
 )
 def test_damaged_records(changes: dict[str, Any], folder: Path) -> None:
     set_config(folder, **changes)
-    assert str(folder) in refusal(load_head, folder)
+    assert str(folder) in refused(load_head, folder)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +324,7 @@ def test_damaged_records(changes: dict[str, Any], folder: Path) -> None:
 )
 def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> None:
     set_config(folder, config=dataclasses.asdict(CONFIG) | change)
-    assert str(folder) in refusal(load_head, folder)
+    assert str(folder) in refused(load_head, folder)
 
 
 @pytest.mark.parametrize(
@@ -346,19 +332,19 @@ def test_values_that_describe_no_head(change: dict[str, Any], folder: Path) -> N
 )
 def test_damaged_records_of_the_target(name: str, value: object, folder: Path) -> None:
     set_config(folder, target={**TARGET, name: value})
-    assert f"draftsmith.target.{name}" in refusal(load_head, folder)
+    assert f"draftsmith.target.{name}" in refused(load_head, folder)
 
 
 @pytest.mark.parametrize("change", [{"intermediate_size": 10**7}, {"aux_layer_ids": [2] * 10**6}])
 def test_a_config_larger_than_the_weights_takes_no_memory(change: dict[str, Any], folder: Path) -> None:
     set_config(folder, config={**dataclasses.asdict(CONFIG), "fc_norm": True, **change})
-    text = refusal(load_head, folder)
+    text = refused(load_head, folder)
     assert "describes a larger head" in text and str(folder) in text
 
 
 def test_where_there_is_no_head(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none", "word", "a/b/c", "./a/b", "no/such-head", "no such/head?"):
-        assert str(path) in refusal(load_head, path)
+        assert str(path) in refused(load_head, path)
 
 
 def fake_target(**changes: Any) -> Any:
@@ -375,7 +361,7 @@ def test_a_head_fits_its_own_target_only(folder: Path) -> None:
         ({"fingerprint": "beef"}, "fingerprint of the weights f00d, but this-target has beef"),
         ({"adapter": {"rank": 4}}, "trained for the target as it is, which this one is not"),
     ):
-        assert words in refusal(check_fits, folder, fake_target(**change))
+        assert words in refused(check_fits, folder, fake_target(**change))
 
 
 def test_a_pickle_is_never_read(folder: Path) -> None:
@@ -388,7 +374,7 @@ def test_a_pickle_is_never_read(folder: Path) -> None:
 
     for name in ("model.safetensors", "pytorch_model.bin", "model.pt"):
         torch.save({"fc.weight": Evil()}, folder / name)
-    refusal(load_head, folder)
+    refused(load_head, folder)
     (folder / "model.safetensors").unlink()
-    refusal(load_head, folder)
+    refused(load_head, folder)
     assert not ran.exists()

@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.base import Batch
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from tests.heads.small_heads import eagle3_head, random_batch, seen
+from tests.heads.small_heads import eagle3_head, loss_agrees, random_batch, seen
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -72,17 +72,7 @@ def plain_loss(head: Eagle3, batch: Batch) -> Tensor:
 def test_loss_and_gradients_equal_the_dense_reference(norm_output: bool) -> None:
     head, batch = eagle3_head(norm_output=norm_output, fc_norm=norm_output), random_batch([[11, 3, 7], [2, 1, 18]])
     scale = torch.tensor([0.5, 0.25, 0.2, 0.1], dtype=torch.float64)
-    expected = plain_loss(head, batch)
-    (expected * scale).sum().backward()
-    wanted = {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
-    head.zero_grad()
-    found = head.loss(batch, scale)
-    found.loss.backward()
-    torch.testing.assert_close(found.sums, expected.detach())
-    torch.testing.assert_close(found.loss.detach(), (expected * scale).sum().detach())
-    assert wanted.keys() == dict(head.named_parameters()).keys()
-    for name, parameter in head.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+    loss_agrees(head, batch, plain_loss(head, batch), scale)
 
 
 def test_each_option_changes_the_function() -> None:

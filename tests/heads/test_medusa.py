@@ -16,7 +16,7 @@ from heads.errors import UserError
 from heads.formats.medusa import to_field
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import Proposal, parse_shape, static_shape
-from tests.heads.small_heads import greedy, observe, random_batch
+from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch
 
 BACKEND = BACKENDS["torch" if library.load() is None else "cpu"]
 CONFIG = MedusaConfig(hidden_size=8, vocab_size=20, draft_vocab_size=12, depth=3, num_layers=2, tree_nodes=6)
@@ -77,16 +77,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
                     if int(distribution.argmax()) in kept:
                         p = distribution[kept].softmax(-1)
                         sums[k - 1] = sums[k - 1] + (p * (p.log() - logq)).sum()
-    expected = torch.stack(sums)
-    (expected * scale).sum().backward()
-    wanted = {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
-    head.zero_grad()
-    found = head.loss(batch, scale)
-    found.loss.backward()
-    torch.testing.assert_close(found.sums, expected.detach(), atol=1e-6, rtol=1e-6)
-    assert wanted.keys() == dict(head.named_parameters()).keys()
-    for name, parameter in head.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-6, rtol=1e-5, msg=name)
+    loss_agrees(head, batch, torch.stack(sums), scale, atol=1e-6, rtol=1e-5)
 
 
 def test_counts_are_the_labels_of_each_depth() -> None:
@@ -215,7 +206,7 @@ def expected_accepted(accuracies: list[list[float]], paths: Any) -> float:
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_growth_is_the_best_tree_there_is(nodes: int, seed: int) -> None:
-    """Against every connected tree of so many nodes over 3 heads of 3 ranks; accuracies need not fall with rank."""
+    """Against every connected tree of that size over 3 heads of 3 ranks; accuracies need not fall with rank."""
     draws = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed))
     accuracies = (draws / draws.sum(1, keepdim=True)).tolist()
     every: list[tuple[int, ...]] = [()]

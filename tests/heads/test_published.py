@@ -11,13 +11,13 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.checkpoint import load_head, save_head, target_record
-from heads.errors import UserError
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target
 from tests.heads.published_heads import LLAMA3, RAW, SPECULATORS, D, V, eagle3, layers_0, medusa, write
 from tests.heads.small_heads import greedy, seen
 from tests.native_mtp import change_config, write_native
+from tests.refusals import refused
 from train.data.packing import Rows
 from train.features.batch import make_batch
 
@@ -236,15 +236,6 @@ def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, t
     del record["draftsmith"]
     (tmp_path / "ours/config.json").write_text(json.dumps(record))
     drafts_equal(read_published(str(tmp_path / "ours"), target), found, target)
-
-
-def refused(action: Callable[..., object], *arguments: object) -> str:
-    """The one line of the UserError that an action raises."""
-    with pytest.raises(UserError) as caught:
-        action(*arguments)
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
 
 
 def transposed(name: str) -> Change:

@@ -28,7 +28,8 @@ from tests.heads.published_heads import (
     dspark,
     write,
 )
-from tests.heads.test_published import Change, drafts_equal, refused, set_in, transposed
+from tests.heads.test_published import Change, drafts_equal, set_in, transposed
+from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
     "z-lab": (dflash, ZLAB),

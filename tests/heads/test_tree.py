@@ -118,7 +118,7 @@ class Distribution:
 
 
 def naive_dynamic(distribution: Distribution, b: int) -> dict[Path, float]:
-    """EAGLE-2 as its paper tells it: path -> score of the nodes kept, the root's children and below."""
+    """EAGLE-2 as in its paper: path -> score of the nodes kept, the root's children and below."""
     K, candidates = distribution.shape.top_k, dict[Path, float]()
     beam: dict[Path, float] = {(): 0.0}
     for _ in range(distribution.shape.depth):

@@ -34,7 +34,7 @@ no_triton = pytest.mark.skipif(
 
 
 class SmallBench(parts.Bench):
-    """Of a random target whose prompts are made up."""
+    """A bench of a random target whose prompts are made up."""
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
         ways = [Sampling(temperature, seed=i) if temperature else Sampling() for i in range(min(count, 2))]
@@ -139,7 +139,7 @@ def test_a_part_that_breaks_leaves_what_it_had(small: parts.Bench) -> None:
 
 
 def test_the_record_grows_as_the_run_goes(tmp_path: Path, small: parts.Bench) -> None:
-    """Tests that fail and parts that no time is left for are told apart, beside what commands before wrote."""
+    """Tests that fail and parts that no time is left for are marked as such, beside what commands before wrote."""
     out = tmp_path / "record.json"
     out.write_text('{"device": {"name": "Some GPU"}}')
     seen: list[dict[str, Any]] = []

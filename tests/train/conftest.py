@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.runs import forget_accelerator
+
 TEXT = "the sea is near the trees and the stone is on the sand; there are ten birds in the den. "
 
 
@@ -15,13 +17,6 @@ def fresh_accelerator() -> Iterator[None]:
     """Accelerate keeps its state for the life of the process; every test begins without."""
     forget_accelerator()
     yield
-
-
-def forget_accelerator() -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 @pytest.fixture

@@ -3,16 +3,14 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from eval.runtime.engine import Engine, EngineOptions, Request, Sampling
+from eval.runtime.engine import Request, Sampling
 from heads.checkpoint import load_head
 from heads.target.frozen import load_target
-from heads.tree import ROOT_ONLY, parse_shape
-from tests.runs import Settings, WriteRecipe, same, the_error, train_in, weights
+from tests.runs import Settings, WriteRecipe, audit, same, the_error, train_in, weights
 from train.entry import attempt
 
 KINDS = ("dflash", "dspark")
@@ -50,35 +48,19 @@ def test_a_run_leaves_a_head_that_engines_read(kind: str, small: Settings, write
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_output_is_the_targets_own(
-    kind: str, temperature: float, batch_size: int, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
+    kind: str, temperature: float, small: Settings, write_recipe: WriteRecipe, tiny_target_dir: Path
 ) -> None:
     small["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 8, "new_tokens": 40}
     small["train"] |= {"lr": 0.01, "max_steps": 40, "log_every": 40, "checkpoint_every": 40}
     small["eval"]["report"]["trees"] = ["chain:3"]
-    folder = train(of_kind(small, kind), write_recipe)
-    target, head = load_target(str(tiny_target_dir)), load_head(folder)
+    head, target = load_head(train(of_kind(small, kind), write_recipe)), load_target(str(tiny_target_dir))
     requests = [
-        Request([5 + n, 40, 41 + n % 3, *range(50, 50 + n)], 24, Sampling(temperature, seed=n))
-        for n in range(max(batch_size, 2))
+        Request([5 + n, 40, 41 + n % 3, *range(50, 50 + n)], 24, Sampling(temperature, seed=n)) for n in range(8)
     ]
-    options: dict[str, Any] = {"batch_size": batch_size, "max_length": 64}
-    plain = Engine(target, None, EngineOptions(shape=ROOT_ONLY, **options)).generate(requests)
-    drafted = 0
-    cases = [("chain:3", "match"), ("chain:2", "match"), ("tree:3x3x10", "match"), ("static:3.2.1", "match")]
-    if temperature == 0:
-        cases += [("chain:3", "ratio"), ("chain:3", "block")]
-    for shape, rule in cases:
-        for adaptive in {False, rule == "match"}:
-            engine = Engine(
-                target, head, EngineOptions(shape=parse_shape(shape), rule=rule, adaptive=adaptive, **options)
-            )
-            outputs = engine.generate(requests)
-            assert [output.tokens for output in outputs] == [output.tokens for output in plain], (shape, rule)
-            drafted += sum(sum(output.accepted) for output in outputs)
-    assert drafted > 0  # or nothing was put to the test
+    trees = ["chain:3", "chain:2", "tree:3x3x10", "static:3.2.1"]
+    audit(target, head, requests, trees, adaptive=trees)
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("dflash", {"weights": "d_pace"}), ("dspark", {})])
@@ -100,16 +82,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     ("changes", "said"),
     [
         ({"mask_token_id": 71}, "head.mask_token_id: the data has the token 71, 'b'"),
-        (
-            {"mask_token_id": 128},
-            "head.mask_token_id: expected an id below 128, the rows of the target's embedding, got 128",
-        ),
-        ({"mask_token_id": -1}, "head.mask_token_id: expected an id below 128"),
+        ({"mask_token_id": 128}, "head.mask_token_id: expected an id below 128"),
         ({"block_size": 600}, "head.block_size: a block of 600 is longer than the target's context of 512"),
         ({"block_size": 60}, "data.context_length: 48 tokens cannot hold a root and a draft of 59"),
-        ({"aux_layer_ids": [9]}, "head.aux_layer_ids: 9 is not a residual stream"),
-        ({"loss": "mse"}, "head.loss: expected one of labels, kl"),
-        ({"markov_rank": 4}, "head.markov_rank: has no effect here: it belongs to kind dspark"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from eval.benchmark.results import read_results
 from heads.registry import HEADS
 from tests.faults import signal_at
-from tests.runs import Settings, WriteRecipe, the_error
+from tests.runs import Settings, WriteRecipe
 from tests.wandb_file import outcome
 from train.entry import KINDS, attempt
 from train.recipe import load_recipe
@@ -83,29 +83,6 @@ def test_wandb_holds_the_outcome_and_no_key(
     assert key not in said
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert not leaks
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (["target.path=/no/such/target"], "/no/such/target"),
-        (["eval.prompts=/no/prompts.jsonl"], "/no/prompts.jsonl: no such file"),
-        (
-            ["eval.max_prompt_tokens=2"],
-            "tokens where at most 2 fit; raise eval.max_prompt_tokens, or leave long prompts",
-        ),
-        (["eval.max_prompt_tokens=2", "eval.skip_long=true"], "no prompt of at most 2 tokens"),
-        (["eval.max_new_tokens=600"], "512"),
-        (["head.loss=magic"], "head.loss: expected one of"),
-        (["head.draft_vocab_size=0"], "draft"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    change: list[str], fault: str, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert attempt("eagle", [str(write_recipe(small)), *change]) == 2
-    assert fault in the_error(capsys)
-    assert not Path(small["output_dir"]).exists()
 
 
 def test_long_prompts_are_left_out_where_the_recipe_says_so(

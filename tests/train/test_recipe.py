@@ -169,11 +169,6 @@ def test_missing_sections_are_named(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == ["target", "head", "data", "train", "eval"]
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no\.yaml: no such file"):
-        load_recipe(tmp_path / "no.yaml")
-
-
 def test_mappings_in_overrides_are_merged(settings: Settings, write_recipe: WriteRecipe) -> None:
     recipe = load_recipe(write_recipe(settings), ["head={'depth': 4}", "data.regenerate={prompts: 3}"])
     assert (recipe.head.kind, recipe.head.depth, recipe.head.tree_nodes) == ("medusa", 4, 0)

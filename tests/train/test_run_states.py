@@ -22,7 +22,7 @@ ODD: list[Any] = [
 
 @pytest.fixture
 def stopped(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    """The recipe of a run that was told to stop in the midst of an interval, measured once."""
+    """The recipe of a run that was asked to stop in the midst of an interval, measured once."""
     settings["train"] |= {"max_steps": 4, "eval_every": 2, "log_every": 4, "checkpoint_every": 100}
     recipe = write_recipe(settings)
     with signal_at(3), pytest.raises(Interrupted):

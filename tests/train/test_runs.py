@@ -159,7 +159,7 @@ run_entry("eagle")
 def test_the_process_that_fails_says_why_once(
     lacks: str, fault: str, rank: int, small: Settings, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    """The launcher stops the others, whose connections break: none of that is told."""
+    """The launcher stops the others, whose connections break: none of that is printed."""
     for machine in range(2):
         (tmp_path / f"machine-{machine}").mkdir()
         if lacks == "batches" or machine != rank:

@@ -6,8 +6,8 @@ these texts begins the next, the last holds them all: it alone is tokenised, and
 offsets of its tokens. A template that rewrites earlier turns (one that drops the reasoning of past answers) gives every
 answer a document of its own, as the model sees it when it answers.
 
-Offsets tell what the turns' own tokens would only where a token begins at each of the bounds: then no merge has crossed
-one. Every other conversation is tokenised turn by turn.
+Offsets give the labels of the turns' own tokens only where a token begins at each of the bounds: no merge has then
+crossed one. Every other conversation is tokenised turn by turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -99,14 +99,14 @@ def encode_conversations(
         labelled = [_labelled(turns, encoding, tokenizer.eos_token_id) for turns, encoding in pairs]
         documents = [document for document in labelled if document is not None]
         try:
-            told = found is not None and len(documents) == len(found)
-            yield documents if told else encode_turn_by_turn(template, conversation)
+            whole = found is not None and len(documents) == len(found)
+            yield documents if whole else encode_turn_by_turn(template, conversation)
         except RecordError as error:
             yield error
 
 
 def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> list[Document]:
-    """The documents of a conversation by the tokens of each turn's own texts. RecordError where they do not tell."""
+    """The documents of a conversation by the tokens of each turn's own texts. RecordError without labels."""
     tokenizer, place = template.tokenizer, conversation.place
     ids: list[int] = []
     labels: list[bool] = []

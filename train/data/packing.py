@@ -218,7 +218,7 @@ class Mixture:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _arrange(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each offset of a block: its pool, and how many rows of that pool came before it in the block."""
+        """Return the pool of each offset of a block, and how many rows of that pool came before it in the block."""
         owners = np.repeat(np.arange(len(self.pools)), self.counts)
         np.random.default_rng((self.seed, 1, block)).shuffle(owners)
         ranks = np.zeros_like(owners)

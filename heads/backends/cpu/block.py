@@ -25,7 +25,7 @@ class CpuBlock(BlockSteps):
 
     @classmethod
     def of(cls, spec: BlockSpec) -> "CpuBlock | None":
-        """None where the kernels do not know the head."""
+        """Return the steps of a head, or None where the kernels do not know it."""
         if spec.lm_head_weight.dtype != torch.float32:
             return None
         blocks = [

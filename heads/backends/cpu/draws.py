@@ -78,8 +78,8 @@ class Chain:
     def __init__(
         self, pick: CompiledPick, root: Tensor, length: Tensor, depth: int, vocab_size: int, kept: Tensor | None = None
     ) -> None:
-        """Behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's Vd, None
-        where they are the same."""
+        """A chain behind each root (B,), which stands at `length` (B,); kept (Vd,) the target's ids of the draft's,
+        None where they are the same."""
         B, self.depth = len(root), depth
         self.tokens, self.scores = root.new_empty(B, depth + 1), torch.empty(B, depth + 1)
         room, ids = torch.empty(B * (vocab_size + 1)), root.new_empty(4, B)
@@ -108,7 +108,7 @@ def chain_nodes(batch_size: int, depth: int) -> tuple[Tensor, Tensor]:
 def take_newest(
     tokens: Tensor, start: Tensor, count: Tensor, root: Tensor, length: Tensor, *, previous: Tensor
 ) -> None:
-    """As `heads.backends.triton.inputs.take_newest`, of a draft model."""
+    """`heads.backends.triton.inputs.take_newest` for a draft model."""
     known = [x.contiguous() for x in (tokens, start, count)]
     where = (x.data_ptr() for x in (*known, previous, root, length))
     loaded().advance(*where, len(root), tokens.shape[1] - 1)

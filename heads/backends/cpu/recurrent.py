@@ -97,7 +97,7 @@ class CpuRecurrent(RecurrentSteps):
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "CpuRecurrent | None":
-        """None where the kernels do not know the head."""
+        """Return the steps of a head, or None where the kernels do not know it."""
         draft = None if spec.parts is None else compiled_draft(spec.parts, spec.lm_head_weight)
         return None if draft is None else cls(draft, spec)
 

@@ -52,7 +52,7 @@ class CpuKVCache:
         self.slots, self.extent, self.first_row = slots, extent, row or 0
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
         is written."""
         held = slots_from.contiguous(), slots_to.contiguous()
         (L, B, heads, _, d, _), deep, P = self.keys.shape, self.values.shape[4], held[0].shape[1]
@@ -62,7 +62,7 @@ class CpuKVCache:
         )
 
     def room(self, size: int) -> Tensor:
-        """At least `size` floats; the same ones again and again."""
+        """Return at least `size` floats; the same ones again and again."""
         if len(self.scratch) < size:
             self.scratch = torch.empty(size)
         return self.scratch
@@ -82,8 +82,8 @@ class CpuStack:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], window: int | None = None) -> "CpuStack | None":
-        """Of `heads.backends.cpu.decoder.in_c` parts. None where the kernels cannot: other layers, another dtype,
-        another activation, layers of several widths."""
+        """Return the stack of `heads.backends.cpu.decoder.in_c` parts; None where the kernels cannot: other layers,
+        another dtype, another activation, layers of several widths."""
         if not all(isinstance(a, GroupedAttention) and isinstance(m, GatedMLP) for _, a, _, m in blocks):
             return None
         shapes = {(a.num_heads, a.num_key_heads, a.d, a.qkv.weight.shape, m.down.weight.shape) for _, a, _, m in blocks}
@@ -94,7 +94,7 @@ class CpuStack:
         return cls(blocks, window or 0)
 
     def new_cache(self, *, batch_size: int, capacity: int) -> CpuKVCache:
-        """For `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
+        """Return a cache for `batch_size` rows of at most `capacity` tokens, a multiple of 64."""
         return CpuKVCache(self, batch_size=batch_size, capacity=capacity)
 
     def scratch_size(self, *shape: int) -> int:

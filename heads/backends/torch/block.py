@@ -46,7 +46,7 @@ def output_head(spec: BlockSpec) -> ProductModule:
 
 
 class TorchBlock(BlockSteps):
-    """By the very functions that training calls."""
+    """The steps by the very functions that training calls."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__(spec)

@@ -42,7 +42,7 @@ class KVCache:
         return self.shown[layer]
 
     def compact(self, slots_from: Tensor, slots_to: Tensor) -> None:
-        """In every layer, move what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
+        """Move, in every layer, what row b holds in slots_from[b] to slots_to[b]; (B, P) each. All is read before any
         is written."""
         sources, goals = (slots_from + self.row_starts).flatten(), (slots_to + self.row_starts).flatten()
         self.store.index_copy_(1, goals, self.store.index_select(1, sources))

@@ -20,7 +20,7 @@ class TorchDecoder(CachedDecoder):
 
     @classmethod
     def of(cls, model: LanguageModel, spec: CacheSpec) -> Self | None:
-        """None where the architecture has no native decoder."""
+        """Return the decoder of a model, or None where the architecture has no native one."""
         native = cls.make_native(model, draft=spec.draft)
         return None if native is None else cls(model, spec, native)
 

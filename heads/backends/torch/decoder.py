@@ -102,7 +102,7 @@ class NativeDecoder:
     def masks(
         self, positions: Tensor, visible: Tensor | None, key_positions: Tensor | None, extent: int
     ) -> dict[str, Tensor]:
-        """By kind of layer, what is added to scores (B, 1, N, E)."""
+        """Return what is added to scores (B, 1, N, E), by kind of layer."""
         if visible is None or key_positions is None:
             key_positions = torch.arange(extent, device=positions.device).expand(len(positions), -1)
             visible = key_positions[:, None] <= positions[..., None]

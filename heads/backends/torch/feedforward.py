@@ -17,7 +17,7 @@ Activation = Callable[[Tensor], Tensor]
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """(R, D), a weight (O, D) -> (R, O)."""
 STATIC_ROWS = 64
-"""Up to so many rows a GPU copies experts' weights rather than wait to learn which rows chose which."""
+"""Rows up to which a GPU copies experts' weights rather than wait to learn which rows chose which."""
 
 
 class Router(Protocol):

@@ -12,7 +12,7 @@ from heads.layers import masked_attention
 
 
 class TorchRecurrent(RecurrentSteps):
-    """By the very functions that training calls."""
+    """The steps by the very functions that training calls."""
 
     def __init__(self, spec: RecurrentSpec) -> None:
         head, cos_sin_table, batch_size = spec.head, spec.cos_sin_table, spec.batch_size

@@ -96,7 +96,7 @@ class RowSampling:
     def pick_likeliest(
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `heads.tree.Pick`."""
+        """A `heads.tree.Pick` of the likeliest tokens."""
         W = logits.shape[1]
         if W > 1 and logits.stride(1) == positions.stride(1) == 0:  # independent heads: one distribution for all
             ids, logp = self.pick_likeliest(logits[:, :1], positions[:, :1], count, token_ids)

@@ -23,7 +23,7 @@ from torch import Tensor
 MOST_CHILDREN = 1024
 """Draws of a level that C and kernels compare with each other; more take torch's operations."""
 MOST_NODES = 4096
-"""Draws of a tree that C and kernels rank; likewise."""
+"""Draws of a tree that C and kernels rank; more take torch's operations."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def new_nodes(root: Tensor, depths: Tensor, dtype: torch.dtype = torch.float32) 
 
 @dataclass(frozen=True)
 class Level:
-    """A static tree's nodes of one depth, M of them, P of which are expanded."""
+    """A static tree's nodes of one depth: M of them, P expanded."""
 
     first: int
     """The first of them; the others follow."""
@@ -73,7 +73,7 @@ class Level:
 
 
 def first_node(K: int, level: int) -> int:
-    """Where the draws of a level begin."""
+    """Return the index of a level's first draw."""
     return 1 if level == 1 else 1 + K + (level - 2) * K * K
 
 

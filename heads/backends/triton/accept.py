@@ -74,7 +74,7 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 def take_path(aux_hidden_states: Tensor, hidden: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
-    """As `heads.backends.torch.accept.take_path`."""
+    """`heads.backends.torch.accept.take_path` as a kernel."""
     (B, N, D), X, M = hidden.shape, aux_hidden_states.shape[2], path.shape[1]
     taken = aux_hidden_states.new_empty(B, M, X), hidden.new_empty(B, M, D)
     block = min(2048, next_power_of_2(max(D, X)))

@@ -20,7 +20,6 @@ import math
 import torch
 from torch import Tensor
 
-from heads.backends.slot_mapping import ancestors
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
 FINE, COARSE = 1024, 256
@@ -46,15 +45,6 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
     return words, paths
 
 
-def ancestor_words_twin(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The same in torch operations."""
-    above = ancestors(parents, depth)
-    B, N, _ = above.shape
-    place = torch.where(above, depths[:, None].expand(B, N, N), depth + 1)
-    node = torch.arange(N, device=parents.device).expand(B, N, N)
-    return pack_bits(above), node.new_zeros(B, N, depth + 2).scatter_(2, place, node)[..., : depth + 1]
-
-
 def pack_bits(above: Tensor) -> Tensor:
     """(B, N, N) bool -> (B, N, W) int64."""
     B, N, _ = above.shape
@@ -64,13 +54,13 @@ def pack_bits(above: Tensor) -> Tensor:
 
 
 def splits_of(slots: int, split: int = 64) -> int:
-    """Return how many splits so many slots have, of which the first are of `split` slots."""
+    """Return the number of splits of `slots`; the first ones have `split` slots each."""
     return -(-min(slots, FINE) // split) + -(-max(slots - FINE, 0) // COARSE)
 
 
 def new_counters(rows: int, heads: int, slots: int, device: torch.device) -> Tensor:
-    """Counters for `tree_attention` of at most so many rows (batch times nodes), query heads and slots: zeros, which
-    every call leaves as zeros."""
+    """Counters for `tree_attention` of at most these rows (batch times nodes), query heads and slots: zeros, left so by
+    every call."""
     return torch.zeros(rows * heads * (1 + -(-splits_of(slots) // CHUNK)), dtype=torch.int32, device=device)
 
 
@@ -141,43 +131,6 @@ def tree_attention(
         num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     return out
-
-
-def tree_attention_twin(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    length: Tensor,
-    depths: Tensor | None,
-    *,
-    behind: int | None = None,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-) -> Tensor:
-    """The same in torch operations, in float32 or wider."""
-    B, N, H, _ = q.shape
-    S, Hkv = keys.shape[1:3]
-    P = N if behind is None else behind
-    wide = torch.promote_types(q.dtype, torch.float32)
-    slot = torch.arange(S, device=q.device)
-    node = (slot - length[:, None])[:, None]  # (B, 1, S), the tree's node in each slot
-    inside = (node >= 0) & (node < P)
-    at = node.clamp(0, P - 1).expand(B, N, S)
-    bit = (words.gather(2, at // 64) >> (at % 64)) & 1  # (B, N, S)
-    seen = (node < 0) | (inside & (bit == 1))
-    if window:
-        assert depths is not None and P == N
-        key_position = torch.where(node < 0, slot, length[:, None, None] + depths.gather(1, at[:, 0])[:, None])
-        seen &= (length[:, None] + depths)[:, :, None] - key_position < window
-    grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
-    scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.to(wide)) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    out = torch.einsum("bkgns,bskd->bnkgd", weights, values.to(wide))
-    return out.reshape(B, N, H, -1).to(q.dtype)
 
 
 @jit

@@ -1,6 +1,7 @@
 """Availability of Triton kernels.
 
-Every kernel has a twin in torch operations, which is its specification; those of whole rounds run where no kernel can.
+Every kernel is specified by torch operations: those of whole rounds run where no kernel can (`heads.backends.torch`),
+the others are twins in tests.
 In Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported) kernels take CPU tensors too, slowly, for
 tests.
 """

@@ -31,7 +31,7 @@ class TritonDecoder(CachedDecoder):
 
     @classmethod
     def of(cls, model: LanguageModel, spec: CacheSpec) -> "TritonDecoder | None":
-        """None where the architecture has no native decoder, or the kernels do not take its numbers."""
+        """Return the decoder of a model, or None where the kernels have none for its architecture or its numbers."""
         native = native_decoder(model, draft=spec.draft)
         return None if native is None or model.dtype not in DTYPES else cls(model, spec, native)
 

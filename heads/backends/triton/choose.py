@@ -15,7 +15,6 @@ Letters: B rows of the batch, M hidden states, as many of each, D width, V vocab
 import torch
 from torch import Tensor
 
-from heads.backends.torch.noise import gumbel
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 from heads.backends.triton.noise import key_of, noise_of
 
@@ -55,20 +54,6 @@ def choose(
     )  # fmt: skip
     _best_of_tiles[(M,)](best, ids, out, M, tiles, PAD=next_power_of_2(tiles))
     return out
-
-
-def choose_twin(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, noisy: bool
-) -> Tensor:
-    """The same with logits."""
-    logits = hidden.float() @ weight.float().T  # (M, V)
-    if not noisy:
-        return logits.argmax(-1)
-    row = torch.arange(len(hidden), device=hidden.device) // (len(hidden) // len(seeds))
-    temperature, seeds = temperature[row], seeds[row]
-    hot = (temperature > 0)[:, None]
-    noise = gumbel(seeds, positions[:, None], torch.arange(len(weight), device=hidden.device))[:, 0]
-    return torch.where(hot, logits / torch.where(hot, temperature[:, None], 1.0) + noise, logits).argmax(-1)
 
 
 def rows_of(M: int, tile: int) -> int:

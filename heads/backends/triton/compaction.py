@@ -3,7 +3,6 @@
 Letters: L layers, B rows, S slots a row, X width of a slot, K depth.
 """
 
-import torch
 from torch import Tensor
 
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
@@ -25,15 +24,6 @@ def compact(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> No
         cache, length, path.contiguous(), accepted, X, cache.stride(0), cache.stride(1), cache.stride(2),
         K=K, MOST=most, BLOCK=block,
     )  # fmt: skip
-
-
-def compact_twin(cache: Tensor, length: Tensor, path: Tensor, accepted: Tensor) -> None:
-    """The same in torch operations."""
-    place = torch.arange(path.shape[1], device=path.device)
-    goal = length[:, None] + place
-    source = torch.where(place <= accepted[:, None], length[:, None] + path, goal)
-    row = torch.arange(len(length), device=path.device)[:, None]
-    cache[:, row, goal] = cache[:, row, source]
 
 
 @jit

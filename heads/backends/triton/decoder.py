@@ -40,7 +40,7 @@ DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the tokens of one pass stand, and what each sees of the tokens behind the length."""
+    """The slots of one pass's tokens, and what each sees of the tokens behind the length."""
 
     length: Tensor  # (B,) slots that all of them see
     behind: int

@@ -7,7 +7,6 @@ grid covers every expert, so that nothing waits to learn which were chosen.
 Letters: M rows (tokens), A experts active for a token, X experts, K columns of a weight, N rows of a weight.
 """
 
-import torch
 from torch import Tensor
 
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
@@ -33,12 +32,6 @@ def expert_mm(x: Tensor, ids: Tensor, weight: Tensor, tile: int = 0) -> Tensor:
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
-
-
-def expert_mm_twin(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
-    """The same with a copy of the weights for every visit."""
-    visits = x[:, None].expand(-1, ids.shape[1], -1) if x.dim() == 2 else x
-    return torch.einsum("mank,mak->man", weight[ids], visits)
 
 
 @jit
@@ -76,12 +69,6 @@ def weigh_visits(visits: Tensor, weights: Tensor, added: Tensor | None) -> Tenso
         A=A, ADDS=added is not None, BLOCK=1024,
     )  # fmt: skip
     return out
-
-
-def weigh_visits_twin(visits: Tensor, weights: Tensor, added: Tensor | None) -> Tensor:
-    """The same in torch operations."""
-    total = (visits.float() * weights[..., None]).sum(1)
-    return (total if added is None else total + added.float()).to(visits.dtype)
 
 
 @jit

@@ -80,14 +80,6 @@ def add_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def add_parts_twin(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same in torch operations, in the same order."""
-    total = torch.zeros_like(sums[0])
-    for part in sums:
-        total += part
-    return total.to(dtype)
-
-
 @jit
 def _skinny(  # type: ignore[no-untyped-def]
     X, WEIGHT, SUMS, M, N, K, x_m, w_n,

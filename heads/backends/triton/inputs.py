@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
-from heads.backends.triton.attention import pack_bits
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
 
 
@@ -45,20 +43,6 @@ def stand(mapping: Observed | Drafted, *, behind: int) -> Stand:
     made, given, options = _rows(mapping, behind)
     _stand[(len(made.positions),)](*given, **options)
     return made
-
-
-def stand_twin(mapping: Observed | Drafted, *, behind: int) -> Stand:
-    """The same in torch operations."""
-    (B, W), S, positions = mapping.positions.shape, len(mapping.slot), mapping.positions
-    if isinstance(mapping, Drafted):
-        word, paths = torch.arange(-(-behind // 64), device=positions.device), mapping.paths[..., None]
-        words = torch.where(paths // 64 == word, 1 << (paths % 64), 0).sum(2)
-    else:
-        node = torch.arange(W, device=positions.device)
-        true = torch.full_like(positions[:, 0], W) if mapping.count is None else mapping.count
-        words = pack_bits((node <= node[:, None]) & (node[:, None] < true[:, None, None]))
-    slots = mapping.slots(S - 1) + torch.arange(B, device=positions.device)[:, None] * S
-    return Stand(positions.flatten(), slots.flatten(), words)
 
 
 def _rows(mapping: Observed | Drafted, behind: int) -> tuple[Stand, tuple[Any, ...], dict[str, Any]]:
@@ -113,29 +97,6 @@ def enter(
         STATE_FIRST=state_first, ZERO_FIRST=zero_first, num_warps=8 if D > 2048 else 4,
     )  # fmt: skip
     return Entry(x, stream, at)
-
-
-def enter_twin(
-    tokens: Tensor,
-    embedded: Tensor,
-    states: Tensor,
-    rows: Tensor | None,
-    mapping: Observed | Drafted,
-    token_norm: Norm,
-    state_norm: Norm,
-    *,
-    behind: int,
-    state_first: bool = False,
-    zero_first: bool = False,
-) -> Entry:
-    """The same in torch operations."""
-    table = embedded[tokens] if embedded.dim() == 2 else embedded
-    if zero_first:
-        table = table.masked_fill((mapping.positions == 0)[..., None], 0.0)
-    above = states if rows is None else states.gather(1, rows[..., None].expand(-1, -1, states.shape[2]))
-    halves = [token_norm(table.to(states.dtype).flatten(0, 1)), state_norm(above.flatten(0, 1))]
-    x = torch.cat(halves[::-1] if state_first else halves, dim=1)
-    return Entry(x, above.flatten(0, 1).clone(), stand_twin(mapping, behind=behind))
 
 
 STEPS = ("W", "S", "level", "path_b", "path_w")
@@ -225,37 +186,15 @@ def take_newest(
     recycled: Tensor | None = None,
     made: Tensor | None = None,
 ) -> None:
-    """tokens (B, M + 1), of which `count` (B,) and the next are true, from position `start` (B,) on. Renews, in rows
-    that have any, root and length (B,); previous (B,), the token before the root; and recycled (B, D), what was made of
-    the tokens but the first, made (B, M, D)."""
+    """Renew, in rows with new tokens, root and length (B,); previous (B,), the token before the root; and recycled
+    (B, D), taken from made (B, M, D), the states of the tokens but the first. Of tokens (B, M + 1), from position start
+    (B,) on, count (B,) and the next are true."""
     (B, D), M = (len(root), 1) if recycled is None else recycled.shape, tokens.shape[1] - 1
     _take_newest[(B,)](
         tokens, start.contiguous(), count.contiguous(), root, length, root if previous is None else previous,
         root if recycled is None else recycled, root if made is None else made, M, tokens.stride(0), tokens.stride(1),
         D=D, PAD=next_power_of_2(D), PREVIOUS=previous is not None, RECYCLED=recycled is not None,
     )  # fmt: skip
-
-
-def take_newest_twin(
-    tokens: Tensor,
-    start: Tensor,
-    count: Tensor,
-    root: Tensor,
-    length: Tensor,
-    *,
-    previous: Tensor | None = None,
-    recycled: Tensor | None = None,
-    made: Tensor | None = None,
-) -> None:
-    """The same in torch operations."""
-    live, last = count > 0, (count - 1).clamp_min(0)
-    if previous is not None:
-        previous.copy_(torch.where(live, tokens.gather(1, last[:, None])[:, 0], previous))
-    if recycled is not None and made is not None:
-        final = made.gather(1, last[:, None, None].expand(-1, 1, made.shape[2]))[:, 0]
-        recycled.copy_(torch.where(live[:, None], final, recycled))
-    root.copy_(torch.where(live, tokens.gather(1, count[:, None])[:, 0], root))
-    length.copy_(torch.where(live, start + count, length))
 
 
 @partial(jit, plain=("M", "token_b", "token_w"))

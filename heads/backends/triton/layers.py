@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl
-from heads.backends.triton.gemm import add_parts_twin, silu_of
+from heads.backends.triton.gemm import silu_of
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -33,14 +33,6 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
         num_warps=8 if D > 2048 else 4,
     )
     return out
-
-
-def add_norm_twin(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The same in torch operations."""
-    if x is not None:
-        residual.add_(add_parts_twin(x, residual.dtype) if x.dim() == 3 else x)
-    wide = residual.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
 
 
 def parts_in(x: Tensor) -> int:
@@ -106,40 +98,6 @@ def rope_write(
     return queries
 
 
-def rope_write_twin(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    num_heads: int,
-    positions: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-) -> Tensor:
-    """The same in torch operations."""
-    qkv = add_parts_twin(qkv, keys.dtype) if qkv.dim() == 3 else qkv
-    M, Hkv, d = len(qkv), keys.shape[1], keys.shape[2]
-    q, k, v = qkv.view(M, -1, d).split([num_heads, Hkv, Hkv], dim=1)
-    if positions is not None:
-        cos, sin = cos[positions], sin[positions]
-    rotated = []
-    for x, norm in ((q, q_norm), (k, k_norm)):
-        wide = x.float()
-        if norm is not None:
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * norm.float()
-            wide = wide.to(qkv.dtype).float()
-        first, second = wide.chunk(2, dim=-1)
-        c, s = cos.float()[:, None], sin.float()[:, None]
-        rotated.append(torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(qkv.dtype))
-    keys.index_copy_(0, slots, rotated[1].to(keys.dtype))
-    values.index_copy_(0, slots, v.to(values.dtype))
-    return rotated[0]
-
-
 @jit
 def _rope_write(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, SLOTS, POSITIONS, QUERIES, KEYS, VALUES, Q_NORM, K_NORM, eps, row_stride, key_stride, value_stride,
@@ -184,13 +142,6 @@ def silu_mul(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     block = min(1024, next_power_of_2(I))
     _silu_mul[(M, -(-I // block))](fused, out, I, fused.stride(-2), BLOCK=block, PARTS=parts_in(fused))
     return out
-
-
-def silu_mul_twin(fused: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The same in torch operations."""
-    whole = add_parts_twin(fused, dtype or fused.dtype) if fused.dim() == 3 else fused
-    gate, up = whole.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(whole.dtype)
 
 
 @jit

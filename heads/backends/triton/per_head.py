@@ -6,7 +6,6 @@ all; it sums over the inputs in one order, so that a row's result depends on no 
 Letters: M rows, H heads, K inputs and N outputs of one head.
 """
 
-import torch
 from torch import Tensor
 
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
@@ -30,12 +29,6 @@ def per_head_mm(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
-
-
-def per_head_mm_twin(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """The same by the library."""
-    made = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-    return made if out is None else out.copy_(made)
 
 
 @jit

@@ -84,7 +84,7 @@ def shape_of(weight: Tensor) -> Shape:
 
 
 def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Products:
-    """Measure, on the device, every shape among the weights (N, K) for steps of so many `rows`, each of those.
+    """Measure, on the device, every shape among the weights (N, K) for steps of each number of `rows`.
 
     A shape's weights are taken in turn, so that what is timed is reading them, not finding them in a cache.
     """
@@ -103,8 +103,8 @@ def choose_products(weights: Sequence[Tensor], rows: Collection[int]) -> Product
 
 
 def choice_file(weight: Tensor, rows: int) -> Path | None:
-    """Where the choice for a weight's shape is kept, on its device, by these versions; None where there is none to be
-    made."""
+    """Return the file that keeps the choice for a weight's shape, on its device, by these versions; None if there is no
+    choice."""
     if not (weight.is_cuda and runs_kernels(weight)):
         return None
     device = torch.cuda.get_device_properties(weight.device)

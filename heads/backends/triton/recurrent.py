@@ -36,7 +36,7 @@ class TritonRecurrent(RecurrentSteps):
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
-        """None but for one module, normed once after its layer, of numbers that the kernels take."""
+        """Return the steps of one module, normed once after its layer, of numbers that the kernels take; else None."""
         parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
@@ -70,7 +70,7 @@ class TritonRecurrent(RecurrentSteps):
         weights = [product.weight for product in products if product is not None] + [spec.lm_head_weight]
         rows = {batch_size * width for width in (1, *level_widths(shape))}
         self.products = choose_products(weights, [M for M in sorted(rows) if M <= MOST_ROWS])
-        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or told of a round
+        most = max(*rows, batch_size * (shape.depth + 1))  # tokens of a level, or accepted in a round
         self.counters = new_counters(most, self.attention.num_heads, len(self.cos), like.device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ PLACED = 256
 def widen(
     nodes: Nodes, root: Tensor, beam: Beam | None, picked: Tensor, logp: Tensor, level: int, *, last: bool
 ) -> Beam | None:
-    """As `heads.backends.torch.select.widen`."""
+    """`heads.backends.torch.select.widen` as a kernel."""
     (B, W, K), T = picked.shape, nodes.tokens.shape[1]
     if logp.dtype != torch.float32 or W * K > MOST_CHILDREN:
         return select.widen(nodes, root, beam, picked, logp, level, last=last)
@@ -100,7 +100,7 @@ def _total(SCORES, LOGP, l_w, l_k, c, K, C, FIRST: constexpr):  # type: ignore[n
 
 
 def prune(nodes: Nodes, penalties: Tensor, count: int) -> Nodes:
-    """As `heads.backends.torch.select.prune`."""
+    """`heads.backends.torch.select.prune` as a kernel."""
     B, T = nodes.tokens.shape
     if nodes.scores.dtype != torch.float32 or T > MOST_NODES:
         return select.prune(nodes, penalties, count)
@@ -147,7 +147,7 @@ def _prune(  # type: ignore[no-untyped-def]
 
 
 def place(tokens: Tensor, scores: Tensor, root: Tensor, picked: Tensor, logp: Tensor, level: Level) -> Tensor:
-    """As `heads.backends.torch.select.place`."""
+    """`heads.backends.torch.select.place` as a kernel."""
     (B, N), M, P = tokens.shape, len(level.row), len(level.expanded)
     beam = root.new_empty(B, P)
     _place[(B, triton.cdiv(M, PLACED))](

@@ -9,8 +9,8 @@ import torch
 
 REPEATS = 5
 ENOUGH, MOST = 5e-4, 100
-"""Work that takes less than so many seconds is captured several times over, at most so often: what starts a graph would
-show beside it."""
+"""Seconds below which work is captured several times over, and how often at most: what starts a graph would show beside
+it."""
 
 
 def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
@@ -39,7 +39,7 @@ def device_seconds(work: Callable[[], Any], device: torch.device, repeats: int =
 
 
 def captured(work: Callable[[], Any], stream: torch.cuda.Stream, times: int) -> torch.cuda.CUDAGraph:
-    """`work`, so many times over, as a graph."""
+    """Return a graph of `work`, repeated `times` times."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # others may allocate
         for _ in range(times):

@@ -26,9 +26,9 @@ from heads.backends.torch.accept import match
 from heads.backends.torch.sampling import RowSampling
 from heads.errors import UserError
 from heads.growth import grow
-from heads.lookup import Lookup, LookupConfig
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape
+from heads.untrained.lookup import Lookup, LookupConfig
 
 PLAIN, STEP, NODE, FIXED = 10.0, 1.0, 0.25, 0.5
 """Made-up costs: a plain step, a draft step, a node's verification, what every round costs beside them."""
@@ -45,7 +45,7 @@ def synthetic(text: str, alpha: float) -> Calibration:
 
 
 def best_chain(alpha: float) -> int:
-    """By arithmetic: the depth with the most tokens a millisecond."""
+    """The depth with the most tokens a millisecond, by arithmetic."""
 
     def speed(depth: int) -> float:
         tokens = sum(alpha**k for k in range(depth + 1))

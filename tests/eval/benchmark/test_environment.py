@@ -1,4 +1,4 @@
-"""Cores that others use are told of before anything is computed on them."""
+"""A warning of cores that others use, before anything is computed on them."""
 
 import os
 from pathlib import Path

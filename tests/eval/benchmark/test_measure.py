@@ -89,7 +89,7 @@ def test_units_hold_one_suite_and_category_each() -> None:
 
 
 @pytest.mark.parametrize(("gap", "may_tie", "tied"), [(9.0, True, False), (0.1, True, True), (0.1, False, False)])
-def test_in_narrow_numbers_near_ties_of_trees_are_told_from_errors(gap: float, may_tie: bool, tied: bool) -> None:
+def test_in_narrow_numbers_near_ties_of_trees_are_no_errors(gap: float, may_tie: bool, tied: bool) -> None:
     """Chains, and trees that are strict, must repeat their reference without exception."""
     found = {"prompt": "2", **near_tie([Flip(3, 5, 6, gap, 0.125)], may_tie=may_tie)}
     wrong, rest = split_near_ties([found])

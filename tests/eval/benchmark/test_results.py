@@ -4,7 +4,6 @@ import io
 import json
 import math
 import random
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from eval.reporting.html import render_page
 from eval.reporting.report import print_report, report_command
 from eval.runtime.engine import Output
 from heads.errors import UserError
+from tests.faults import small_files
 from tests.mutations import damage_bytes, mutate
 
 
@@ -87,13 +87,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_results({"old": 1}, path)
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        with pytest.raises(UserError, match="could not be written"):
-            write_results({"new": "x" * 100}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with small_files(10), pytest.raises(UserError, match="could not be written"):
+        write_results({"new": "x" * 100}, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
@@ -105,7 +100,7 @@ def test_what_is_no_results_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def refuse_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> bool:
-    """Render the report of a file; whether it was refused, which is told in one line that names the file."""
+    """Render the report of a file; whether it was refused, in one line that names the file."""
     capsys.readouterr()
     status = exit_status(lambda: report_command(path))
     said = capsys.readouterr()

@@ -69,26 +69,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "falcon": dict(multi_query=True, new_decoder_architecture=False, alibi=False),
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EAGER = {"gemma2", "gpt_oss"}  # their attention has no fused form
 
 
-def make_target(family: str) -> FrozenTarget:
-    """A random target, in float64 unless its name says float32, the same every time."""
-    dtype = torch.float32 if family.endswith("float32") else torch.float64
-    config = AutoConfig.for_model(family.split("-")[0], **{**BASE, **FAMILIES[family]})
+def make_target(name: str) -> FrozenTarget:
+    """A random target, the same every time: of one of FAMILIES, in float64 unless the name ends with another dtype."""
+    family, _, last = name.rpartition("-")
+    dtype = DTYPES.get(last, torch.float64)
+    settings = FAMILIES[name if name in FAMILIES else family]
+    config = AutoConfig.for_model(name.split("-")[0], **{**BASE, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager" if family in EAGER else "sdpa"
+            config, dtype=dtype, attn_implementation="eager" if name in EAGER else "sdpa"
         )
     if "experts" in str(model):
         model.set_experts_implementation("eager")  # the grouped kernels know no float64
-    return FrozenTarget(model, family)
+    return FrozenTarget(model, name)
 
 
 @pytest.fixture(scope="session")
 def target_of() -> Callable[[str], FrozenTarget]:
-    """family -> its tiny target, made once."""
+    """name -> its tiny target, made once."""
     made: dict[str, FrozenTarget] = {}
 
     def get(family: str) -> FrozenTarget:
@@ -241,7 +244,7 @@ def prompts() -> list[list[int]]:
 
 
 class Toy:
-    """Laws over a few tokens, p and q, a random one after every prefix: small enough to sum over all that can happen.
+    """Distributions over a few tokens, p and q, random after every prefix: small enough to sum over all outcomes.
 
     `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
     """

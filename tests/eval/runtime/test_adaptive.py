@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -45,36 +45,51 @@ class World:
     plain_seconds: float = 0.0
     """Return the time that as many plain rounds would have taken."""
     tokens: int = 0
+    scale: float | None = None
+    """Times the true chances of acceptance, what the head says of them; None: it says nothing."""
     candidates: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.controller = Controller([parse_shape(name) for name in candidates(parse_shape(self.shape))])
         self.left, self.others = 0, False
 
-    def cost(self, shape: TreeShape) -> float:
+    def cost(self, shape: TreeShape, length: int | None = None) -> float:
         grown = 1 + self.drift * sum(self.controller.rounds)
-        return grown * (PLAIN + bool(shape.depth) * self.fixed + self.level * shape.depth)
+        return grown * (
+            PLAIN + bool(shape.depth) * self.fixed + self.level * (shape.depth if length is None else length)
+        )
 
-    def run(self, tokens: int) -> "World":
-        """Go on until each row has so many tokens, on average."""
+    def chances(self, shape: TreeShape) -> list[list[float]]:
+        """The chance of each drafted token of each row to be accepted in the next round."""
+        return [[self.alpha(shape, self.tokens // self.batch_size)] * shape.depth] * self.batch_size
+
+    def run(self, tokens: int) -> Self:
+        """Go on until each row has that many tokens, on average."""
+        controller = self.controller
         while self.tokens < tokens * self.batch_size:
-            shape = self.controller.shapes[self.controller.candidate]
-            seconds, tested, kept = 0.0, [0] * shape.depth, [0] * shape.depth
+            shape = controller.shapes[controller.candidate]
+            seconds, tested, kept, foreseen, length = 0.0, [0] * shape.depth, [0] * shape.depth, 0.0, shape.depth
+            scale = self.scale if shape.depth > 1 else None
             for _ in range(self.poll_interval):
+                chances = self.chances(shape)
+                if scale is not None:
+                    length = controller.length(np.array(chances) * scale)
                 pace = self.pace()
-                seconds += pace * self.cost(shape) * (1 + self.noise * self.chance.random())
+                seconds += pace * self.cost(shape, length) * (1 + self.noise * self.chance.random())
                 self.plain_seconds += pace * PLAIN * (1 + self.noise / 2)
-                for _ in range(self.batch_size):
+                for row in chances:
                     self.tokens += 1
                     for k in range(shape.depth):
                         tested[k] += 1
-                        if self.chance.random() >= self.alpha(shape, self.tokens // self.batch_size):
+                        foreseen += (scale or 0) * row[k] * (k < length)
+                        if k == length or self.chance.random() >= row[k]:
                             break
                         kept[k] += 1
                         self.tokens += 1
             self.seconds += seconds
             self.candidates[str(shape)] += self.poll_interval
-            self.controller.note(Span(self.poll_interval, seconds, tested, kept))
+            said = () if scale is None else (length, foreseen)
+            controller.note(Span(self.poll_interval, seconds, tested, kept, *said))
         return self
 
     def pace(self) -> float:
@@ -177,57 +192,32 @@ def test_a_head_that_turns_good_again_is_found(shape: str) -> None:
 @dataclass
 class Foreseen(World):
     """Rounds of a head that knows how hard the text is: each token is accepted with probability `good` or `bad`, by
-    turns of chance, and the head says `scale` times that."""
+    turns of chance."""
 
     good: float = 0.95
     bad: float = 0.25
     scale: float | None = 1.0
-    """None: the head says nothing."""
 
-    def run(self, tokens: int) -> "Foreseen":
-        while self.tokens < tokens * self.batch_size:
-            controller = self.controller
-            shape = controller.shapes[controller.candidate]
-            sizes = (self.batch_size, shape.depth)
-            chance = [[self.chance.choice((self.good, self.bad)) for _ in range(sizes[1])] for _ in range(sizes[0])]
-            said = self.scale is not None and shape.depth > 1
-            length = controller.length(np.array(chance) * (self.scale or 0)) if said else shape.depth
-            draft = self.cost(shape) - self.level * shape.depth
-            seconds = (draft + self.level * length) * (1 + self.noise * self.chance.random())
-            tested, kept, foreseen = [0] * shape.depth, [0] * shape.depth, 0.0
-            for row in chance:
-                self.tokens += 1
-                for k in range(shape.depth):
-                    tested[k] += 1
-                    foreseen += (self.scale or 0) * row[k] * (k < length)
-                    if k == length or self.chance.random() >= row[k]:
-                        break
-                    kept[k] += 1
-                    self.tokens += 1
-            self.plain_seconds += PLAIN * (1 + self.noise / 2)
-            self.seconds += seconds
-            self.candidates[str(shape)] += 1
-            more = (length, foreseen) if said else ()
-            controller.note(Span(1, seconds, tested, kept, *more))
-        return self
+    def chances(self, shape: TreeShape) -> list[list[float]]:
+        return [[self.chance.choice((self.good, self.bad)) for _ in range(shape.depth)] for _ in range(self.batch_size)]
 
 
 @pytest.mark.parametrize("level", [0.15, 0.3])
 @pytest.mark.parametrize("scale", [1.0, 0.6])
 def test_confidence_saves_the_time_to_verify_what_will_be_refused(scale: float, level: float) -> None:
     """Even if the head says too little: what came of it so far corrects that."""
-    silent, told = (
+    silent, confident = (
         Foreseen("chain:7", lambda *at: 0.0, level, scale=said).run(8000).against_plain() for said in (None, scale)
     )
-    assert told > 1.04 * silent
+    assert confident > 1.04 * silent
 
 
 def test_confidence_that_says_nothing_costs_nothing() -> None:
-    silent, told = (
+    silent, confident = (
         Foreseen("chain:7", lambda *at: 0.0, 0.05, good=0.8, bad=0.8, scale=said).run(8000).against_plain()
         for said in (None, 1.0)
     )
-    assert told > 0.97 * silent
+    assert confident > 0.97 * silent
 
 
 def test_a_useless_head_with_confidence_is_left_alone() -> None:

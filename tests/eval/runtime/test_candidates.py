@@ -1,4 +1,4 @@
-"""Drafts that change from round to round change no token, and a head that rested knows all it missed."""
+"""Drafts that change from round to round change no token, and a head that was paused knows all it missed."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,14 +13,21 @@ from eval.runtime.adaptive import Controller, Span
 from eval.runtime.engine import Engine, Output, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
-from tests.small_targets import open_engine
+from tests.small_targets import make_drafter, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0, seed=3))
-KINDS = ("eagle3", "mtp", "medusa", "draft", "lookup", "early_exit", "dspark")
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"aux_layer_ids": [1, 2, 3]},
+    "mtp": {"num_modules": 2, "depth": 3},
+    "medusa": {"depth": 5},
+    "draft": {"layers": [0, 2]},
+    "lookup:2": {},
+    "early_exit:2": {},
+    "dspark": {"aux_layer_ids": [1, 2], "num_layers": 2, "markov_rank": 4, "block_size": 4, "mask_token_id": 5},
+}
 
 
 @dataclass
@@ -40,26 +47,12 @@ class Restless(Controller):
 
 
 def make_restless(engine: Engine, block: int, room: int) -> Engine:
-    """`room`: states of a resting head that are kept, read `block` of them at once."""
+    """`room`: states of a paused head that are kept, read `block` of them at once."""
     assert engine.candidates is not None
     pending = engine.candidates.paused.pending
     pending.block, pending.room = block, room
     engine.candidates.controller = Restless(engine.candidates.controller.shapes)
     return engine
-
-
-def make_head(kind: str, target: FrozenTarget) -> Any:
-    if kind in ("lookup", "early_exit"):
-        return build_untrained(f"{kind}:2", target)
-    torch.manual_seed(1)
-    known: dict[str, dict[str, Any]] = {
-        "eagle3": {"aux_layer_ids": [1, 2, 3]},
-        "draft": {"layers": [0, 2]},
-        "mtp": {"num_modules": 2, "depth": 3},
-        "dspark": {"aux_layer_ids": [1, 2], "num_layers": 2, "markov_rank": 4, "block_size": 4, "mask_token_id": 5},
-    }
-    head = build_head(kind, known.get(kind, {}), target, torch.ones(target.vocab_size))
-    return head.to(target.dtype)
 
 
 def make_requests(prompts: Sequence[Sequence[int]]) -> list[Request]:
@@ -82,7 +75,7 @@ def test_no_token_changes_whatever_is_drafted(
     plain = open_engine(target, None, batch_size=batch_size, max_length=192).generate(requests)
     engine = open_engine(
         target,
-        make_head(kind, target),
+        make_drafter(kind, target, **KINDS[kind]),
         "chain:4",
         batch_size=batch_size,
         max_length=192,
@@ -119,12 +112,12 @@ def test_what_the_head_is_given_has_no_gaps(
 
 @pytest.mark.parametrize("patience", [16, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_rested_drafts_as_if_it_had_not(
+def test_a_head_that_was_paused_drafts_as_if_it_had_not(
     kind: str, patience: int, target_of: TargetOf, prompts: list[list[int]]
 ) -> None:
-    """Wherever both drafted, both drafted the same."""
+    """Both drafted the same wherever both drafted."""
     target = target_of("llama")
-    head = make_head(kind, target)
+    head = make_drafter(kind, target, **KINDS[kind])
     propose = head.propose
     drafts: dict[int, list[int]] = {}
 
@@ -204,10 +197,10 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
 
 
 @pytest.mark.usefixtures("gpu_steps")
-def test_neither_resting_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
+def test_neither_pausing_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
-    head = make_head("eagle3", target)
+    head = make_drafter("eagle3", target, **KINDS["eagle3"])
     engine = open_engine(target, head, "chain:3", batch_size=2, max_length=128, adaptive=True)
     candidates = engine.candidates
     assert candidates is not None

@@ -250,7 +250,7 @@ def test_every_round_is_timed_and_outputs_know_theirs(
         for output in outputs:
             assert sum(output.emitted()) == len(output.tokens) - 1 and min(output.emitted(), default=1) >= 1
             assert output.first_round + output.rounds <= timings.rounds
-        assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a seat"
+        assert outputs[0].first_round == 0 < outputs[-1].first_round, "later requests wait for a free row"
 
 
 def test_a_batch_that_does_not_fit_a_cpu_is_refused_with_one_that_would(target_of: TargetOf) -> None:

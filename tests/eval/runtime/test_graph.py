@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
-from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
-from tests.small_targets import open_engine
+from tests.small_targets import make_drafter, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
 
@@ -50,22 +49,6 @@ class Tape(TorchDispatchMode):
                 assert old.shape == new.shape, f"{func} has no static shape"
                 if old.data_ptr() != new.data_ptr():  # a view is in place already
                     old.copy_(new)
-
-
-def make_drafter(name: str, target: FrozenTarget) -> Any:
-    if ":" in name:
-        return build_untrained(name, target)
-    settings: dict[str, Any] = {
-        "eagle3": {"aux_layer_ids": [0, 1, 2], "depth": 3},
-        "medusa": {"depth": 3},
-        "mtp": {"depth": 3},
-        "draft": {"layers": [0, 1]},
-    }
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return build_head(name, settings[name], target, torch.ones(target.vocab_size, dtype=torch.int64)).to(
-            target.dtype
-        )
 
 
 pytestmark = pytest.mark.usefixtures("gpu_steps")
@@ -107,7 +90,7 @@ def test_replayed_rounds_decode_the_same_text(
 ) -> None:
     target = target_of(family)
     options: dict[str, Any] = {"shape": parse_shape(shape), "batch_size": 2, "max_length": 64, "rule": rule}
-    engines = [open_engine(target, None if name == "none" else make_drafter(name, target), **options) for _ in range(2)]
+    engines = [open_engine(target, make_drafter(name, target), **options) for _ in range(2)]
     plain = engines[0].generate(REQUESTS)
     assert texts(taped(engines[1]).generate(REQUESTS)) == texts(plain)
     rounds = engines[1].rounds[shape]
@@ -250,7 +233,7 @@ def test_a_replayed_round_keeps_its_state_where_it_was_and_leaves_nothing_behind
 
 
 def test_adaptive_drafts_replay_too(target_of: TargetOf) -> None:
-    """A head of random weights is soon left alone, told what it missed, and tried again."""
+    """A head of random weights is soon paused, reads what it missed, and is tried again."""
     target = target_of("llama")
     requests = [
         Request([5, 6, 7 + i], 100, Sampling(temperature=0.9 * (i % 2), seed=i), ignore_eos=True) for i in range(4)

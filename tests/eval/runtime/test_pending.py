@@ -133,7 +133,7 @@ def test_a_cpu_counts_before_it_calls_a_row_full() -> None:
 
 
 @pytest.mark.parametrize("patience", [16, 1])
-def test_a_text_that_ends_while_its_head_rests_costs_the_head_nothing(
+def test_a_text_that_ends_while_its_head_is_paused_costs_the_head_nothing(
     patience: int, target_of: Callable[[str], FrozenTarget]
 ) -> None:
     """On a CPU; where to read many tokens takes no longer than one, they are read whenever there are many."""

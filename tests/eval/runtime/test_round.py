@@ -6,71 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.growth import grow
-from heads.registry import build_head, build_untrained
 from heads.target.frozen import FrozenTarget
-from heads.tree import Proposal, TreeShape, parse_shape
-from tests.small_targets import open_engine
+from heads.tree import parse_shape
+from tests.small_targets import make_drafter, open_engine
 
 TargetOf = Callable[[str], FrozenTarget]
-
-
-class BigramHead(Drafter):
-    """Drafts by tensor operations alone: a token is followed by what the logits of its own embedding like best."""
-
-    aux_layer_ids: tuple[int, ...] = (1,)
-
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any
-    ) -> dict[str, Any]:
-        zeros = torch.zeros(batch_size, dtype=torch.int64)
-        return {"ends": shared, "shape": shape, "root": zeros.clone(), "position": zeros.clone()}
-
-    def reset_rows(self, state: dict[str, Any], rows: Tensor) -> None:
-        state["position"].masked_fill_(rows, 0)
-
-    def extend(self, state: dict[str, Any], observation: Observation) -> None:
-        root = observation.tokens.gather(1, observation.count[:, None])[:, 0]
-        state["root"].copy_(torch.where(observation.count > 0, root, state["root"]))
-        state["position"].copy_(
-            torch.where(observation.count > 0, observation.start + observation.count, state["position"])
-        )
-
-    def propose(self, state: dict[str, Any], pick: Pick) -> Proposal:
-        shared = state["ends"]
-
-        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            return shared.lm_head(shared.embed_tokens(tokens))  # type: ignore[no-any-return]
-
-        first = shared.lm_head(shared.embed_tokens(state["root"][:, None]))
-        return grow(state["shape"], state["root"], state["position"], first, pick, expand, None)
 
 
 TREE = "tree:3x3x10"
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)]
 
 
-def make_drafter(name: str, target: FrozenTarget) -> Any:
-    if name == "bigram":
-        return BigramHead()
-    if name == "draft":
-        return build_head("draft", {"layers": [0, 2]}, target, torch.ones(target.vocab_size)).to(target.dtype)
-    return None if name == "none" else build_untrained(name, target)
-
-
 @pytest.mark.parametrize(
     ("family", "drafter", "shape", "rule"),
     [
         *((family, "none", "none", "match") for family in ("llama", "gemma3_text")),
-        *((family, "bigram", shape, "match") for family in ("llama", "gemma3_text") for shape in ("chain:3", TREE)),
-        *(("llama", "bigram", shape, "ratio") for shape in ("chain:3", "static:3.2")),
-        ("llama", "bigram", "chain:3", "block"),
+        *((family, "medusa", shape, "match") for family in ("llama", "gemma3_text") for shape in ("chain:3", TREE)),
+        *(("llama", "medusa", shape, "ratio") for shape in ("chain:3", "static:3.2")),
+        ("llama", "medusa", "chain:3", "block"),
         ("llama", "lookup:3", "chain:3", "match"),
         *(("llama", "early_exit:2", shape, "match") for shape in ("chain:3", TREE)),
         *((family, "draft", shape, "match") for family in ("llama", "gemma2") for shape in ("chain:3", TREE)),
@@ -99,8 +56,9 @@ def test_a_round_never_waits_for_the_host(
 
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3x3x10"])
 def test_a_row_that_is_done_stays_as_it_is(shape: str, target_of: TargetOf) -> None:
-    head = BigramHead() if shape != "none" else None
-    engine = open_engine(target_of("llama"), head, shape, batch_size=2, max_length=128)
+    target = target_of("llama")
+    head = make_drafter("none" if shape == "none" else "medusa", target)
+    engine = open_engine(target, head, shape, batch_size=2, max_length=128)
     with torch.inference_mode():
         newcomers = {0: Request([5, 6, 7], 2, ignore_eos=True), 1: Request([8, 9], 60, ignore_eos=True)}
         read_prompts(engine.decoder, newcomers)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from eval.runtime.adaptive import Controller
 from eval.runtime.engine import Engine, EngineOptions, Request
@@ -39,39 +38,7 @@ from tests.switches import kernels_on_cpu
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
 
-BASE: dict[str, Any] = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    eos_token_id=2,
-)
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": dict(head_dim=16),
-    "mistral": dict(sliding_window=8),
-    "qwen3_moe": dict(head_dim=16, num_experts=6, decoder_sparse_step=1, **EXPERTS),
-    "deepseek_v3": dict(
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        **EXPERTS,
-    ),
-}
+TargetOf = Callable[[str], FrozenTarget]
 
 
 @pytest.fixture
@@ -87,20 +54,6 @@ def kernels() -> Iterator[Callable[[bool], None]]:
         yield switch
 
 
-@pytest.fixture(scope="module")
-def target_of_float32() -> Callable[[str], FrozenTarget]:
-    def make(family: str) -> FrozenTarget:
-        config = AutoConfig.for_model(family, **{**BASE, **FAMILIES[family]})
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if "experts" in str(model):
-            model.set_experts_implementation("eager")
-        return FrozenTarget(model, family)
-
-    return make
-
-
 def some_tree() -> tuple[Proposal, Tensor]:
     """Two rows of six nodes."""
     parents = torch.tensor([[0, 0, 0, 1, 3, 2], [0, 0, 1, 2, 3, 1]])
@@ -111,13 +64,16 @@ def some_tree() -> tuple[Proposal, Tensor]:
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in ("llama", "deepseek_v3") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        *("llama", "deepseek_v3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral-window", "qwen3_moe")),
+    ],
 )
 @torch.no_grad()
 def test_a_tree_gets_the_same_features_and_choices(
-    family: str, kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+    family: str, kernels: Callable[[bool], None], target_of: TargetOf
 ) -> None:
-    target = target_of_float32(family)
+    target = target_of(f"{family}-float32")
     proposal, above = some_tree()
     length = torch.tensor([19, 4])
     found = []
@@ -147,11 +103,11 @@ def test_rounds_with_every_kernel_decode_the_same_text(
     family: str,
     shape: str,
     kernels: Callable[[bool], None],
-    target_of_float32: Callable[[str], FrozenTarget],
+    target_of: TargetOf,
     scripted_head: Any,
 ) -> None:
     """Greedy, sampled and filtered rows side by side; the drafts are often right and end within a round."""
-    target = target_of_float32(family)
+    target = target_of(f"{family}-float32")
     requests = [
         Request([5, 6, 7], 7),
         Request([9, 8], 6, Sampling(temperature=0.9, seed=3), ignore_eos=True),
@@ -170,10 +126,10 @@ def test_rounds_with_every_kernel_decode_the_same_text(
 
 
 def test_a_request_alone_samples_as_it_would_by_torch(
-    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget], scripted_head: Any
+    kernels: Callable[[bool], None], target_of: TargetOf, scripted_head: Any
 ) -> None:
     """One row, several nodes: all of them have the row's temperature and seed."""
-    target, requests = target_of_float32("llama"), [Request([5, 6, 7], 9, Sampling(0.9, seed=3), ignore_eos=True)]
+    target, requests = target_of("llama-float32"), [Request([5, 6, 7], 9, Sampling(0.9, seed=3), ignore_eos=True)]
     kernels(False)
     plain = Engine(target, None, EngineOptions(max_length=64)).generate(requests)
     kernels(True)
@@ -186,14 +142,11 @@ def test_a_request_alone_samples_as_it_would_by_torch(
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_chain_is_bit_for_bit_what_pinned_plain_decoding_gives(
-    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget]
+    kernels: Callable[[bool], None], target_of: TargetOf
 ) -> None:
     """And so is a tree with strict attention; in bfloat16, where every other order of sums shows."""
     kernels(True)
-    config = AutoConfig.for_model("llama", **BASE)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "llama")
+    target = target_of("llama-bfloat16")
     tokens = torch.tensor([[9, 30, 31, 32]])
     tree = torch.tensor([[9, 50, 30, 31]]), torch.tensor([[0, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]])
     depths = torch.arange(4)[None]
@@ -239,12 +192,12 @@ def test_dependence_between_rows_is_found(kernels: Callable[[bool], None]) -> No
 @torch.no_grad()
 def test_rows_whose_parts_would_fill_the_memory_are_attended_to_one_by_one(
     kernels: Callable[[bool], None],
-    target_of_float32: Callable[[str], FrozenTarget],
+    target_of: TargetOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit what they get together."""
     kernels(True)
-    target, (proposal, _) = target_of_float32("mistral"), some_tree()
+    target, (proposal, _) = target_of("mistral-window-float32"), some_tree()
     hidden, rows = [], []
 
     def recorded(q: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -284,10 +237,10 @@ def test_products_are_timed_on_weights_that_no_cache_holds(monkeypatch: pytest.M
         assert len(set(seen)) == taken
 
 
-def test_a_useless_option_is_refused(scripted_head: Any, target_of_float32: Callable[[str], FrozenTarget]) -> None:
+def test_a_useless_option_is_refused(scripted_head: Any, target_of: TargetOf) -> None:
     from heads.errors import UserError
 
-    target = target_of_float32("llama")
+    target = target_of("llama-float32")
     with pytest.raises(UserError, match="plain decoding in steps of 4 nodes has no head"):
         Engine(target, scripted_head(target, []), EngineOptions(shape=parse_shape("chain:2"), max_length=64, pinned=4))
     requests = [Request([5, 6, 7], 20), Request([4], 9, Sampling(temperature=1.0, seed=1))]
@@ -353,11 +306,11 @@ def take_turns(controller: Controller, order: Sequence[int]) -> None:
 
 
 def test_what_an_adaptive_draft_decodes_does_not_hang_on_the_clock(
-    kernels: Callable[[bool], None], target_of_float32: Callable[[str], FrozenTarget], scripted_head: Any
+    kernels: Callable[[bool], None], target_of: TargetOf, scripted_head: Any
 ) -> None:
     """Whichever candidate takes a round, its products have as many rows."""
     kernels(True)
-    target, requests = target_of_float32("llama"), [Request([5, 6, 7], 8, ignore_eos=True)]
+    target, requests = target_of("llama-float32"), [Request([5, 6, 7], 8, ignore_eos=True)]
     texts = []
     for order in ((0,), (2, 0, 1), None):
         head = None if order is None else scripted_head(target, [], right=0.0, aux_layer_ids=(1,))

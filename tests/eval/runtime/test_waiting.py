@@ -10,10 +10,9 @@ import torch
 from eval.runtime.engine import Engine, Request
 from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
-from heads.registry import build_head
 from heads.tree import parse_shape
 from tests.launches import Launches
-from tests.small_targets import make_target, open_engine
+from tests.small_targets import make_drafter, make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
 
 pytest.importorskip("triton")
@@ -49,14 +48,11 @@ def test_no_round_waits(family: str, kind: str, shape: str, rule: str, no_waitin
 
 
 def warm_engine(family: str, kind: str, shape: str, requests: list[Request], **options: Any) -> Engine:
-    """The requests seated, what is made once made."""
+    """An engine with the requests in its rows and everything made that is made once."""
     sizes: Any = dict(hidden_size=64, intermediate_size=64, vocab_size=128, num_attention_heads=4)
     target = make_target(family, torch.float32, **sizes)
-    settings: dict[str, Any] = {"aux_layer_ids": [1, 2, 3]} if kind == "eagle3" else {"depth": 3}
-    settings = {"layers": [0, 1]} if kind == "draft" else settings
-    head = None if kind == "none" else build_head(kind, settings, target, torch.ones(target.vocab_size).long())
     options |= {"shape": parse_shape(shape), "batch_size": len(requests), "max_length": 64}
-    engine = open_engine(target, head, **options)
+    engine = open_engine(target, make_drafter(kind, target), **options)
     with torch.inference_mode():
         read_prompts(engine.decoder, dict(enumerate(requests)))
         engine.decoder.round(64)

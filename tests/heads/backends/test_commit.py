@@ -83,7 +83,7 @@ def test_one_tree_may_serve_all_rows(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "room", "heeds", "kept", "done"),
+    ("accepted", "room", "stops", "kept", "done"),
     [
         (3, 20, True, 2, True),  # the second of four tokens ends the text
         (3, 20, False, 4, False),  # unless its request would not have it so
@@ -93,14 +93,14 @@ def test_one_tree_may_serve_all_rows(backend: Backend) -> None:
         (1, 20, True, 2, True),  # the bonus token ends it too
     ],
 )
-def test_outputs_end_where_they_should(accepted: int, room: int, heeds: bool, kept: int, done: bool) -> None:
+def test_outputs_end_where_they_should(accepted: int, room: int, stops: bool, kept: int, done: bool) -> None:
     state = RoundState.new(batch_size=1, capacity=30, depth=3, device=torch.device("cpu"))
     state.done.fill_(False)
     state.length.fill_(10)
     state.root.fill_(8)
     state.output_length.fill_(1)
     state.limit.fill_(1 + room)
-    state.stops_at_eos.fill_(heeds)
+    state.stops_at_eos.fill_(stops)
     commit = TORCH.commit(state, torch.tensor([3]), 3)
     tokens, start, count = astuple(commit(torch.tensor([accepted]), torch.tensor([[5, 3, 6, 7]]), None))
     assert tokens.tolist() == [[8, 5, 3, 6, 7]] and start.item() == 10

@@ -1,4 +1,4 @@
-"""Saved heads are what engines load, and a folder that is broken in any way is told apart by name."""
+"""Saved heads are what engines load, and a folder that is broken in any way is refused by name."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def change_weights(folder: Path, change: Callable[[Weights], object]) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_head_that_drafts_blocks_is_what_both_engines_load(kind: str, target: FrozenTarget, tmp_path: Path) -> None:
-    """And what either would misread is told by name."""
+    """A folder that either would misread is refused by name."""
     settings = {"block_size": 5, "num_layers": 2, **({"markov_rank": 6} if kind == "dspark" else {})}
     folder = save(tmp_path / "head", target, kind, **settings)
     config = json.loads((folder / "config.json").read_text())

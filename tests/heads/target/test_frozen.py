@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
 
-from heads.errors import UserError
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
+from tests.refusals import refused
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,
@@ -104,15 +104,6 @@ def packed() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, positions, torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS))[None]
 
 
-def refusal(action: Any, *args: Any) -> str:
-    """The text of the UserError that `action` must raise; one line."""
-    with pytest.raises(UserError) as caught:
-        action(*args)
-    text = str(caught.value)
-    assert "\n" not in text and text, text
-    return text
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_of_a_packed_row_are_what_the_model_computes_of_each_document_alone(
     family: str, tmp_path: Path
@@ -190,8 +181,8 @@ def test_default_aux_layers(n: int, aux_layer_ids: tuple[int, int, int]) -> None
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_a_shallow_target_is_told_of_aux_layers_that_engines_capture(n: int) -> None:
-    assert ("head.aux_layer_ids" in refusal(default_aux_layer_ids, n)) == (n > 1)
+def test_a_shallow_target_gets_aux_layers_that_engines_capture(n: int) -> None:
+    assert ("head.aux_layer_ids" in refused(default_aux_layer_ids, n)) == (n > 1)
     if n > 1:
         proposed = shallow_aux_layer_ids(n)
         assert check_aux_layer_ids(proposed, n) == tuple(proposed)
@@ -201,7 +192,7 @@ def test_a_shallow_target_is_told_of_aux_layers_that_engines_capture(n: int) -> 
 def test_aux_layers_are_ascending_and_bad_ones_are_named() -> None:
     assert check_aux_layer_ids([3, 0, 2], 4) == (0, 2, 3)
     for bad in ([], [1, 1], [-1], [5]):
-        assert refusal(check_aux_layer_ids, bad, 4).startswith("head.aux_layer_ids: ")
+        assert refused(check_aux_layer_ids, bad, 4).startswith("head.aux_layer_ids: ")
 
 
 def test_the_fingerprint_is_of_the_weights_not_of_their_dtype(tmp_path: Path) -> None:
@@ -236,34 +227,34 @@ def test_families_with_another_kind_of_past_are_refused(family: str, words: str)
     small = dict(vocab_size=40, hidden_size=16, num_hidden_layers=4, num_local_experts=2)
     with torch.device("meta"):
         model = from_config(AutoConfig.for_model(family, **small))
-    assert words in refusal(FrozenTarget, model, "its-path")
+    assert words in refused(FrozenTarget, model, "its-path")
 
 
 def test_a_family_that_takes_no_mask_is_refused(tmp_path: Path) -> None:
     make_model("bloom", hidden_size=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
-    assert "4-D mask" in refusal(load_target, str(tmp_path))
+    assert "4-D mask" in refused(load_target, str(tmp_path))
 
 
 def test_logits_that_are_not_the_models_are_noticed() -> None:
-    """Llama does not heed `logit_scale`, so what is made of its hidden states is not what it says itself."""
+    """Llama does not read `logit_scale`, so what is made of its hidden states is not what it says itself."""
     FrozenTarget(make_model("llama"), "llama").check()
-    assert "its logits differ" in refusal(FrozenTarget(make_model("llama", logit_scale=0.5), "llama").check)
+    assert "its logits differ" in refused(FrozenTarget(make_model("llama", logit_scale=0.5), "llama").check)
 
 
 @pytest.mark.parametrize("cls", [BertModel, BertForMaskedLM])
 def test_encoders_are_refused(cls: type[Any], tmp_path: Path) -> None:
     config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
     cls(config).save_pretrained(tmp_path)
-    text = refusal(load_target, str(tmp_path))
+    text = refused(load_target, str(tmp_path))
     assert "causal language model" in text and cls.__name__ in text
 
 
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
-    assert str(tmp_path / "none") in refusal(load_target, str(tmp_path / "none"))
-    assert "no such folder" in refusal(load_target, str(tmp_path / "none"))
-    assert "no/such-model: neither a folder here nor found on the hub" in refusal(load_target, "no/such-model")
-    assert "x: neither a folder here nor" in refusal(load_target, "x" * 300)
-    assert "no config.json" in refusal(load_target, str(tmp_path))
+    assert str(tmp_path / "none") in refused(load_target, str(tmp_path / "none"))
+    assert "no such folder" in refused(load_target, str(tmp_path / "none"))
+    assert "no/such-model: neither a folder here nor found on the hub" in refused(load_target, "no/such-model")
+    assert "x: neither a folder here nor" in refused(load_target, "x" * 300)
+    assert "no config.json" in refused(load_target, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +262,7 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
 )
 def test_damaged_configs(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert str(tmp_path) in refusal(load_target, str(tmp_path))
+    assert str(tmp_path) in refused(load_target, str(tmp_path))
 
 
 def copy(folder: Path, to: Path) -> Path:
@@ -284,9 +275,9 @@ def test_damaged_weights(llama_dir: Path, tmp_path: Path) -> None:
     whole = weights.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"\xff" * 100):
         weights.write_bytes(damaged)
-        assert str(tmp_path) in refusal(load_target, str(tmp_path))
+        assert str(tmp_path) in refused(load_target, str(tmp_path))
     weights.unlink()
-    assert "safetensors" in refusal(load_target, str(tmp_path))
+    assert "safetensors" in refused(load_target, str(tmp_path))
 
 
 def test_missing_weights_are_not_made_up(llama_dir: Path, tmp_path: Path) -> None:
@@ -294,7 +285,7 @@ def test_missing_weights_are_not_made_up(llama_dir: Path, tmp_path: Path) -> Non
     tensors = load_file(weights)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(load_target, str(tmp_path))
+    assert "model.layers.1.mlp.up_proj.weight" in refused(load_target, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +297,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(
 ) -> None:
     path = copy(llama_dir, tmp_path) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    text = refusal(load_target, str(tmp_path))
+    text = refused(load_target, str(tmp_path))
     assert str(tmp_path) in text and words in text
 
 
@@ -340,7 +331,7 @@ def test_pickled_weights_are_refused(llama_dir: Path, tmp_path: Path) -> None:
     copy(llama_dir, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(make_model("llama").state_dict(), tmp_path / "pytorch_model.bin")
-    assert "safetensors" in refusal(load_target, str(tmp_path))
+    assert "safetensors" in refused(load_target, str(tmp_path))
 
 
 def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: Path) -> None:
@@ -351,16 +342,16 @@ def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: 
     config["auto_map"] = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
     path.write_text(json.dumps(config))
     (path.parent / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
-    text = refusal(load_target, str(path.parent))
+    text = refused(load_target, str(path.parent))
     assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
-    refusal(load_tokenizer, str(path.parent))
+    refused(load_tokenizer, str(path.parent))
     assert not ran.exists()
 
 
 def test_tokenizers(tiny_target_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_target_dir))
     assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False)["input_ids"]) == "def f(x):"
-    assert "no tokenizer" in refusal(load_tokenizer, str(llama_dir))
-    assert "no such folder" in refusal(load_tokenizer, str(tmp_path / "none"))
+    assert "no tokenizer" in refused(load_tokenizer, str(llama_dir))
+    assert "no such folder" in refused(load_tokenizer, str(tmp_path / "none"))
     (copy(tiny_target_dir, tmp_path / "damaged") / "tokenizer.json").write_text("{")
-    assert "no tokenizer" in refusal(load_tokenizer, str(tmp_path / "damaged"))
+    assert "no tokenizer" in refused(load_tokenizer, str(tmp_path / "damaged"))

@@ -81,7 +81,7 @@ def test_two_runs_do_not_write_at_a_time(tmp_path: Path) -> None:
     write(tmp_path)
 
 
-def test_machines_that_do_not_share_the_folder_are_told_so(tmp_path: Path) -> None:
+def test_machines_that_do_not_share_the_folder_are_refused(tmp_path: Path) -> None:
     with AnswerStore(tmp_path, print, 1) as store, pytest.raises(UserError, match="do not share it; name a folder"):
         store.read(2)
 

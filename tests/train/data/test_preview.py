@@ -29,7 +29,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def chats(settings: Settings, tmp_path: Path) -> Settings:
-    """A recipe on twenty conversations, of which one cannot be used."""
+    """A recipe on twenty conversations, one of them unusable."""
     records = [{"messages": TALK}] * 19 + [{"messages": TALK[:1]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings["data"]["sources"] = [{"kind": "chat", "path": str(tmp_path / "chats.jsonl")}]

@@ -13,7 +13,7 @@ from heads.backends.cpu import library
 from heads.backends.cpu.decoder import CpuDecoder
 from heads.backends.cpu.draws import CompiledPick, CpuSampling
 from heads.backends.selection import CPU
-from heads.backends.triton.inputs import take_newest_twin
+from heads.backends.torch.commit import take_newest
 from heads.base import Observation
 from heads.draft_model import DraftState
 from heads.registry import build_head
@@ -52,7 +52,7 @@ def rounds(head: Any, shape: str, how: str) -> tuple[list[Proposal], list[Tensor
     if how != "call":
         pick = lambda *draw, known=pick: known(*draw)  # noqa: E731
     if how == "tensors":
-        state.backend = replace(CPU, take_newest=take_newest_twin)
+        state.backend = replace(CPU, take_newest=take_newest)
     proposals, stood, start = [], [], torch.zeros(B, dtype=torch.int64)
     root = torch.randint(V, (B,), generator=generator)
     for counts in ([70, 3, 0], [2, 1, 9], [1, 3, 2], [0, 3, 1], [3, 0, 2], [2, 2, 1]):

@@ -1,4 +1,4 @@
-"""The CPU kernels against torch's operations: products, whole decoders, and rows that heed no neighbour."""
+"""The CPU kernels against torch's operations: products, whole decoders, and rows that depend on no neighbour."""
 
 import logging
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def decoders(variant: str) -> tuple[NativeDecoder, NativeDecoder]:
 
 def decode(decoder: NativeDecoder, tokens: Tensor, spans: list[slice], *, rows: int = 1, masked: bool = True) -> Tensor:
     """(B, T, 3 D): two auxiliary hidden states and the last hidden state of tokens (B, T), read span by span, `rows`
-    rows at a time; what is seen is told by masks or goes without saying."""
+    rows at a time; what is seen is given by masks or follows from the positions."""
     B, T = tokens.shape
     cache, cos_sin_table, key = (
         decoder.new_cache(batch_size=B, capacity=192),
@@ -104,7 +104,7 @@ def test_products_are_torchs(R: int, threads: int) -> None:
         assert packed is not None and plain is not None
         torch.testing.assert_close(packed(x, residual), x @ weight.T + bias + residual, atol=1e-3, rtol=1e-4)
         torch.testing.assert_close(plain(x), x @ weight.T, atol=1e-3, rtol=1e-4)
-        assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row heeds its neighbours"
+        assert torch.equal(plain(x)[-1:], plain(x[-1:])), "a row depends on its neighbours"
 
 
 @compiled

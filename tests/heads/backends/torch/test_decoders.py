@@ -90,7 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_target(variant: str, dtype: torch.dtype = torch.float64, **settings: Any) -> FrozenTarget:
-    """A random target, in float64 unless told otherwise, whose biases, norms and corrections are random too."""
+    """A random target, in float64 by default, whose biases, norms and corrections are random too."""
     family = variant.split()[0].rstrip(",")
     config = AutoConfig.for_model(family, **{**BASE, **VARIANTS.get(variant, {}), **settings})
     with torch.random.fork_rng():

@@ -20,8 +20,8 @@ HOT = {
     ("_add_norm", 32): (56, 1, 4),
     ("_rope_write", 32): (32, 1, 12),
 }
-"""Kernels of a step of so many nodes at the shape of Llama-3.1-8B: most registers a thread and KB of shared memory, and
-fewest programs that a processor holds at once."""
+"""Kernels of a step of N nodes at the shape of Llama-3.1-8B: most registers a thread, KB of shared memory, and fewest
+programs that a processor holds at once."""
 DISTINCT = {"layer": 24, "attend": 16, "step": 24, "round": 28, "draft": 74}
 """Most kernels of a piece of work in bfloat16: each is compiled before the first step."""
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.target.frozen import FrozenTarget
 from tests.drafting import model_drafts_are_those_of_torch
+from tests.small_targets import make_target
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -15,34 +14,11 @@ pytestmark = [
     pytest.mark.usefixtures("interpreted"),
 ]
 
-BASE: dict[str, Any] = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    eos_token_id=2,
-)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {},
-    "mistral": dict(sliding_window=4),
-    "qwen3_moe": dict(num_experts=4, decoder_sparse_step=1, num_experts_per_tok=2, moe_intermediate_size=16),
-}
-
-
-def make_target(family: str) -> FrozenTarget:
-    config = AutoConfig.for_model(family, **{**BASE, **FAMILIES[family]})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if "experts" in str(model):
-        model.set_experts_implementation("eager")
-    return FrozenTarget(model, family)
+SIZES: dict[str, Any] = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    max_position_embeddings=256, initializer_range=0.3,
+)  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 4}, "qwen3_moe": {"moe_intermediate_size": 16}}
 
 
 @pytest.mark.parametrize(
@@ -59,4 +35,5 @@ def make_target(family: str) -> FrozenTarget:
     ],
 )
 def test_drafts_are_those_of_torch(family: str, shape: str) -> None:
-    model_drafts_are_those_of_torch(make_target(family), shape)
+    target = make_target(family, torch.float32, **SIZES, **OWN.get(family, {}))
+    model_drafts_are_those_of_torch(target, shape)

@@ -10,8 +10,32 @@ import torch
 from torch import Tensor
 
 from heads.backends.slot_mapping import ancestors
-from heads.backends.torch.accept import match
+from heads.backends.torch.accept import match, match_chain
+from heads.backends.torch.accept import take_path as take_path_twin
+from heads.backends.triton.accept import match as accept
+from heads.backends.triton.accept import take_path
+from heads.backends.triton.attention import ancestor_words, new_counters, pack_bits, tree_attention
+from heads.backends.triton.choose import choose, logits
+from heads.backends.triton.compaction import compact
+from heads.backends.triton.experts import expert_mm, weigh_visits
+from heads.backends.triton.gemm import TILES, add_parts, parts_of, skinny_mm, skinny_parts
+from heads.backends.triton.layers import add_norm, rope_write, silu_mul
+from heads.backends.triton.per_head import per_head_mm
+from heads.backends.triton.products import Products, shape_of
 from heads.tree import Acceptance, Proposal
+from tests.twins import (
+    add_norm_twin,
+    add_parts_twin,
+    ancestor_words_twin,
+    choose_twin,
+    compact_twin,
+    expert_mm_twin,
+    per_head_mm_twin,
+    rope_write_twin,
+    silu_mul_twin,
+    tree_attention_twin,
+    weigh_visits_twin,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the suite runs the kernels themselves")
@@ -50,7 +74,6 @@ def test_tree_attention(
 ) -> None:
     """Twice by the same counters, the second time with the programs in the opposite order: whichever merges the splits,
     the bits are the same. A query that is not a number spoils its own row alone."""
-    from heads.backends.triton.attention import new_counters, pack_bits, tree_attention, tree_attention_twin
 
     (H, Hkv), (d, dv) = heads, widths
     parents, depths = random_tree(B, N)
@@ -98,7 +121,6 @@ def backwards() -> Iterator[None]:
 @pytest.mark.parametrize(("length", "P"), [(61, 40), (10, 100), (70, 130)])
 def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None:
     """Of slots behind the length some were never written in this round; zero times what is not a number is none."""
-    from heads.backends.triton.attention import pack_bits, tree_attention
 
     S, N = 220, 4
     seen = torch.zeros(1, N, P, dtype=torch.bool)
@@ -116,7 +138,6 @@ def test_slots_that_no_query_sees_may_hold_anything(length: int, P: int) -> None
 
 def test_the_twin_is_softmax_over_the_path() -> None:
     """Node 4 of a tree sees the cache, its ancestors and itself: as if its path had been decoded plainly."""
-    from heads.backends.triton.attention import pack_bits, tree_attention_twin
 
     parents, depths = torch.tensor([[0, 0, 0, 2, 3]]), torch.tensor([[0, 1, 1, 2, 3]])
     q, keys, values = torch.randn(1, 5, 2, 8), torch.randn(1, 12, 1, 8), torch.randn(1, 12, 1, 8)
@@ -130,8 +151,6 @@ def test_the_twin_is_softmax_over_the_path() -> None:
 @pytest.mark.parametrize(("M", "D", "V"), [(1, 16, 70), (7, 48, 333), (20, 40, 64)])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
-    from heads.backends.triton.choose import choose, choose_twin
-
     hidden, weight = torch.randint(-4, 5, (M, D)).float(), torch.randint(-4, 5, (V, D)).float()  # sums are exact
     weight[V // 2] = weight[3]  # ties go to the lowest id
     weight[3, :2] = weight[V // 2, :2] = 9
@@ -147,7 +166,6 @@ def test_choose(M: int, D: int, V: int, noisy: bool) -> None:
 @pytest.mark.parametrize("noisy", [False, True])
 def test_choose_gives_an_id_whatever_the_scores(noisy: bool) -> None:
     """Rows of numbers, of none, of one and of none below infinity; the ids decide what is read next."""
-    from heads.backends.triton.choose import choose, choose_twin
 
     hidden, weight = torch.ones(4, 16), torch.randn(150, 16)
     hidden[1], hidden[2], hidden[3] = torch.nan, torch.tensor([0.0] * 15 + [1.0]), -torch.inf
@@ -162,8 +180,6 @@ def test_choose_gives_an_id_whatever_the_scores(noisy: bool) -> None:
 
 @pytest.mark.parametrize(("B", "N"), [(1, 5), (3, 4)])
 def test_a_row_of_the_batch_lends_its_sampling_to_all_its_nodes(B: int, N: int) -> None:
-    from heads.backends.triton.choose import choose, choose_twin
-
     hidden, weight = torch.randint(-2, 3, (B * N, 16)).float(), torch.randint(-2, 3, (50, 16)).float()
     temperature, seeds = torch.rand(B) + 4, torch.arange(B) + 11
     positions = torch.randint(5000, (B, N)).flatten()
@@ -179,8 +195,6 @@ def test_a_row_of_the_batch_lends_its_sampling_to_all_its_nodes(B: int, N: int) 
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("M", "D"), [(1, 16), (5, 48)])
 def test_add_norm(M: int, D: int, adds: bool) -> None:
-    from heads.backends.triton.layers import add_norm, add_norm_twin
-
     residual, x, weight = torch.randn(M, D), torch.randn(M, D) if adds else None, torch.rand(D)
     ours, theirs = residual.clone(), residual.clone()
     torch.testing.assert_close(add_norm(ours, x, weight, 1e-6), add_norm_twin(theirs, x, weight, 1e-6))
@@ -190,8 +204,6 @@ def test_add_norm(M: int, D: int, adds: bool) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "d"), [((6, 2), 24), ((1, 1), 8)])
 def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
-    from heads.backends.triton.layers import rope_write, rope_write_twin
-
     (H, Hkv), M = heads, 4
     qkv, (cos, sin) = torch.randn(M, (H + 2 * Hkv) * d), torch.randn(2, M, d // 2)
     slots = torch.tensor([3, 1, 9, 0])
@@ -211,9 +223,6 @@ def test_rope_write(heads: tuple[int, int], d: int, normed: bool) -> None:
 def test_gates(M: int, K: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
     """In the end of their product, or where its parts are added, of sums that are exact; a row that is not a number
     stays alone."""
-    from heads.backends.triton.gemm import TILES
-    from heads.backends.triton.layers import silu_mul, silu_mul_twin
-    from heads.backends.triton.products import Products, shape_of
 
     x, weight = torch.randint(-2, 3, (M, K)).to(dtype), torch.randint(-4, 5, (2 * I, K)).to(dtype) / 64
     x[M // 2, 3] = torch.nan if M > 1 else 0.5
@@ -230,8 +239,6 @@ def test_gates(M: int, K: int, I: int, dtype: torch.dtype) -> None:  # noqa: E74
 
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (17, 2100, 65), (64, 128, 10)])
 def test_skinny_mm(M: int, K: int, N: int) -> None:
-    from heads.backends.triton.gemm import TILES, parts_of, skinny_mm
-
     x, weight = torch.randn(M, K), torch.randn(N, K)
     for tile in TILES:
         made = skinny_mm(x, weight, tile).double()
@@ -241,8 +248,6 @@ def test_skinny_mm(M: int, K: int, N: int) -> None:
 
 def test_products_of_bfloat16() -> None:
     """Each number rounded once: the interpreter, too, takes bfloat16 for what it is."""
-    from heads.backends.triton.gemm import skinny_mm
-    from heads.backends.triton.per_head import per_head_mm
 
     x, weight = torch.randn(5, 130).bfloat16(), torch.randn(33, 130).bfloat16()
     expected = x.double() @ weight.double().T
@@ -251,8 +256,6 @@ def test_products_of_bfloat16() -> None:
 
 
 def test_a_row_of_a_product_depends_on_nothing_else() -> None:
-    from heads.backends.triton.gemm import TILES, skinny_mm
-
     x, weight = torch.randn(16, 1100), torch.randn(65, 1100)
     alike = x[3:4].expand(16, -1).contiguous()
     for tile in TILES:
@@ -268,8 +271,6 @@ def random_round(B: int, N: int, V: int) -> tuple[Proposal, Tensor]:
 
 @pytest.mark.parametrize(("B", "N", "V"), [(1, 1, 2), (4, 9, 2), (3, 33, 2), (5, 12, 1)])
 def test_accept(B: int, N: int, V: int) -> None:
-    from heads.backends.triton.accept import match as accept
-
     for _ in range(3):
         proposal, choice = random_round(B, N, V)
         K = int(proposal.depths.max()) + 1
@@ -278,12 +279,9 @@ def test_accept(B: int, N: int, V: int) -> None:
 
 
 def test_accept_takes_chains_and_trees_that_all_rows_share() -> None:
-    from heads.backends.torch.accept import match_chain
-    from heads.backends.triton.accept import match as accept
-
     B, N = 4, 6
     node = torch.arange(N).expand(B, N)
-    tokens, choice = torch.randint(2, (2, B, 2 * N))  # of which some columns are taken: rows stand apart
+    tokens, choice = torch.randint(2, (2, B, 2 * N))  # some columns are taken: rows stand apart
     chain = Proposal(tokens[:, :N], (node - 1).clamp_min(0), node, torch.zeros(B, N))
     assert kept(accept(chain, choice[:, :N], None, N - 1)) == kept(match_chain(tokens[:, :N], choice[:, :N]))
     parents, depths = random_tree(1, N)
@@ -305,8 +303,6 @@ def kept(acceptance: Acceptance) -> list[tuple[int, list[int], list[int]]]:
 @pytest.mark.parametrize(("N", "X"), [(20, 6), (2, 6), (60, 1500)])
 def test_compact(N: int, X: int) -> None:
     """Nothing else in the cache changes either."""
-    from heads.backends.triton.accept import match as accept
-    from heads.backends.triton.compaction import compact, compact_twin
 
     proposal, choice = random_round(3, N, 1)  # one token: the deepest path is always taken
     K = int(proposal.depths.max())
@@ -321,9 +317,6 @@ def test_compact(N: int, X: int) -> None:
 
 @pytest.mark.parametrize(("X", "D"), [(0, 24), (72, 24), (5000, 2048), (3, 2100)])
 def test_take_path(X: int, D: int) -> None:
-    from heads.backends.torch.accept import take_path as take_path_twin
-    from heads.backends.triton.accept import take_path
-
     aux_hidden_states, hidden, path = torch.randn(2, 9, X), torch.randn(2, 9, D), torch.randint(9, (2, 4))
     for ours, theirs in zip(
         take_path(aux_hidden_states, hidden, path), take_path_twin(aux_hidden_states, hidden, path), strict=True
@@ -333,8 +326,6 @@ def test_take_path(X: int, D: int) -> None:
 
 @pytest.mark.parametrize(("B", "N"), [(1, 1), (3, 7), (2, 70)])
 def test_ancestor_words(B: int, N: int) -> None:
-    from heads.backends.triton.attention import ancestor_words, ancestor_words_twin, pack_bits
-
     parents, depths = random_tree(B, N)
     K = int(depths.max()) + 1
     words, paths = ancestor_words(parents, depths, K)
@@ -351,7 +342,6 @@ def test_ancestor_words(B: int, N: int) -> None:
 @pytest.mark.parametrize("window", [0, 5])
 def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -> None:
     """A tree's node 4, over slots 0, 2, 3, 4 of the tree, against node 3 of the chain that its path is."""
-    from heads.backends.triton.attention import ancestor_words, tree_attention
 
     parents, length = torch.tensor([[0, 0, 0, 2, 3, 1]]), torch.tensor([61])  # the tree lies across two tiles
     depths = torch.tensor([[0, 1, 1, 2, 3, 2]])
@@ -372,7 +362,6 @@ def test_by_its_own_path_a_node_is_bit_for_bit_what_a_chain_gives(window: int) -
 @pytest.mark.parametrize("start", [62, 1022])
 def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None:
     """Bit for bit, where a split ends within the chain, and where a chunk of splits does."""
-    from heads.backends.triton.attention import ancestor_words, tree_attention
 
     depths, length = torch.arange(3)[None], torch.tensor([start])
     words, _ = ancestor_words((depths - 1).clamp_min(0), depths, 2)
@@ -384,8 +373,6 @@ def test_a_node_of_a_chain_gets_what_plain_decoding_gives_it(start: int) -> None
 
 
 def test_logits_are_what_the_choice_compares() -> None:
-    from heads.backends.triton.choose import choose, logits
-
     hidden, weight = torch.randn(5, 40), torch.randn(100, 40)
     made = logits(hidden, weight)
     torch.testing.assert_close(made, hidden @ weight.T, atol=2e-5, rtol=1e-5)
@@ -396,8 +383,6 @@ def test_logits_are_what_the_choice_compares() -> None:
 @pytest.mark.parametrize(("M", "A", "X", "K", "N"), [(1, 2, 4, 40, 70), (9, 3, 5, 130, 65)])
 @pytest.mark.parametrize("by_visit", [False, True])
 def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> None:
-    from heads.backends.triton.experts import expert_mm, expert_mm_twin
-
     ids = torch.stack([torch.randperm(X)[:A] for _ in range(M)])
     x, weight = torch.randn(M, A, K) if by_visit else torch.randn(M, K), torch.randn(X, N, K)
     found = expert_mm(x, ids, weight)
@@ -409,8 +394,6 @@ def test_expert_mm(M: int, A: int, X: int, K: int, N: int, by_visit: bool) -> No
 @pytest.mark.parametrize(("M", "A", "N"), [(1, 1, 5), (7, 3, 1100)])
 @pytest.mark.parametrize("adds", [False, True])
 def test_weigh_visits(M: int, A: int, N: int, adds: bool) -> None:
-    from heads.backends.triton.experts import weigh_visits, weigh_visits_twin
-
     visits, weights, added = torch.randn(M, A, N), torch.rand(M, A), torch.randn(M, N) if adds else None
     torch.testing.assert_close(weigh_visits(visits, weights, added), weigh_visits_twin(visits, weights, added))
     order = torch.randperm(M)
@@ -421,7 +404,6 @@ def test_weigh_visits(M: int, A: int, N: int, adds: bool) -> None:
 @pytest.mark.parametrize(("M", "H", "K", "N"), [(1, 3, 16, 40), (9, 2, 200, 70), (70, 1, 24, 16)])
 def test_per_head_mm(M: int, H: int, K: int, N: int) -> None:
     """From and into parts of wider tensors, and by weights that lie either way, as latent attention has them."""
-    from heads.backends.triton.per_head import per_head_mm, per_head_mm_twin
 
     x, wide = torch.randn(M, H, K + 5)[..., :K], torch.zeros(M, H, N + 3)
     for weight in (torch.randn(H, K, N), torch.randn(H, N, K).mT):
@@ -434,8 +416,6 @@ def test_per_head_mm(M: int, H: int, K: int, N: int) -> None:
 
 def test_parts_of_a_product_are_added_where_they_are_read() -> None:
     """Bit for bit what the whole product gives."""
-    from heads.backends.triton.gemm import TILES, add_parts, add_parts_twin, skinny_parts
-    from heads.backends.triton.layers import add_norm, rope_write
 
     x, weight, residual, norm = torch.randn(3, 2100), torch.randn(64, 2100), torch.randn(3, 64), torch.rand(64)
     parts = skinny_parts(x, weight, TILES[0])

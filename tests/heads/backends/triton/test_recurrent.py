@@ -14,7 +14,7 @@ from heads.backends.slot_mapping import Drafted, Observed
 from heads.backends.torch.linear import Norm
 from heads.backends.torch.recurrent import TorchRecurrent
 from heads.backends.triton.cached_decoder import TritonDecoder
-from heads.backends.triton.inputs import enter, enter_twin, stand, stand_twin, take_newest
+from heads.backends.triton.inputs import enter, stand, take_newest
 from heads.backends.triton.recurrent import TritonRecurrent
 from heads.base import SharedLayers
 from heads.layers import RMSNorm
@@ -25,6 +25,7 @@ from scripts.grown.shapes import SHAPES, ModelShape
 from tests.drafting import SMALL, drafts_are_those_of_torch, some_head
 from tests.launches import Launches
 from tests.small_targets import make_target
+from tests.twins import enter_twin, stand_twin
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -83,7 +84,7 @@ class Adapted(torch.nn.Linear):
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 @pytest.mark.parametrize(("shape", "most"), [("chain", 13), ("tree", 14)])
 def test_a_draft_step_is_few_launches(name: str, shape: str, most: int) -> None:
-    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to tell a head of
+    """At the shape of Llama-3.1-8B: what a level more takes, its picks included, and what it takes to extend a head by
     six tokens. A head that projects its input has two more, and one less that fuses no auxiliary hidden states."""
     head, shared = large_head(name, SHAPES["llama-3.1-8b"], torch.device("meta"))
     mtp, counts = name == "mtp", []
@@ -116,7 +117,7 @@ def test_steps_to_time_run_through() -> None:
 @pytest.mark.parametrize("observed", [True, False])
 @pytest.mark.parametrize(("state_first", "zero_first"), [(True, True), (False, True), (False, False)])
 def test_inputs(observed: bool, state_first: bool, zero_first: bool) -> None:
-    """Three rows of four tokens; 70 slots behind the observed ones, of which paths hold any."""
+    """Three rows of four tokens; paths hold any of the 70 slots behind the observed ones."""
     B, W, A, S = 3, 4, 5, 90
     tokens, rows = torch.randint(V, (B, W)), torch.randint(A, (B, W))
     table, states = torch.randn(V, D), torch.randn(B, A, D)

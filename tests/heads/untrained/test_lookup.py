@@ -9,8 +9,8 @@ import torch
 
 from heads.backends.selection import TORCH
 from heads.base import Observation
-from heads.lookup import Lookup, LookupConfig, look_up
 from heads.tree import parse_shape
+from heads.untrained.lookup import Lookup, LookupConfig, look_up
 
 CAPACITY = 40
 
@@ -54,24 +54,24 @@ def test_a_text_of_one_token_and_a_row_without_a_text_are_drafted_all_the_same()
 
 
 def test_known_rows_stay_as_they_are_while_others_draft() -> None:
-    """A row that is done is told nothing, and a row used anew forgets."""
+    """A row that is done observes nothing, and a row used anew forgets."""
     head, shared = Lookup(LookupConfig(2)), None
     state = head.new_state(shared, batch_size=2, capacity=16, shape=parse_shape("chain:2"), backend=TORCH)  # type: ignore[arg-type]
-    tell = teller(head, state)
-    tell([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4])
+    observe = observer(head, state)
+    observe([[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], [0, 0], [4, 4])
     assert head.propose(state, None).tokens.tolist() == [[2, 3, 1], [4, 5, 4]]  # type: ignore[arg-type]
-    tell([[2, 3, 9, 9, 9], [9, 9, 9, 9, 9]], [4, 5], [1, 0])
+    observe([[2, 3, 9, 9, 9], [9, 9, 9, 9, 9]], [4, 5], [1, 0])
     assert head.propose(state, None).tokens.tolist() == [[3, 1, 2], [4, 5, 4]]  # type: ignore[arg-type]
     head.reset_rows(state, torch.tensor([True, False]))
-    tell([[7, 8, 0, 0, 0], [9, 9, 9, 9, 9]], [0, 5], [1, 0])
+    observe([[7, 8, 0, 0, 0], [9, 9, 9, 9, 9]], [0, 5], [1, 0])
     assert head.propose(state, None).tokens.tolist() == [[8, 8, 8], [4, 5, 4]]  # type: ignore[arg-type]
 
 
-def teller(head: Lookup, state: Any) -> Callable[[list[list[int]], list[int], list[int]], None]:
-    def tell(tokens: list[list[int]], start: list[int], count: list[int]) -> None:
+def observer(head: Lookup, state: Any) -> Callable[[list[list[int]], list[int], list[int]], None]:
+    def observe(tokens: list[list[int]], start: list[int], count: list[int]) -> None:
         none = torch.zeros(len(tokens), len(tokens[0]) - 1, 0)
         head.extend(
             state, Observation(torch.tensor(tokens), none, none, torch.tensor(start), torch.tensor(count), None)
         )
 
-    return tell
+    return observe
