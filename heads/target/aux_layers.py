@@ -82,8 +82,8 @@ def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_cou
         found.append(target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids))
     aux = torch.cat([features.aux_hidden_states.cpu() for features in found])
     hidden = torch.cat([features.hidden.cpu() for features in found])
-    streams = aux.unflatten(-1, (len(aux_layer_ids), target.hidden_size)).unbind(2)
-    scales = torch.tensor([stream.float().square().mean().sqrt() for stream in streams])
+    by_layer = aux.float().unflatten(-1, (len(aux_layer_ids), target.hidden_size))  # (B, T, L, D)
+    scales = by_layer.square().mean((0, 1, 3)).sqrt()
     embeddings = target.shared.embed_tokens(tokens.to(target.device)).float().cpu()
     return Probed(tokens, embeddings, aux, hidden, scales)
 
