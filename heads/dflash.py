@@ -29,8 +29,8 @@ class DFlashSettings(DraftBlockSettings):
     causal: bool = False
     """A row sees none of the rows behind it (JetSpec)."""
     initial_weights: str = TARGET
-    """As in `heads.layers.StartSettings`. Copying does not pay here: the rows that draft stand for masks, and know the
-    root from the second layer on."""
+    """Weights before training, as EAGLE-3's: `target`, `copying` or `random`. Copying does not pay here: the rows that
+    draft stand for masks, and know the root from the second layer on."""
 
 
 @dataclass(frozen=True, kw_only=True)

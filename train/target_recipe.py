@@ -63,7 +63,7 @@ class TargetTraining(Settings):
     precision: Literal["fp32", "bf16"]
     """Number type of the products. bf16 is autocast over float32 weights."""
     compile: bool = False
-    """Compile the layers with torch.compile, which pays on a GPU."""
+    """Compile the layers with torch.compile, which needs a C++ compiler on a CPU."""
     checkpoint_every: Count
     """Steps between checkpoints."""
 
