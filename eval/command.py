@@ -172,7 +172,7 @@ def print_line(text: str | None) -> None:
 def _is_unread() -> bool:
     """Return True if the reader of standard output has closed it, as `head` does when it has its lines."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # an error is told without being asked for
+    poll.register(sys.stdout, 0)  # errors are reported whatever is asked for
     return bool(poll.poll(0))
 
 

@@ -22,7 +22,7 @@ RIDGE = 0.05
 
 
 @dataclass(frozen=True)
-class Probe:
+class AttentionProbe:
     """Inputs of attention in N slots, and the things that it is to find and to write there."""
 
     queries: Tensor
@@ -44,7 +44,7 @@ def directions(lm_head: Tensor, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def begin_copying(attention: Attention, probe: Probe, device: torch.device) -> None:
+def begin_copying(attention: Attention, probe: AttentionProbe, device: torch.device) -> None:
     """Add to the projections of attention, whose weights are small and random, heads that copy; computed on `device`.
 
     Matched are the rotary dimensions that turn slowest, at any distance alike.

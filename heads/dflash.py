@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.block.draft import DraftBlockHead
+from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
 from heads.layers import TARGET

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.block.draft import DraftBlockConfig, DraftBlockHead, DraftBlockSettings
+from heads.block.draft import DraftBlockHead
+from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.copying import Probe, begin_copying, directions
+from heads.copying import AttentionProbe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
 from heads.formats.decoder import SCALINGS
@@ -40,7 +40,7 @@ from heads.layers import (
 )
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
-from heads.target.aux_layers import Probed, check_aux_layer_ids, default_aux_layer_ids, probe_target
+from heads.target.aux_layers import TargetProbe, check_aux_layer_ids, default_aux_layer_ids, probe_target
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -222,7 +222,7 @@ class Eagle3(Recurrent):
         self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
     @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: Probed, device: torch.device) -> None:
+    def begin_copying(self, lm_head: Tensor, probed: TargetProbe, device: torch.device) -> None:
         """Make attention find slots by the token that their features are of, and write the token that they read.
 
         lm_head (V, D): the target's output head.
@@ -233,7 +233,9 @@ class Eagle3(Recurrent):
         state = layer.hidden_norm(self.fuse(probed.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
         written = directions(lm_head, read)
-        begin_copying(layer.self_attn, Probe(inputs, inputs, read=following, before=token, written=written), device)
+        begin_copying(
+            layer.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written), device
+        )
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.copying import Probe, begin_copying, directions
+from heads.copying import AttentionProbe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
@@ -30,7 +30,7 @@ from heads.formats.source import Source, tensor_files
 from heads.layers import COPYING, MLP, RANDOM, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
-from heads.target.aux_layers import Probed, probe_target
+from heads.target.aux_layers import TargetProbe, probe_target
 from heads.target.block import BlockMaker
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
@@ -242,7 +242,7 @@ class Mtp(Recurrent):
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
 
     @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: Probed, device: torch.device) -> None:
+    def begin_copying(self, lm_head: Tensor, probed: TargetProbe, device: torch.device) -> None:
         """Make the first module's attention find slots by the token that their state is of, and write the token that
         they read. lm_head (V, D): the target's output head."""
         module = self.mtp_layers[0]
@@ -255,7 +255,7 @@ class Mtp(Recurrent):
         x = module.project(probed.embeddings[:, 1:], probed.hidden[:, :-1].float())
         inputs = module.block.input_layernorm(x).flatten(0, 1)
         written = directions(lm_head, probed.tokens[:, 1:].flatten())
-        probe = Probe(inputs, inputs, read=following, before=token, written=written)
+        probe = AttentionProbe(inputs, inputs, read=following, before=token, written=written)
         begin_copying(module.block.self_attn, probe, device)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:

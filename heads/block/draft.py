@@ -18,7 +18,7 @@ cache slots, E of them shown, H heads, d head dimension.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -31,80 +31,19 @@ from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Sight, block_attention
 from heads.block.layers import BlockLayer, CosSin
 from heads.block.loss import BlockTask, block_loss
-from heads.copying import Probe, begin_copying
+from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
+from heads.copying import AttentionProbe, begin_copying
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
-from heads.layers import COPYING, RANDOM, Attend, BlockConfig, BlockSettings, RMSNorm, StartSettings, rotation
-from heads.target.aux_layers import Probed, check_aux_layer_ids, probe_target, spread_layer_ids
+from heads.layers import COPYING, RANDOM, Attend, RMSNorm, rotation
+from heads.target.aux_layers import TargetProbe, check_aux_layer_ids, probe_target, spread_layer_ids
 from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
-from heads.tree import MOST_NODES, Proposal, TreeShape, check_width, is_chain
+from heads.tree import Proposal, TreeShape, check_width, is_chain
 from heads.vocab import read_vocab, vocab_tables
-
-EXPONENTIAL, D_PACE = "exponential", "d_pace"
-MOST_LAYERS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftBlockSettings(StartSettings, BlockSettings):
-    """The settings that heads of this form share in a recipe."""
-
-    block_size: int = 8
-    """Rows of a block, the root's with them. It is best drafted with as many as it was trained with."""
-    num_layers: int = 5
-    """Decoder layers."""
-    aux_layer_ids: tuple[int, ...] | None = None
-    """Auxiliary hidden states to read, each named by the layer it enters, ascending. Null: one for each layer of the
-    head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head of one."""
-    mask_token_id: int | None = None
-    """Token whose embedding stands for those not drafted yet; the data may not have it. Null: an id that the target's
-    tokenizer does not use."""
-    num_anchors: int = 512
-    """Most blocks of a row of training data; where they begin is drawn anew in each step."""
-    gamma: float = 4.0
-    """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
-    weights: str = EXPONENTIAL
-    """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftBlockConfig(BlockConfig, DraftBlockSettings):
-    """Everything that the function of such a head depends on."""
-
-    aux_layer_ids: tuple[int, ...] = field()
-    mask_token_id: int = field()
-    draft_vocab_size: int | None = None
-    """Published heads: tokens that are drafted, read by their rows of the target's output head. Null: all."""
-
-    @property
-    def columns(self) -> int:
-        """Return the number of tokens that are drafted."""
-        return self.draft_vocab_size or self.vocab_size
-
-    def check(self, fewest_rows: int) -> None:
-        """UserError for a config that cannot be."""
-        self.check_block()
-        self.check_start()
-        if not fewest_rows <= self.block_size <= MOST_NODES:
-            raise UserError(f"head.block_size: expected {fewest_rows} to {MOST_NODES}, got {self.block_size}")
-        if self.block_size > self.max_position_embeddings:
-            raise UserError(
-                f"head.block_size: a block of {self.block_size} is longer than the target's context of "
-                f"{self.max_position_embeddings}"
-            )
-        if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
-        if not self.num_anchors >= 1:
-            raise UserError(f"head.num_anchors: expected 1 or more, got {self.num_anchors}")
-        if not 0 < self.gamma < math.inf:
-            raise UserError(f"head.gamma: expected a number above 0, got {self.gamma}")
-        if self.weights not in (EXPONENTIAL, D_PACE):
-            raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
-        if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
-            raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
 
 
 @dataclass
@@ -204,13 +143,15 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.norm.weight.copy_(norm)
 
     @torch.no_grad()
-    def begin_copying(self, probed: Probed, device: torch.device) -> None:
+    def begin_copying(self, probed: TargetProbe, device: torch.device) -> None:
         """Make the first layer find slots of the context by their token, and write what the target foresaw there."""
         layer = cast(Any, self.layers[0])
         token = layer.input_layernorm(probed.embeddings.flatten(0, 1))
         context = self.fuse(probed.aux_hidden_states).flatten(0, 1)
         highest = probed.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probed.scales[-1]
-        begin_copying(layer.self_attn, Probe(token, context, read=token, before=token, written=highest), device)
+        begin_copying(
+            layer.self_attn, AttentionProbe(token, context, read=token, before=token, written=highest), device
+        )
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""

@@ -136,9 +136,9 @@ def sglang(algorithm: str) -> Command:
     return run
 
 
-DECODER_SIZES = tuple(
-    ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
-)
+DECODER_SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 """The sizes of a decoder's layers in config.json."""
 
 

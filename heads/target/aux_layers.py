@@ -57,7 +57,7 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
 
 
 @dataclass(frozen=True)
-class Probed:
+class TargetProbe:
     """The target's features over some text, from which a head's first weights are made."""
 
     tokens: Tensor  # (B, T) int64
@@ -73,7 +73,7 @@ class Probed:
 
 
 @torch.no_grad()
-def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> Probed:
+def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> TargetProbe:
     """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
     tokens = probe_tokens(token_counts, target.hidden_size)
     found = []
@@ -85,7 +85,7 @@ def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_cou
     by_layer = aux.float().unflatten(-1, (len(aux_layer_ids), target.hidden_size))  # (B, T, L, D)
     scales = by_layer.square().mean((0, 1, 3)).sqrt()
     embeddings = target.shared.embed_tokens(tokens.to(target.device)).float().cpu()
-    return Probed(tokens, embeddings, aux, hidden, scales)
+    return TargetProbe(tokens, embeddings, aux, hidden, scales)
 
 
 def probe_tokens(token_counts: Tensor, hidden_size: int) -> Tensor:
