@@ -41,6 +41,7 @@ class StubServer(ThreadingHTTPServer):
         """Requests that get status 503."""
         self.lost = 0
         """Requests whose file is never written."""
+        self.completions = "/v1/completions"
         self.busy = self.most_busy = self.served = 0
 
     def __enter__(self) -> "StubServer":
@@ -98,10 +99,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "the-target"}]})
+        known = self.path == "/v1/models"
+        self.answer(200 if known else 404, {"data": [{"id": "the-target"}]} if known else {})
 
     def do_POST(self) -> None:
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != server.completions:
+            self.answer(404, {})
+            return
         assert body["model"] == "the-target" and body["max_tokens"] == 1
         if server.away:
             server.away -= 1

@@ -47,7 +47,7 @@ class Fault(Exception):
 
 
 class Missing(Fault):
-    """A path that the server lacks, for now if a gateway stands before it."""
+    """A path that the server lacks and has never answered at: no other trial will find it."""
 
 
 class HTTPClient:
@@ -59,6 +59,8 @@ class HTTPClient:
         self.checking = asyncio.Lock()
         """Held while the server is asked what it is."""
         self._said = -math.inf
+        self._answered: set[str] = set()
+        """Paths that the server has: one that is missing later is missing for a while, as behind a gateway."""
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
@@ -75,11 +77,14 @@ class HTTPClient:
         return UserError(f"{self.url}: {what}")
 
     async def patiently(self, trial: Callable[[], Awaitable[T]]) -> T:
-        """The result of `trial`, made anew while it fails by a Fault. UserError after `patience` seconds."""
+        """The result of `trial`, made anew while it fails by a Fault. UserError after `patience` seconds, and at once
+        for a path that is Missing."""
         failing, delay = math.inf, FIRST_DELAY
         while True:
             try:
                 return await trial()
+            except Missing as missing:
+                raise self.error(f"{missing}; give the server's own address, such as http://localhost:8000") from None
             except Fault as fault:
                 now = time.monotonic()
                 failing = min(failing, now)
@@ -118,12 +123,13 @@ class HTTPClient:
             raise Fault(first_line(error)) from None
         status = reply.status
         if status in (404, 405):
-            raise Missing(f"status {status} of {path}")
+            raise (Fault if path in self._answered else Missing)(f"status {status} of {path}")
         if status in (408, 429) or status >= 500:
             raise Fault(f"status {status}")
         if status != 200:
             what = f"put its key in {KEY_VARIABLE}" if status in (401, 403) else "let it take such requests"
             raise self.error(f"{path}: refused, status {status} ({' '.join(text.split())[:300]}); {what}")
+        self._answered.add(path)
         try:
             return json.loads(text)
         except (ValueError, RecursionError):

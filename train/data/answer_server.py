@@ -115,7 +115,7 @@ class Client:
         except (LookupError, TypeError):
             ids = None
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise Missing(f"{path} gives no token ids")
+            raise (Missing if self.path is None else Fault)(f"{path} gives no token ids")
         if not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise self.http.error(
                 f"expected token ids below {self.vocab_size}, got {max(ids, key=abs)}; it serves another model than "

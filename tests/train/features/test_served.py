@@ -128,6 +128,24 @@ def test_a_server_that_was_away_is_asked_again(server: StubServer) -> None:
     client.close()
 
 
+def test_a_path_that_no_trial_will_find_ends_the_run_at_once(server: StubServer) -> None:
+    for url, completions, path in (("/nowhere", "/v1/completions", "models"), ("", "/generate", "completions")):
+        server.completions = completions
+        client = HiddenStatesServer(server.url + url, server.ids, 2)  # as patient as ever
+        with pytest.raises(UserError, match=f"{server.url}{url}: status 404 of /v1/{path}; give the server's own"):
+            client.take(torch.arange(6, 20))
+        client.close()
+
+
+def test_a_path_that_was_there_is_asked_for_again(server: StubServer) -> None:
+    client = HiddenStatesServer(server.url, server.ids, 2, patience=0.1)
+    assert client.take(torch.arange(6, 20)).shape == (14, 4, 32)
+    server.completions = "/elsewhere"
+    with pytest.raises(UserError, match=r"no answer in 0 s of trials \(status 404"):
+        client.take(torch.arange(6, 20))
+    client.close()
+
+
 def test_faults_of_a_server_are_named(server: StubServer, tmp_path: Path) -> None:
     tokens = torch.arange(6, 20)
 
