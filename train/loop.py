@@ -29,7 +29,7 @@ from train.data.loading import load_data
 from train.data.on_policy import Samples
 from train.data.templates import with_arguments
 from train.features.base import FeatureSource
-from train.features.opening import open_features
+from train.features.opening import open_source
 from train.head_settings import make_head, resolved_head
 from train.interrupts import Interrupted
 from train.launch import on_main
@@ -65,7 +65,7 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     rows = rows_per_step(recipe.train, recipe.data.context_length, accelerator.num_processes)
 
     # Target. It decides the settings that the recipe leaves out of `head`.
-    features, tokenizer = open_features(recipe, accelerator, tracker.say)
+    features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
     asking = with_arguments(tokenizer, recipe.data.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))

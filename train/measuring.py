@@ -21,13 +21,13 @@ from eval.benchmark.measure import check_decoded, trace
 from eval.benchmark.metrics import acceptance_by_depth, tau
 from eval.benchmark.prompts import HELD_OUT_SUITE, Prompt, load_prompts
 from eval.command import AUTO
-from eval.runtime.engine import Engine, EngineOptions, Request
+from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.sampling import Sampling
 from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import is_chain, parse_shape
-from train.data.packing import Mixture, Rows, empty_rows
+from train.data.packing import Mixture, text_rows
 from train.features.base import FeatureSource
 from train.features.batch import make_batch
 from train.launch import on_main
@@ -35,6 +35,8 @@ from train.recipe import Eval
 
 ESTIMATE_TOKENS = 2**15
 """Tokens of training text on which tau is estimated where nothing can be decoded; one row at least."""
+ESTIMATE_ROWS = 8
+"""Decoded texts that go through the head at once."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,8 @@ class Evaluation:
         traces = [trace(output) for output in outputs]
         estimate = None
         if settings.temperature == 0 and is_chain(shape):
-            prompts, texts = [request.prompt for request in requests], [output.tokens for output in outputs]
-            dtype = next(head.parameters()).dtype
-            estimate = estimate_tau(target, cast(DraftHead, head), prompts, texts, shape.depth, dtype=dtype)
+            batches = answer_batches(target, drafts, requests, outputs, ESTIMATE_ROWS)
+            estimate = known_text_tau(drafts, batches, shape.depth).tau
         return Measured(tau(traces), acceptance_by_depth(traces, shape.depth), estimate)
 
     @torch.no_grad()
@@ -157,48 +158,33 @@ def grow_own_tree(target: FrozenTarget, head: DraftHead, requests: Sequence[Requ
     longest = max(len(request.prompt) + request.max_new_tokens + 1 for request in requests)
     engine = Engine(target, None, EngineOptions(batch_size=min(batch_size, len(requests)), max_length=longest))
     outputs = engine.generate([replace(request, sampling=Sampling()) for request in requests])
-
-    def batches() -> Iterator[Batch]:
-        dtype = next(cast(nn.Module, head).parameters()).dtype
-        for start in range(0, len(requests), batch_size):
-            part = slice(start, start + batch_size)
-            prompts = [request.prompt for request in requests[part]]
-            texts = [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs[part], strict=True)]
-            rows = text_rows(texts)
-            for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-                rows.loss_mask[n, len(prompt) + 1 : len(text)] = True  # the first answer token is never drafted
-            yield make_batch(target, rows, head.aux_layer_ids, dtype)
-
     assert head.own_tree is not None
-    head.own_tree.grow_tree(batches())
+    # The first token of an answer is never drafted.
+    head.own_tree.grow_tree(answer_batches(target, head, requests, outputs, batch_size, first_label=1))
+
+
+def answer_batches(
+    target: FrozenTarget,
+    head: DraftHead,
+    requests: Sequence[Request],
+    outputs: Sequence[Output],
+    rows: int,
+    *,
+    first_label: int = 0,
+) -> Iterator[Batch]:
+    """Prompts with their answers, `rows` texts to a batch, in the head's dtype. The labels are the answers' tokens from
+    number `first_label` on."""
+    dtype = next(cast(nn.Module, head).parameters()).dtype
+    for start in range(0, len(requests), rows):
+        part = slice(start, start + rows)
+        pairs = [(r.prompt, output.tokens) for r, output in zip(requests[part], outputs[part], strict=True)]
+        packed = text_rows([[*prompt, *answer] for prompt, answer in pairs])
+        for n, (prompt, answer) in enumerate(pairs):
+            packed.loss_mask[n, len(prompt) + first_label : len(prompt) + len(answer)] = True
+        yield make_batch(target, packed, head.aux_layer_ids, dtype)
 
 
 @torch.no_grad()
-def estimate_tau(
-    target: FrozenTarget,
-    head: DraftHead,
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[Sequence[int]],
-    depth: int,
-    *,
-    dtype: torch.dtype,
-    rows: int = 8,
-) -> float:
-    """Tokens per round of greedy chains of `depth`, over the target's greedy outputs (prefill's token included).
-
-    `rows` documents go through the head at once, in `dtype`. NaN if no output has a second token.
-    """
-    emitted = rounds = 0
-    for start in range(0, len(prompts), rows):
-        part = slice(start, start + rows)
-        texts = [[*prompt, *output] for prompt, output in zip(prompts[part], outputs[part], strict=True)]
-        hits = foreseen(make_batch(target, text_rows(texts), head.aux_layer_ids, dtype), head, depth)
-        for text, prompt, run in zip(texts, prompts[part], hits, strict=True):
-            emitted += len(text) - len(prompt) - 1
-            rounds += len(walk(run.tolist(), root=len(prompt), end=len(text)))
-    return emitted / rounds if rounds else float("nan")
-
-
 def known_text_tau(head: DraftHead, batches: Iterable[Batch], depth: int) -> Measured:
     """tau and acceptance of greedy chains of `depth`, over the labels of each batch as if the target had written
     them."""
@@ -236,16 +222,6 @@ def foreseen(batch: Batch, head: DraftHead, depth: int) -> Tensor:
     """(B, T) int64: the draft tokens of a chain below a root at each position that are the text's own."""
     hits = head.foresees(batch, depth)  # (depth, B, T), by slot
     return hits.long().cumprod(0).sum(0).roll(1, dims=1).cpu()  # the chain of slot t has its root at t + 1
-
-
-def text_rows(texts: Sequence[Sequence[int]]) -> Rows:
-    """One text a row, padded, without labels."""
-    rows = empty_rows(len(texts), max(map(len, texts)))
-    for n, text in enumerate(texts):
-        T = len(text)
-        rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)
-        rows.documents[n, :T] = 0
-    return rows
 
 
 def walk(accepted: Sequence[int], *, root: int, end: int) -> list[int]:

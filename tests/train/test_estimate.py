@@ -11,8 +11,9 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.registry import HEADS, build_head
 from heads.target.frozen import FrozenTarget, load_target
 from heads.tree import parse_shape
+from train.data.packing import text_rows
 from train.features.batch import make_batch
-from train.measuring import answers_in, estimate_tau, foreseen, known_text_tau, text_rows, walk
+from train.measuring import answer_batches, answers_in, foreseen, known_text_tau, walk
 
 SETTINGS: dict[str, dict[str, object]] = {
     "eagle3": {"aux_layer_ids": [1, 4, 7], "norm_output": True},
@@ -53,13 +54,8 @@ def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarge
         assert [emitted - 1 for emitted in rounds[:-1]] == output.accepted[:-1]
     emitted = sum(len(output.tokens) - 1 for output in outputs)
     assert sum(sum(output.accepted) for output in outputs) > 0
-    estimate = estimate_tau(target, head, prompts, [o.tokens for o in outputs], depth, dtype=torch.float64, rows=2)
-    assert estimate == emitted / sum(output.rounds for output in outputs)
-    rows = text_rows(texts)
-    for n, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        rows.loss_mask[n, len(prompt) : len(text)] = True
-    known = known_text_tau(head, [make_batch(target, rows, head.aux_layer_ids, torch.float64)], depth)
-    assert known.tau == estimate and known.is_estimate
+    known = known_text_tau(head, answer_batches(target, head, requests, outputs, 2), depth)
+    assert known.tau == emitted / sum(output.rounds for output in outputs) and known.is_estimate
 
 
 def test_answers_are_unbroken_labels_of_one_document() -> None:

@@ -6,7 +6,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field
 
@@ -238,15 +237,11 @@ def answer_documents(exchanges: Iterable[Exchange], *, train_on_prompts: bool) -
     labels: list[bool] = []
     for prompt, answer in exchanges:
         if list(prompt[: len(ids)]) != ids:
-            documents.append(_document(ids, labels))
+            documents.append(Document.of(ids, labels))
             ids, labels = [], []
         labels += [train_on_prompts] * (len(prompt) - len(ids)) + [True] * len(answer)
         ids = [*prompt, *answer]
-    return [*documents, _document(ids, labels)] if ids else documents
-
-
-def _document(ids: list[int], labels: list[bool]) -> Document:
-    return Document(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
+    return [*documents, Document.of(ids, labels)] if ids else documents
 
 
 def _prompts(entry: str) -> Iterator[list[int]]:

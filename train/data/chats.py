@@ -61,8 +61,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ite
     """Plain text with the special tokens the tokenizer itself adds, closed by end-of-text; every token is a label."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else ():
-        whole = np.array(ids if end and ids[-1:] == end else [*ids, *end], dtype=np.int32)
-        yield Document(whole, np.ones(len(whole), dtype=np.bool_))
+        whole = ids if end and ids[-1:] == end else [*ids, *end]
+        yield Document.of(whole, [True] * len(whole))
 
 
 def read_conversation(
@@ -124,14 +124,14 @@ def encode_turn_by_turn(template: ChatTemplate, conversation: Conversation) -> l
                     "rewritten by the chat template",
                 )
         if whole[: len(ids)] != ids:
-            documents.append(_document(ids, labels))
+            documents.append(Document.of(ids, labels))
             ids, labels = [], []
         # Between the last answer and this one stands the prompt: seen, never a label.
         end = _answer_end(whole, start, len(whole), tokenizer.eos_token_id)
         labels = labels + [False] * (start - len(labels))
         labels += [n < end for n in range(len(labels), len(whole))]
         ids = whole
-    return [*documents, _document(ids, labels)] if ids else documents
+    return [*documents, Document.of(ids, labels)] if ids else documents
 
 
 def encode_prompt(
@@ -205,10 +205,6 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens of a rendered text, to which nothing is added."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return ids
-
-
-def _document(ids: list[int], labels: list[bool]) -> Document:
-    return Document(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:

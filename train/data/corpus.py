@@ -9,11 +9,11 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,11 @@ class Document:
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
+
+    @classmethod
+    def of(cls, ids: Sequence[int], labels: Sequence[bool]) -> Self:
+        """A document of plain lists."""
+        return cls(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
 @dataclass

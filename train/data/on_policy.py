@@ -6,7 +6,7 @@ up to the next time. They are kept in files, because a resumed run no longer has
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -71,8 +71,7 @@ class Samples:
         outputs = Engine(writer, None, EngineOptions(batch_size=self.settings.batch_size, max_length=longest)).generate(
             requests
         )
-        self.folder.mkdir(exist_ok=True)
-        write_answers(self.file(begin), [output.tokens for output in outputs])
+        write_text(self.file(begin), "".join(json.dumps(output.tokens) + "\n" for output in outputs))
         return sum(len(output.tokens) for output in outputs)
 
     def mixture(self, begin: int) -> Mixture:
@@ -105,22 +104,10 @@ class Samples:
 
 
 def read_answers(path: Path) -> list[list[int]]:
-    """Token ids, a list a line. UserError for a line that is none."""
-
-    def parse() -> Iterator[list[int]]:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield [int(token) for token in json.loads(line)]
-                except (ValueError, TypeError):
-                    raise UserError(
-                        f"{path}:{number}: expected a list of token ids; restore the file, or begin anew in another "
-                        "output_dir"
-                    ) from None
-
-    return list(parse())
-
-
-def write_answers(path: Path, answers: Sequence[list[int]]) -> None:
-    """Write a file that `read_answers` reads, whole or not at all."""
-    write_text(path, "".join(json.dumps(answer) + "\n" for answer in answers))
+    """Token ids, a list a line. UserError for a file that holds anything else."""
+    try:
+        return [[int(token) for token in json.loads(line)] for line in path.read_text(encoding="utf-8").splitlines()]
+    except (ValueError, TypeError):
+        raise UserError(
+            f"{path}: expected a list of token ids a line; restore the file, or begin anew in another output_dir"
+        ) from None

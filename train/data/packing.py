@@ -44,6 +44,16 @@ def empty_rows(B: int, T: int) -> Rows:
     )
 
 
+def text_rows(texts: Sequence[Sequence[int]]) -> Rows:
+    """One text a row, padded, without labels."""
+    rows = empty_rows(len(texts), max(map(len, texts)))
+    for n, text in enumerate(texts):
+        T = len(text)
+        rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)
+        rows.documents[n, :T] = 0
+    return rows
+
+
 class Pool:
     """Documents of one source, packed into as few rows as best fit finds, or each in rows of its own; no label within
     the models' positions is left out.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -87,7 +86,7 @@ class Reader:
 
 
 def _unlabelled(ids: list[int]) -> Document:
-    return Document(np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.bool_))
+    return Document.of(ids, [False] * len(ids))
 
 
 def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:

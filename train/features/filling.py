@@ -17,7 +17,7 @@ from eval.files import check_folder, write_bytes, write_json
 from heads.errors import UserError
 from heads.target.aux_layers import probe_tokens
 from train.data.loading import load_data
-from train.data.packing import Mixture, Rows, empty_rows
+from train.data.packing import Mixture, Rows, text_rows
 from train.features.base import FeatureSource
 from train.features.cache import DTYPES, Shard, check_same, checksum, describe, encode, read_manifest, row_key, seal
 from train.features.opening import open_source
@@ -98,10 +98,10 @@ def fill_folder(
     for rows in announced(own, source):
         with accelerator.autocast():  # as training computes them
             write(rows)
-    if accelerator.is_main_process:
+    if accelerator.is_main_process:  # the draws by which a head's start is scaled
         V = source.target.vocab_size
         for counts in (torch.zeros(V, dtype=torch.int64), mixture.label_counts(V)):
-            write(probe_rows(probe_tokens(counts, source.target.hidden_size)))
+            write(text_rows(probe_tokens(counts, source.target.hidden_size).tolist()))
     writer.close()
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: seal(folder, about))
@@ -148,14 +148,6 @@ def announced(batches: Iterator[Rows], source: FeatureSource) -> Iterator[Rows]:
         if len(ahead) > source.steps_ahead:
             yield ahead.popleft()
     yield from ahead
-
-
-def probe_rows(tokens: Tensor) -> Rows:
-    """The draws (B, T) by which a head's start is scaled, as rows of one document each."""
-    B, T = tokens.shape
-    rows = empty_rows(B, T)
-    rows.tokens[:], rows.positions[:], rows.documents[:] = tokens, torch.arange(T), 0
-    return rows
 
 
 class ShardWriter:

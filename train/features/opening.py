@@ -20,15 +20,11 @@ from train.recipe import Recipe
 from train.step import rows_per_step
 
 
-def open_features(recipe: Recipe, accelerator: Accelerator, say: Say) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
-    """The source of a recipe's features with its target, and the target's tokenizer. Called by every process."""
-    return open_source(recipe.features, recipe, accelerator, say)
-
-
 def open_source(
     settings: AnyFeatures, recipe: Recipe, accelerator: Accelerator, say: Say
 ) -> tuple[FeatureSource, PreTrainedTokenizerBase]:
-    """The source that `settings` ask for, with the target of a recipe, and the target's tokenizer."""
+    """The source that `settings` ask for, with the target of a recipe, and the target's tokenizer. Called by every
+    process."""
     load = partial(load_recipe_target, recipe.target, accelerator)
     if isinstance(settings, ProcessFeatures):
         target, tokenizer = load()

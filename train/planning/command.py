@@ -9,7 +9,7 @@ from eval.command import Parser, count
 from eval.reporting.format import count as short
 from eval.reporting.format import number, plural
 from train.launch import wanted_mode
-from train.planning.plan import FEATURES, SHARINGS, TOKEN_BYTES, Launch, Plan, features_of, make_plan
+from train.planning.plan import FEATURES, SHARINGS, TOKEN_BYTES, Launch, Plan, make_plan
 from train.run import recipe_of
 
 GIB = 2**30
@@ -29,7 +29,7 @@ def plan(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> int:
     """Print the plan of a recipe for train/NAME.py; the exit status is 0 if it fits or not."""
     options = parse_arguments(arguments)
     recipe = recipe_of([options.recipe, *options.overrides], name, kinds)
-    launch = Launch(options.processes, options.sharing, options.features or features_of(recipe), options.memory)
+    launch = Launch(options.processes, options.sharing, options.features or recipe.features.kind, options.memory)
     text = "\n".join(lines(make_plan(recipe, launch), options.tflops or [TFLOPS]))
     if os.environ.get("RANK", "0") == "0":
         print(text)
@@ -85,7 +85,7 @@ def lines(made: Plan, rates: Sequence[float]) -> list[str]:
     if head.frozen:
         found.append(_row("head, frozen", short(head.frozen)))
     found.append(f"{'memory of each device':44}{'GiB':>12}")
-    names = {**NAMES, "extra": SHARINGS[launch.sharing].extra, "target": f"target, {target.dtype}"}
+    names = {**NAMES, "extra": SHARINGS[launch.sharing], "target": f"target, {target.dtype}"}
     names["optimizer"] = f"optimizer, {train.optimizer}"
     found += [_gib(names[key], size) for key, size in device.items()]
     found.append(_gib("  of these, the target's features", head.features))

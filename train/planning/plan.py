@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +26,16 @@ PER_NODE = 8
 """Most processes of one node, a device each."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """Division of the head's training state among the processes of a launch."""
-
-    divided: frozenset[str]
-    """Rows of the plan of which each process holds its share; of the others, all."""
-    extra: str
-    """The whole copy that each process holds beside them, when there are several."""
-
-
-EVERYTHING = frozenset({"head", "gradients", "optimizer"})
 SHARINGS = {
-    "ddp": Sharing(frozenset(), "buckets of gradients"),
-    "fsdp": Sharing(EVERYTHING, "gathered weights"),
-    "zero2": Sharing(EVERYTHING, "working copy of the head"),
-    "zero3": Sharing(EVERYTHING, "gathered weights"),
+    "ddp": "buckets of gradients",
+    "fsdp": "gathered weights",
+    "zero2": "working copy of the head",
+    "zero3": "gathered weights",
 }
+"""Divisions of the head's training state among the processes of a launch, each with the whole copy that a process holds
+beside its part when there are several."""
+STATE = ("head", "gradients", "optimizer")
+"""Rows of the plan of which each process holds its share; with ddp, all of them."""
 FEATURES = ("process", "sharded", "vllm", "cache")
 """Places of the target: whole in each process; its layers divided among them; a server; a folder made before. With the
 last two a process holds embeddings, final norm and output head alone."""
@@ -99,11 +91,11 @@ class Plan:
 
     def device(self) -> dict[str, int]:
         """Bytes on one device, by row of the plan."""
-        head, launch, sharing = self.head, self.launch, SHARINGS[self.launch.sharing]
-        state = {"head": head.bytes, "gradients": head.gradients, "optimizer": head.optimizer}
+        head, launch = self.head, self.launch
+        parts = 1 if launch.sharing == "ddp" else launch.processes
         rows = {"target": self.target_bytes()}
-        for name, size in state.items():
-            rows[name] = -(-size // launch.processes) if name in sharing.divided else size
+        for name, size in zip(STATE, (head.bytes, head.gradients, head.optimizer), strict=True):
+            rows[name] = -(-size // parts)
         if launch.processes > 1:
             narrow = launch.bf16(self.recipe.train.precision)
             rows["extra"] = head.gradients if launch.sharing == "ddp" else head.bytes // (1 + narrow)
@@ -204,7 +196,7 @@ class Plan:
             ends = whole - rows["target"] + self.target.end_bytes
             found.append(("the target on a server (--features vllm)", ends))
         if launch.processes > 1 and launch.sharing == "ddp":
-            state = sum(rows[name] for name in EVERYTHING)
+            state = sum(rows[name] for name in STATE)
             found.append(("the head's state divided (--sharing fsdp)", whole - state + state // launch.processes))
         return found
 
@@ -221,9 +213,3 @@ def make_plan(recipe: Recipe, launch: Launch) -> Plan:
     passes = rows // (train.batch_size * launch.processes)
     counted = count_run(recipe, launch.device, launch.memory_bytes, passes, bf16=launch.bf16(train.precision))
     return Plan(recipe, launch, *counted)
-
-
-def features_of(recipe: Recipe) -> str:
-    """The place of the target by the recipe's section `features`, if it has one."""
-    section: Any = getattr(recipe, "features", None)
-    return getattr(section, "kind", "process")
