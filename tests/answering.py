@@ -76,36 +76,50 @@ class Stub:
         return {"object": "text_completion", "choices": [{"index": 0, "text": "so", **known}]}
 
 
-class _Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
+    """A server that says nothing on the terminal."""
+
     daemon_threads = True
-    request_queue_size = 128
-    stub: Stub
+    request_queue_size = 256
 
     def handle_error(self, *_: object) -> None:
         """A client that goes away is no fault."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class QuietHandler(BaseHTTPRequestHandler):
+    """Reads JSON, and sends what it is given."""
 
     def log_message(self, *_: object) -> None:
         """Nothing."""
 
-    def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": self.server.stub.model}]}).encode())
+    def body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._send(*self.server.stub.reply(self.path, body))
-
-    def _send(self, status: int, body: bytes) -> None:
-        key = self.server.stub.key
-        if key is not None and self.headers["Authorization"] != f"Bearer {key}":
-            status, body = 401, b'{"error": {"message": "no key"}}'
+    def send(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+class _Server(QuietServer):
+    stub: Stub
+
+
+class _Handler(QuietHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._reply(200, json.dumps({"data": [{"id": self.server.stub.model}]}).encode())
+
+    def do_POST(self) -> None:
+        self._reply(*self.server.stub.reply(self.path, self.body()))
+
+    def _reply(self, status: int, body: bytes) -> None:
+        key = self.server.stub.key
+        if key is not None and self.headers["Authorization"] != f"Bearer {key}":
+            status, body = 401, b'{"error": {"message": "no key"}}'
+        self.send(status, body)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmark.records import Message, RecordError
 from train.data.chats import encode_conversations, read_conversation
 from train.data.corpus import Corpus, Document
+from train.data.preview import CLOSE, OPEN, marked
 from train.data.reader import Reader
 from train.data.sources import Rendering
 from train.data.templates import ChatTemplate
@@ -37,6 +38,12 @@ def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None,
     """The reader of a run of one process; `said` gathers its lines."""
     lines = [] if said is None else said
     return Reader(Rendering(tokenizer, arguments), Accelerator(cpu=True), lines.append)
+
+
+def bracketed(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
+    """Each document's text with its labels in brackets."""
+    texts = (marked(tokenizer, document.ids.tolist(), document.labels.tolist()) for document in documents)
+    return [text.translate({ord(OPEN): "[", ord(CLOSE): "]"}) for text in texts]
 
 
 def documents_of(corpus: Corpus) -> list[Document]:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ import torch
 from safetensors.torch import save_file
 
 from heads.target.frozen import FrozenTarget, load_target
+from tests.answering import QuietHandler, QuietServer
 
 
-class StubServer(ThreadingHTTPServer):
+class StubServer(QuietServer):
     """Serves the streams `ids` of a target in a thread of its own, as a context manager."""
-
-    request_queue_size = 256
-    daemon_threads = True
 
     def __init__(self, target: FrozenTarget, folder: Path, ids: Sequence[int]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -51,9 +48,6 @@ class StubServer(ThreadingHTTPServer):
     def __exit__(self, *error: Any) -> None:
         self.shutdown()
         self.server_close()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone."""
 
     def states(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The streams (T, S, D) of a document, and its states behind the final norm (T, D)."""
@@ -81,29 +75,22 @@ class StubServer(ThreadingHTTPServer):
         lock.close()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """The two addresses that are asked."""
 
     server: StubServer
     protocol_version = "HTTP/1.1"  # connections are kept, as vLLM keeps them
     wbufsize = -1
 
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
     def answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.send(status, json.dumps(body).encode())
 
     def do_GET(self) -> None:
         known = self.path == "/v1/models"
         self.answer(200 if known else 404, {"data": [{"id": "the-target"}]} if known else {})
 
     def do_POST(self) -> None:
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, body = self.server, self.body()
         if self.path != server.completions:
             self.answer(404, {})
             return

@@ -48,6 +48,13 @@ def settings(tmp_path: Path, tiny_target_dir: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of tokenised data, and of answers, of the test's own."""
+    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def write_recipe(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
     def write(tree: dict[str, Any]) -> Path:
         path = tmp_path / "recipe.yaml"

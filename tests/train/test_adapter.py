@@ -209,7 +209,6 @@ def test_a_head_for_an_adapted_target_is_refused_elsewhere(
         ({"modules": ["lm_head"]}, "but its output head, which stays as it is"),
         ({"modules": ["q_proj", "embed_tokens"]}, "'embed_tokens' fits no linear layer"),
         ({"first_step": 6}, "target.adapter.first_step: expected less than train.max_steps (6)"),
-        ({"ranks": 2}, "target.adapter.ranks: unknown key; did you mean 'rank'?"),
     ],
 )
 def test_bad_adapters_are_one_line_and_status_2(

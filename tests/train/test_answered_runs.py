@@ -25,9 +25,8 @@ SCRIPT = ROOT / "scripts/regenerate.py"
 
 
 @pytest.fixture
-def recipe(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, own_cache: Path) -> Path:
     """A recipe on the answers to every turn of conversations."""
-    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
     chats = tmp_path / "chats.jsonl"
     chat = [{"role": role, "content": "{} so {}"} for role in ("user", "assistant", "user", "assistant")]
     records = [[turn | {"content": f"the sea {n} {k}"} for k, turn in enumerate(chat)] for n in range(200)]

@@ -35,13 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
     },
-    "Llama-3.3-70B": {
-        **LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
     "Qwen3-30B-A3B": {
         "model_type": "qwen3_moe",
         "vocab_size": 151936,
@@ -118,7 +111,6 @@ def count_shape(path: str) -> TargetCount:
     ("name", "billions", "active"),
     [
         ("Llama-3.1-8B", 8.03, 8.03),
-        ("Llama-3.3-70B", 70.55, 70.55),
         ("Qwen3-30B-A3B", 30.53, 3.35),
         ("DeepSeek-V3", 671.03, 37.55),
     ],

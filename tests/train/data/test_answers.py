@@ -23,19 +23,14 @@ from train.data.answers import Answering
 from train.data.corpus import open_entry
 from train.data.loading import Data, describe_cut, read_answering, read_source
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 WORDS = ["the sea", "ten birds", "a stone", "the sand", "there", "read on", "so", "no end"]
 
 
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
-    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 class Noting(Engine):
@@ -120,7 +115,7 @@ def test_conversations_that_end_early_are_counted(make: Make) -> None:
     assert "of 20 conversations end early: " in line and " before a prompt of more than 40 tokens" in line
 
 
-def test_another_head_asks_for_nothing(make: Make, asked: list[Request], cache: Path) -> None:
+def test_another_head_asks_for_nothing(make: Make, asked: list[Request], own_cache: Path) -> None:
     corpus = make().corpus()
     assert len(asked) >= 20
     asked.clear()
@@ -130,7 +125,7 @@ def test_another_head_asks_for_nothing(make: Make, asked: list[Request], cache: 
     make(prompts=18).corpus()
     assert not asked
     make(new_tokens=7).corpus()
-    assert asked and len(list((cache / "answers").iterdir())) == 2
+    assert asked and len(list((own_cache / "answers").iterdir())) == 2
 
 
 def share(answering: Answering, process: int, num_processes: int) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from eval.benchmark.prompts import render
 from eval.benchmark.records import RecordError, read_messages, read_tools
 from heads.errors import UserError
-from tests.chats import encode_chat
+from tests.chats import bracketed, encode_chat
 from train.data.chats import encode_conversations, encode_prompt, encode_text, encode_turn_by_turn, read_conversation
 from train.data.templates import ChatTemplate, with_arguments
 
@@ -55,14 +55,7 @@ def marked(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], template: str | None = None
 ) -> list[str]:
     """Each document's text with its labels in brackets."""
-    out = []
-    for document in encode_chat(tokenizer, messages, chat_template=template):
-        text, inside = "", False
-        for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
-            text += "[" * (label and not inside) + "]" * (inside and not label) + str(tokenizer.decode([token]))
-            inside = label
-        out.append(text + "]" * inside)
-    return out
+    return bracketed(tokenizer, encode_chat(tokenizer, messages, chat_template=template))
 
 
 def test_all_answers_of_a_conversation_are_labels(tokenizer: PreTrainedTokenizerBase) -> None:

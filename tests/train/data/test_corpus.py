@@ -18,11 +18,7 @@ from train.data.corpus import Document, Tally, cache_root, corpus_of, find_fault
 from train.data.loading import read_source
 from train.data.sources import ChatSource, TextSource
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def some(lengths: list[int]) -> list[Document]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError
 from heads.target.frozen import load_tokenizer
+from tests.chats import bracketed
 from train.data.answers import answer_documents
 from train.data.dialogues import Dialogue, answer_by_answer
 from train.data.templates import ChatTemplate
@@ -56,15 +57,7 @@ def converse(
 
 def documents(tokenizer: PreTrainedTokenizerBase, dialogue: Dialogue) -> list[str]:
     """The text of each document, with its labels between brackets."""
-    texts = []
-    for document in answer_documents(dialogue.exchanges, train_on_prompts=False):
-        text, inside = "", False
-        for token, label in zip(document.ids.tolist(), document.labels.tolist(), strict=True):
-            text += "[" if label and not inside else "]" if inside and not label else ""
-            text += str(tokenizer.decode([token]))
-            inside = label
-        texts.append(text + "]" * inside)
-    return texts
+    return bracketed(tokenizer, answer_documents(dialogue.exchanges, train_on_prompts=False))
 
 
 def test_each_turn_stands_on_the_targets_own_answers(tokenizer: PreTrainedTokenizerBase) -> None:

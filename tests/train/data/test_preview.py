@@ -22,12 +22,6 @@ TALK = [
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSMITH_DATA_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def chats(settings: Settings, tmp_path: Path) -> Settings:
     """A recipe on twenty conversations, one of them unusable."""
     records = [{"messages": TALK}] * 19 + [{"messages": TALK[:1]}]
