@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError
 from train.data.chats import encode_conversations, read_conversation
-from train.data.corpus import Corpus, Document
+from train.data.corpus import Document
 from train.data.preview import CLOSE, OPEN, marked
 from train.data.reader import Reader
 from train.data.sources import Rendering
@@ -42,9 +42,5 @@ def reader_of(tokenizer: PreTrainedTokenizerBase, said: list[str] | None = None,
 
 def bracketed(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[str]:
     """Each document's text with its labels in brackets."""
-    texts = (marked(tokenizer, document.ids.tolist(), document.labels.tolist()) for document in documents)
-    return [text.translate({ord(OPEN): "[", ord(CLOSE): "]"}) for text in texts]
-
-
-def documents_of(corpus: Corpus) -> list[Document]:
-    return [Document(corpus.tokens[start:end], corpus.labels[start:end]) for start, end in corpus.spans()]
+    brackets = {ord(OPEN): "[", ord(CLOSE): "]"}
+    return [marked(tokenizer, document).translate(brackets) for document in documents]

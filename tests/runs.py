@@ -14,6 +14,7 @@ from torch import Tensor
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import shape_for
 from heads.target.frozen import FrozenTarget
+from train.entry import attempt
 from train.loop import Outcome, fit
 from train.opening import open_run
 from train.recipe import load_recipe
@@ -51,6 +52,15 @@ def weights(run: Path, step: int, name: str = "head") -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def measured_run(name: str, settings: Settings, write_recipe: WriteRecipe) -> tuple[Path, dict[str, Any]]:
+    """The folder and the results of a whole run of train/NAME.py, all of whose output was the target's own."""
+    assert attempt(name, [str(write_recipe(settings))]) == 0
+    folder = Path(settings["output_dir"])
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    assert results["exact"]["identical"] == results["exact"]["prompts"] > 0
+    return folder, results
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from eval.benchmark.results import Results, figures_of
 from eval.files import write_text
-from eval.reporting.format import is_disturbed
+from eval.reporting.format import count, is_disturbed
 from heads.errors import UserError, first_line
 from train.recipe import Tracking
 from train.run_folder import RunFolder
@@ -80,7 +80,7 @@ class Tracker:
     def log_train(self, metrics: Metrics, *, seconds_left: float) -> None:
         """One line of training figures."""
         self._record({"kind": "train", **metrics})
-        speed = _short(metrics["tokens_per_second"])
+        speed = count(metrics["tokens_per_second"])
         text = (
             f"loss {metrics['loss']:.3f}  accuracy {_percent(metrics['accuracy'])}  {speed} tokens/s  "
             f"{timedelta(seconds=round(seconds_left))} left"
@@ -241,7 +241,3 @@ def quiet_settings() -> Any:
 
 def _percent(rates: Sequence[float | None]) -> str:
     return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in rates) + "%"
-
-
-def _short(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"

@@ -15,7 +15,7 @@ from heads.registry import build_head
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from tests.chats import reader_of
 from tests.faults import signal_at
-from tests.runs import Settings, WriteRecipe, same, the_error, weights
+from tests.runs import Settings, WriteRecipe, measured_run, same, the_error, weights
 from tests.runs import train_in as run
 from train.adapter import add_adapters, merged_weights
 from train.data.loading import load_data
@@ -116,10 +116,8 @@ def test_a_whole_run_by_adapters_on_its_own_text(small: Settings, write_recipe: 
     small["head"]["lora"] = {"rank": 4}
     small["data"] |= {"on_policy": ON_POLICY, "regenerate": {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}}
     small["eval"]["report"] |= {"trees": ["chain:2", "tree:2x2x5"], "temperatures": [0, 1]}
-    assert attempt("distill", [str(write_recipe(small))]) == 0
-    folder = Path(small["output_dir"])
-    results = json.loads((folder / "results.json").read_text())
-    assert results["exact"]["identical"] == results["exact"]["prompts"] == 8
+    folder, results = measured_run("distill", small, write_recipe)
+    assert results["exact"]["prompts"] == 8
     head = load_head(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "head")
     ids = torch.arange(20)[None]

@@ -10,8 +10,7 @@ from eval.runtime.engine import Request, Sampling
 from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.target.frozen import load_target
-from tests.runs import Settings, WriteRecipe, audit, train_in
-from train.entry import attempt
+from tests.runs import Settings, WriteRecipe, audit, measured_run, train_in
 
 
 @pytest.fixture
@@ -23,13 +22,8 @@ def small(settings: Settings) -> Settings:
     return settings
 
 
-def train(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    assert attempt("medusa", [str(write_recipe(settings))]) == 0
-    return Path(settings["output_dir"])
-
-
 def test_a_run_leaves_heads_that_engines_read_and_their_tree(small: Settings, write_recipe: WriteRecipe) -> None:
-    folder = train(small, write_recipe)
+    folder, results = measured_run("medusa", small, write_recipe)
     config = json.loads((folder / "head/config.json").read_text())
     assert (config["medusa_num_heads"], config["medusa_num_layers"], config["truncated_vocab_size"]) == (3, 1, 64)
     assert config["medusa_fc_bias"] is True and config["architectures"] == ["MedusaModel"]
@@ -39,8 +33,6 @@ def test_a_run_leaves_heads_that_engines_read_and_their_tree(small: Settings, wr
     assert weights["token_map"].shape == (64,) and weights["2.1.weight"].shape == (64, 32)
     head = load_head(folder)
     assert head.tree == tuple(map(tuple, config["draftsmith"]["config"]["tree"])) and len(head.tree) == 7
-    results = json.loads((folder / "results.json").read_text())
-    assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
     assert [m["tree"] for m in results["measurements"]] == ["head", "chain:3"]
 
 
@@ -50,7 +42,7 @@ def test_every_output_is_the_targets_own(
 ) -> None:
     small["head"]["num_layers"] = 2
     small["train"] |= {"lr": 0.02, "max_steps": 20, "log_every": 20}
-    head, target = load_head(train(small, write_recipe)), load_target(str(tiny_target_dir))
+    head, target = load_head(measured_run("medusa", small, write_recipe)[0]), load_target(str(tiny_target_dir))
     requests = [Request([5 + n, 40, 41 + n % 3], 24, Sampling(temperature, seed=n)) for n in range(8)]
     audit(target, head, requests, ["chain:2", "chain:3", "static:3.2.1", "tree:3x3x10", "head"], adaptive=["head"])
 

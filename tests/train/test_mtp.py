@@ -1,6 +1,5 @@
 """Whole runs of multi-token prediction: from scratch and from a checkpoint's own modules, audited at their end."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from heads.registry import build_head
 from heads.target.frozen import load_target
 from tests.conftest import make_tiny_tokenizer
 from tests.native_mtp import write_native
-from tests.runs import Settings, WriteRecipe, audit
-from train.entry import attempt
+from tests.runs import Settings, WriteRecipe, audit, measured_run
 
 
 @pytest.fixture
@@ -23,15 +21,6 @@ def small(settings: Settings) -> Settings:
     settings["train"] |= {"max_steps": 2, "log_every": 1}
     settings["eval"]["report"] = {"repeats": 1, "trees": ["chain:3", "tree:3x2x6"], "temperatures": [0, 1]}
     return settings
-
-
-def run(settings: Settings, write_recipe: WriteRecipe) -> Path:
-    """The folder of a run that ended well, all of its output the target's own."""
-    assert attempt("mtp", [str(write_recipe(settings))]) == 0
-    folder = Path(settings["output_dir"])
-    exact = json.loads((folder / "results.json").read_text())["exact"]
-    assert exact["identical"] == exact["prompts"] > 0
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -43,7 +32,7 @@ def test_from_scratch(
     head: Settings, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small["head"] = {"kind": "mtp", "depth": 2, "intermediate_size": 32, **head}
-    names = load_file(run(small, write_recipe) / "head/model.safetensors").keys()
+    names = load_file(measured_run("mtp", small, write_recipe)[0] / "head/model.safetensors").keys()
     said = capsys.readouterr().err
     assert said.count("no engine serves it") == 1 and "use_aux_hidden_state: false" in said
     assert ("d2t" in names) == ("draft_vocab_size" in head)
@@ -62,7 +51,7 @@ def test_a_checkpoints_own_modules_are_fine_tuned(
     small["target"]["path"] = str(folder)
     small["head"] = {"kind": "mtp", "native": True}
     small["train"] |= {"precision": precision, "lr": 1e-3}
-    saved = load_file(run(small, write_recipe) / "head/model.safetensors")
+    saved = load_file(measured_run("mtp", small, write_recipe)[0] / "head/model.safetensors")
     assert saved.keys() == native.keys()
     moved = [name for name, value in native.items() if not torch.equal(value, saved[name])]
     fixed = {name for name in native if "e_score_correction_bias" in name}  # no gradient reaches the choice of experts

@@ -13,7 +13,7 @@ from heads.checkpoint import load_head
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.frozen import load_target, load_tokenizer
-from tests.runs import Settings, WriteRecipe, audit, the_error
+from tests.runs import Settings, WriteRecipe, audit, measured_run, the_error
 from tests.small_targets import make_hybrid
 from train.entry import attempt
 
@@ -46,11 +46,8 @@ def test_a_head_learns_and_its_output_is_the_targets_own(
     hybrid_settings["data"]["regenerate"] = {"prompts": 16, "prompt_tokens": 6, "new_tokens": 40}
     hybrid_settings["train"] |= {"max_steps": 150, "batch_size": 8, "checkpoint_every": 50}
     hybrid_settings["head"] = HEADS[entry]
-    assert attempt(entry, [str(write_recipe(hybrid_settings))]) == 0
+    folder, _ = measured_run(entry, hybrid_settings, write_recipe)
     assert capsys.readouterr().err.count("one document a row") == 1
-    folder = Path(hybrid_settings["output_dir"])
-    results = json.loads((folder / "results.json").read_text())
-    assert results["exact"]["identical"] == results["exact"]["prompts"] == 4
     measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     estimates = [(line["tau"], line["tau_by_training_step"]) for line in measured if "tau_by_training_step" in line]
     assert estimates and all(ours == pytest.approx(runtime, rel=0.05) for runtime, ours in estimates)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,7 +143,7 @@ class Answering:
         def is_own(prompt: Sequence[int] | None) -> bool:
             return prompt is not None and int.from_bytes(prompt_key(prompt)[4:8]) % num_processes == process
 
-        firsts = chain.from_iterable(map(_prompts, self.first_prompts))
+        firsts = (document.ids.tolist() for entry in self.first_prompts for document in open_entry(entry))
         total, done, tokens = sum(map(is_own, firsts)), 0, 0
 
         def finished(dialogue: Dialogue) -> None:
@@ -242,8 +242,3 @@ def answer_documents(exchanges: Iterable[Exchange], *, train_on_prompts: bool) -
         labels += [train_on_prompts] * (len(prompt) - len(ids)) + [True] * len(answer)
         ids = [*prompt, *answer]
     return [*documents, Document.of(ids, labels)] if ids else documents
-
-
-def _prompts(entry: str) -> Iterator[list[int]]:
-    corpus = open_entry(entry)
-    return (corpus.tokens[start:end].tolist() for start, end in corpus.spans())

@@ -62,7 +62,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Ite
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for ids in tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else ():
         whole = ids if end and ids[-1:] == end else [*ids, *end]
-        yield Document.of(whole, [True] * len(whole))
+        yield Document.of(whole, np.ones(len(whole)))
 
 
 def read_conversation(
@@ -176,7 +176,7 @@ def _labelled(turns: Sequence[Turn], encoding: Encoding, eos: int | None) -> Doc
         if start is None or stop is None:
             return None
         labels[start : _answer_end(ids, start, stop, eos)] = True
-    return Document(np.array(ids, dtype=np.int32), labels)
+    return Document.of(ids, labels)
 
 
 def _token_at(encoding: Encoding, at: int, length: int) -> int | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from eval.files import write_json
 from heads.checkpoint import file_hash
@@ -42,8 +42,8 @@ class Document:
         assert self.ids.shape == self.labels.shape, (self.ids.shape, self.labels.shape)
 
     @classmethod
-    def of(cls, ids: Sequence[int], labels: Sequence[bool]) -> Self:
-        """A document of plain lists."""
+    def of(cls, ids: Sequence[int], labels: ArrayLike) -> Self:
+        """A document of token ids and labels of any form."""
         return cls(np.array(ids, dtype=np.int32), np.array(labels, dtype=np.bool_))
 
 
@@ -75,11 +75,10 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """The places of each document's first token and behind its last."""
+    def __iter__(self) -> Iterator[Document]:
         start = 0
         for end in self.ends.tolist():
-            yield start, end
+            yield Document(self.tokens[start:end], self.labels[start:end])
             start = end
 
     @property

@@ -71,7 +71,7 @@ def has_date(data: Data, rendering: Rendering) -> bool:
 def read_prompts(data: Data, seed: int, settings: Answers, name: str, reader: Reader) -> list[list[int]]:
     """The prompts of `settings`, called `name` in the recipe, in a fixed order."""
     entries = [entry for _, _, entry in _find_prompts(data, seed, settings, name, reader, reader.prompts, quiet=True)]
-    return [corpus.tokens[start:end].tolist() for corpus in map(open_entry, entries) for start, end in corpus.spans()]
+    return [document.ids.tolist() for entry in entries for document in open_entry(entry)]
 
 
 def read_answering(
@@ -113,7 +113,7 @@ def _find_prompts(
                 f"{name}.prompts: {source} gives {len(prompts)} prompts of at most {settings.prompt_tokens} tokens, "
                 f"expected {count}; lower prompts or raise prompt_tokens"
             )
-        too_long = max(end - start for start, end in prompts.spans()) + settings.new_tokens
+        too_long = max(len(document.ids) for document in prompts) + settings.new_tokens
         if too_long > data.context_length:
             raise UserError(
                 f"data.context_length: expected at least {too_long}, the longest prompt and answer of {name}, "

@@ -6,6 +6,7 @@ tokens, labels, rows, and the records left out by reason. What it tokenises is w
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from eval.command import asks_usage, exit_status
@@ -13,6 +14,8 @@ from train.usage import recipe_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from train.data.corpus import Document
 
 USAGE = "usage: python -m train.data.preview RECIPE.yaml [key.sub=value ...]"
 SHOWN = 2
@@ -44,17 +47,17 @@ def preview(arguments: Sequence[str]) -> int:
     for number, source in enumerate(data.sources):
         name = f"data.sources.{number}"
         corpus = read_source(source, name, reader)
-        for _, (start, end) in zip(range(SHOWN), corpus.spans(), strict=False):
-            ids, labels = corpus.tokens[start:end].tolist(), corpus.labels[start:end].tolist()
-            print(f"--- {name}, {end - start} tokens\n{marked(tokenizer, ids, labels)}")
+        for document in islice(corpus, SHOWN):
+            print(f"--- {name}, {len(document.ids)} tokens\n{marked(tokenizer, document)}")
         print(f"--- {Pool(corpus, data.context_length).describe(name)}")
         for reason, count in sorted(corpus.tally.skipped.items(), key=lambda pair: -pair[1]):
             print(f"    {count} of {corpus.tally.records} records left out: {reason}")
     return 0
 
 
-def marked(tokenizer: "PreTrainedTokenizerBase", ids: list[int], labels: list[bool]) -> str:
-    """The text of tokens, with each run of labels between brackets."""
+def marked(tokenizer: "PreTrainedTokenizerBase", document: "Document") -> str:
+    """The text of a document, with each run of labels between brackets."""
+    ids, labels = document.ids.tolist(), document.labels.tolist()
     bounds = [n for n in range(1, len(ids)) if labels[n] != labels[n - 1]]
     runs = zip([0, *bounds], [*bounds, len(ids)], strict=True)
     texts = [(str(tokenizer.decode(ids[start:end])), labels[start]) for start, end in runs]

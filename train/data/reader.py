@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -86,7 +87,7 @@ class Reader:
 
 
 def _unlabelled(ids: list[int]) -> Document:
-    return Document.of(ids, [False] * len(ids))
+    return Document.of(ids, np.zeros(len(ids)))
 
 
 def on_each_node(accelerator: Accelerator, action: Callable[[], str]) -> list[str]:

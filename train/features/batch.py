@@ -22,6 +22,11 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
     features = target.packed_features(tokens, positions, documents, aux_layer_ids)
     with torch.no_grad():
         embeddings = target.shared.embed_tokens(tokens)
+
+    def logits(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return target.shared.lm_head(hidden.to(target.dtype))
+
     return Batch(
         tokens=tokens,
         loss_mask=rows.loss_mask.to(target.device, non_blocking=True),
@@ -31,17 +36,6 @@ def make_batch(target: FrozenTarget, rows: Rows, aux_layer_ids: Sequence[int], d
         aux_hidden_states=features.aux_hidden_states.to(dtype),
         hidden=features.hidden.to(dtype),
         shared=SharedLayers(
-            embed_tokens=target.shared.embed_tokens, lm_head=_Logits(target), lm_head_weight=target.lm_head_weight
+            embed_tokens=target.shared.embed_tokens, lm_head=logits, lm_head_weight=target.lm_head_weight
         ),
     )
-
-
-class _Logits:
-    """The target's logits outside autocast: the distribution that is learnt is the distribution that verifies."""
-
-    def __init__(self, target: FrozenTarget):
-        self.target = target
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.target.shared.lm_head(hidden.to(self.target.dtype))

@@ -17,7 +17,7 @@ from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from tests.answering import Stub, by_engine, serving
-from tests.chats import documents_of, reader_of
+from tests.chats import reader_of
 from train.data.answer_store import AnswerStore
 from train.data.answers import Answering
 from train.data.corpus import open_entry
@@ -204,7 +204,7 @@ def test_prompts_come_from_every_source_by_weight(
         regenerate = {"prompts": count, "prompt_tokens": 12, "new_tokens": 16}
         data = Data.model_validate({"sources": sources, "regenerate": regenerate})
         answering = read_answering(data, 0, target, reader_of(tokenizer), lambda *_: None)
-        firsts = [ids for entry in answering.first_prompts for ids in documents_of(open_entry(entry))]
+        firsts = [ids for entry in answering.first_prompts for ids in open_entry(entry)]
         assert [dialogue.prompt for dialogue in answering.dialogues()] == [first.ids.tolist() for first in firsts]
         return [first.ids.tolist() for first in firsts]
 

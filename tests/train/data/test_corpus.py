@@ -40,8 +40,8 @@ def test_what_is_mapped_is_what_was_written() -> None:
     write_once("entry", read)
     mapped, held = open_entry("entry"), corpus_of(documents)
     assert isinstance(mapped.tokens, np.memmap) and mapped.digest == held.digest
-    for (start, end), document in zip(mapped.spans(), documents, strict=True):
-        assert (mapped.tokens[start:end] == document.ids).all() and (mapped.labels[start:end] == document.labels).all()
+    for found, document in zip(mapped, documents, strict=True):
+        assert (found.ids == document.ids).all() and (found.labels == document.labels).all()
     for number, ids in enumerate((held.tokens, held.tokens[held.labels])):
         assert mapped.counts[number].tolist() == np.bincount(ids, minlength=99).tolist() == held.counts[number].tolist()
     assert mapped.tally == Tally(5, {"odd": 1}, ":1: odd")

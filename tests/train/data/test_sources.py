@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from heads.errors import UserError
 from heads.target.frozen import load_target
-from tests.chats import documents_of, reader_of
+from tests.chats import reader_of
 from train.data.corpus import Document
 from train.data.loading import Data, read_answering, read_source
 from train.data.sources import ChatSource
@@ -58,7 +58,7 @@ def read(
     said: list[str] = []
     source = ChatSource(kind="chat", path=str(path), **settings)
     corpus = read_source(source, "data.sources.0", reader_of(tokenizer, said))
-    return documents_of(corpus), [line for line in said if "tokenised once" not in line]
+    return list(corpus), [line for line in said if "tokenised once" not in line]
 
 
 @pytest.mark.parametrize("reason", ODD)
