@@ -4,20 +4,15 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from eval.command import exit_status
 from heads.checkpoint import file_hash
 from tests.faults import signal_at
+from tests.mutations import damage_bytes, mutate
 from tests.runs import Settings, WriteRecipe, train
 from train.interrupts import Interrupted
-
-ODD: list[Any] = [
-    *(None, True, "", "3", "\0", "ü" * 9999, [], [1], [[]], {}, {"": 0}),
-    *(-1, 0, 1, 2, 0.5, 10**15, 10**400, 1e308, -1e-320, float("nan"), float("inf")),
-]
 
 
 @pytest.fixture
@@ -29,29 +24,6 @@ def stopped(settings: Settings, write_recipe: WriteRecipe) -> Path:
         train(recipe)
     assert (recipe.parent / "run/checkpoints/step-3").is_dir()
     return recipe
-
-
-def places(tree: Any, key: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every key of a nested value, its own, (), first."""
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [key, *(place for name, value in inside for place in places(value, (*key, name)))]
-
-
-def mutate(tree: Any, rng: random.Random) -> Any:
-    """The tree with one value changed, dropped or added."""
-    place = rng.choice(places(tree))
-    if not place:
-        return rng.choice(ODD) if rng.random() < 0.3 else {**tree, "more": rng.choice(ODD)}
-    section = tree
-    for name in place[:-1]:
-        section = section[name]
-    if rng.random() < 0.2:
-        del section[place[-1]]
-    elif rng.random() < 0.2 and type(section[place[-1]]) in (int, float):
-        section[place[-1]] += rng.choice((-1, 1))
-    else:
-        section[place[-1]] = rng.choice(ODD)
-    return tree
 
 
 def harm(run: Path, rng: random.Random) -> None:
@@ -66,17 +38,8 @@ def harm(run: Path, rng: random.Random) -> None:
     if file.suffix == ".json" and rng.random() < 0.8:
         file.write_text(json.dumps(mutate(json.loads(file.read_text()), rng)))
     else:
-        data = bytearray(file.read_bytes())
-        match rng.randrange(4):
-            case 0:
-                data = data[: rng.randrange(len(data) + 1)]
-            case 1:
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            case 2:
-                data = bytearray(rng.choice([path for path in checkpoint.iterdir()]).read_bytes())
-            case 3:
-                data[rng.randrange(len(data)) :] = b"\xff\0]}"
-        file.write_bytes(data)
+        other = rng.choice(list(checkpoint.iterdir())).read_bytes()
+        file.write_bytes(other if rng.random() < 0.25 else damage_bytes(file.read_bytes(), rng))
     if file.parent == checkpoint and file.name != "manifest.json" and rng.random() < 0.8:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         manifest[file.name] = {"bytes": file.stat().st_size, "sha256": file_hash(file)}
