@@ -139,18 +139,17 @@ class Pace:
         self.clock = clock
         self.began = (step, clock())
         self.marks: deque[tuple[int, float]] = deque(maxlen=6)
-        self.measurement = 0.0
-        """Seconds of the latest measurement."""
+        self.measurement = self.measurements = 0.0
+        """Seconds of the latest measurement, and of all."""
 
     def mark(self, step: int) -> None:
         """Note that `step` steps are made."""
-        self.marks.append((step, self.clock()))
+        self.marks.append((step, self.clock() - self.measurements))
 
     def measured(self, seconds: float) -> None:
         """Leave out a measurement of `seconds`."""
         self.measurement = seconds
-        self.began = (self.began[0], self.began[1] + seconds)
-        self.marks = deque(((step, at + seconds) for step, at in self.marks), maxlen=self.marks.maxlen)
+        self.measurements += seconds
 
     def seconds_left(self, steps: int, measurements: int) -> float:
         """The time of `steps` steps and of the measurements."""

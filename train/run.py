@@ -42,10 +42,10 @@ def recipe_of(arguments: Sequence[str], name: str, kinds: dict[str, str]) -> Rec
     recipe = load_recipe(arguments[0], arguments[1:])
     kind = recipe.head.kind
     if kind != kinds[name]:
-        entry = next((entry for entry, trained in kinds.items() if trained == kind), None)
+        entry = next(entry for entry, trained in kinds.items() if trained == kind)
         raise UserError(
-            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; "
-            + (f"use train/{entry}.py" if entry else "give that kind an entry and a line in KINDS of train/entry.py")
+            f"{arguments[0]}: head.kind: train/{name}.py trains {kinds[name]}, the recipe says {kind}; use "
+            f"train/{entry}.py"
         )
     return recipe
 

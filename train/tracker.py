@@ -30,12 +30,10 @@ class Tracker:
     `metrics.jsonl` is flushed line by line; a tracker may lose the last seconds before a crash.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int, stream: Any = None
-    ):
+    def __init__(self, accelerator: Accelerator, folder: RunFolder, settings: Tracking, max_steps: int):
         self.accelerator, self.folder, self.settings, self.max_steps = accelerator, folder, settings, max_steps
         self.main = accelerator.is_main_process
-        self.stream: TextIO = stream or sys.stderr
+        self.stream = sys.stderr
         self.record: dict[str, Any] = {}
         """The recipe's plain settings, for a tracker to show."""
         self._bar: tqdm[Any] | None = None

@@ -34,7 +34,7 @@ def _as_text(name: str, kind: str | None) -> str:
     part = find_part(read_given(PAGE, "the keys of recipes"), name)
     lines = ["Keys of the recipe. Any of them may be given on the command line, as in train.max_steps=100."]
     for section in re.split(r"^### ", part[0], flags=re.MULTILINE)[1:]:
-        title, _, about, _, *rows = _plain(section).splitlines()
+        title, _, about, _, *rows = section.replace("`", "").splitlines()
         if kind is not None and title.startswith("head") and f"kind {kind}" not in title:
             continue
         lines += ["", *textwrap.wrap(f"{title}: {about}", WIDTH)]
@@ -44,7 +44,3 @@ def _as_text(name: str, kind: str | None) -> str:
                 lines.append(f"  {key} ({type_}; {default if default == 'required' else f'default {default}'})")
                 lines += textwrap.wrap(meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")
