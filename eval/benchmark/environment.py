@@ -4,13 +4,13 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -30,7 +30,6 @@ PACKAGES = (
     *("accelerate", "datasets", "safetensors", "numpy"),
 )
 ROOT = Path(__file__).resolve().parents[2]
-STAT = Path("/proc/stat")
 LOOK_SECONDS = 0.3
 
 
@@ -115,33 +114,17 @@ def setup_line(target: FrozenTarget, training: str | None = None) -> str:
 
 
 def contention(device: torch.device) -> str | None:
-    """Return advice if other processes use cores that this one's threads need; None if none do, or if it cannot be
-    seen."""
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or not STAT.is_file():
+    """Return advice if other processes use cores that this one's threads need; None if none do."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    if device.type != "cpu" or threads == 1:
         return None
-    started, before = time.perf_counter(), idle_seconds(STAT)
-    time.sleep(LOOK_SECONDS)
-    return advice(threads, (idle_seconds(STAT) - before) / (time.perf_counter() - started))
-
-
-def advice(threads: int, idle: float) -> str | None:
-    """Return advice for `threads` on cores of which `idle` do nothing: threads that compute one product wait for the
-    slowest, thousands of times a step."""
-    cores = len(os.sched_getaffinity(0))
-    if idle >= threads - 0.5:
+    used = [share / 100 for core, share in enumerate(psutil.cpu_percent(LOOK_SECONDS, percpu=True)) if core in cores]
+    if len(used) - sum(used) >= threads - 0.5:
         return None
     return (
-        f"other processes use {cores - idle:.1f} of the {cores} cores on which {threads} threads are to run here, and "
+        f"other processes use {sum(used):.1f} of the {len(used)} cores on which {threads} threads are to run here, and "
         "every step waits for the slowest: OMP_NUM_THREADS=1 before the command may make it many times faster"
     )
-
-
-def idle_seconds(stat: Path) -> float:
-    """Return the idle seconds of this process's cores since the machine started, all together, by /proc/stat."""
-    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines()]
-    return sum(int(row[4]) + int(row[5]) for row in rows if row[0] in own) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_name() -> str:
