@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 
 from eval.benchmark.loading import chosen_prompts, facts_of, open_target
 from eval.benchmark.metrics import ratio_interval, speedup
-from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.files import check_file
 from eval.reporting.format import with_interval
@@ -29,7 +29,7 @@ def compare(options: argparse.Namespace) -> int:
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
     ways = partial(run_engine, engine), partial(run_generate, target)
     for way in ways:
-        way(prompts[0], min(WARM_UP_TOKENS, options.max_new_tokens))
+        way(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
     seconds = [[0.0] * len(prompts) for _ in ways]
     tokens = different = 0
     for repeat in range(options.repeats):
@@ -37,7 +37,7 @@ def compare(options: argparse.Namespace) -> int:
             texts: list[list[int]] = [[], []]
             for n in (0, 1) if (repeat + i) % 2 == 0 else (1, 0):  # so that neither always finds the caches warm
                 started = time.perf_counter()
-                texts[n] = ways[n](prompt, options.max_new_tokens)
+                texts[n] = ways[n](prompt.ids, options.max_new_tokens)
                 seconds[n][i] += time.perf_counter() - started
             tokens += len(texts[0])
             different += texts[0] != texts[1]
@@ -61,16 +61,16 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-def run_engine(engine: Engine, prompt: Prompt, max_new_tokens: int) -> list[int]:
+def run_engine(engine: Engine, ids: Sequence[int], max_new_tokens: int) -> list[int]:
     """Return the engine's tokens."""
-    (output,) = engine.generate([Request(list(prompt.ids), max_new_tokens)])
+    (output,) = engine.generate([Request(ids, max_new_tokens)])
     return output.tokens
 
 
 @torch.inference_mode()
-def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> list[int]:
-    """Return the tokens of `generate`, as a user would call it."""
-    ids = torch.tensor([prompt.ids], device=target.device)
+def run_generate(target: FrozenTarget, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """Return the tokens of `generate`, as a user would call it; `options`: more arguments of its."""
+    ids = torch.tensor([prompt], device=target.device)
     generate: Any = target.model.generate  # typed by the library as something that cannot be called
     output = generate(
         ids,
@@ -79,6 +79,7 @@ def run_generate(target: FrozenTarget, prompt: Prompt, max_new_tokens: int) -> l
         do_sample=False,
         use_cache=True,  # whatever the target's config says: without a cache there is nothing to compare with
         pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
+        **options,
     )
-    tokens: list[int] = output[0, len(prompt.ids) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

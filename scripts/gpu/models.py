@@ -1,19 +1,19 @@
 """The models that a GPU is measured with: the quickstart's target, and the same grown to a big model's shape."""
 
 import copy
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
+from eval.benchmark.measure import make_requests
+from eval.benchmark.prompts import held_out_prompts
 from eval.runtime.request import Request
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import load_head
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, grow_llama, shape_of
@@ -71,25 +71,7 @@ def draft_for_assisted(models: Models, grown: FrozenTarget) -> Any:
     return drafted.to(grown.device)
 
 
-def code_prompts(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Beginnings of functions from Python's own library, `tokens` ids each."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(TARGET))
-    chooser = random.Random(seed)
-    prompts: list[list[int]] = []
-    files = sorted(Path(random.__file__).parent.glob("*.py"))
-    while len(prompts) < count:
-        text = chooser.choice(files).read_text(encoding="utf-8", errors="ignore")
-        starts = [i for i in range(len(text)) if text.startswith("\ndef ", i)]
-        if starts:
-            at = chooser.choice(starts) + 1
-            ids = tokenizer(text[at : at + 8 * tokens], add_special_tokens=False).input_ids[:tokens]
-            if len(ids) == tokens:
-                prompts.append(ids)
-    return prompts
-
-
 def code_requests(count: int, tokens: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
-    """The prompts as requests; sampled ones with a seed each."""
-    ways = [Sampling(temperature, seed=i) if temperature else Sampling() for i in range(count)]
-    prompts = code_prompts(count, tokens)
-    return [Request(ids, new_tokens, way, ignore_eos=True) for ids, way in zip(prompts, ways, strict=True)]
+    """Requests for what follows held-out code, at most `tokens` of it; sampled with a seed each."""
+    prompts = held_out_prompts(load_tokenizer(str(TARGET)), count, tokens, seed=0)
+    return make_requests(prompts, Sampling(temperature), new_tokens, ignore_eos=True)

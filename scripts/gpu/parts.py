@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
+from eval.commands.generate_run import run_generate
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
 from eval.runtime.identity import find_flips, pinned_engine
 from heads.backends.triton.products import COLD
 from heads.backends.triton.timing import device_seconds
 from heads.tree import parse_shape
-from scripts.gpu.baselines import WAYS, tokens_per_second
 from scripts.gpu.draft_steps import draft_parts
 from scripts.gpu.idle import measure_idle
 from scripts.gpu.kernels import ROWS, kernel_parts
@@ -29,6 +29,13 @@ from scripts.gpu.models import LARGEST_DRAFT_VOCAB, Models, code_requests, draft
 from scripts.grown.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
+WAYS: dict[str, dict[str, Any]] = {
+    "generate, eager": {},
+    "assisted generation": {},
+    "prompt lookup": {"prompt_lookup_num_tokens": 5},
+    "generate, static cache, compiled": {"cache_implementation": "static"},  # compiles for a minute, so it comes last
+}
+"""The library's own ways of decoding, by the arguments of `generate`."""
 Found = dict[str, Any]
 Part = Callable[["Bench", Found], None]
 """Record of a part, written at once, so that a part that breaks leaves what it had."""
@@ -70,8 +77,6 @@ class Bench:
     shape: ModelShape
     """That the target is grown to."""
     head: Path | None
-    deadline: float
-    """`time.monotonic` after which no long part goes on."""
     sizes: Sizes = field(default_factory=Sizes)
     note: Callable[[], None] = lambda: None
     """Has what was found so far written down: a part that is stopped leaves it."""
@@ -90,16 +95,6 @@ class Bench:
     @cached_property
     def grown(self) -> Models:
         return grow_models(self.small, self.shape, self.device, self.sizes.draft_vocab)
-
-    @property
-    def out_of_time(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    def leaves_out(self, what: str, found: Found) -> bool:
-        """Return True, and note it, where there is no time left for it."""
-        if self.out_of_time:
-            found.setdefault("left_out", []).append(what)
-        return self.out_of_time
 
     def requests(self, count: int, new_tokens: int, temperature: float = 0.0) -> list[Request]:
         return code_requests(count, self.sizes.prompt, new_tokens, temperature)
@@ -144,8 +139,6 @@ def kernels(bench: Bench, found: Found) -> None:
     """Every kernel at the big shape beside its floor."""
     found["copy_bandwidth"] = bench.bandwidth
     for rows in bench.sizes.rows:
-        if bench.leaves_out(f"{rows} rows", found):
-            continue
         parts = kernel_parts(bench.shape, rows, bench.sizes.length, bench.device, bench.seconds, bench.cold)
         found[str(rows)] = [part.record(bench.bandwidth) for part in parts]
         bench.note()
@@ -164,8 +157,6 @@ def identity(bench: Bench, found: Found) -> None:
     for text, strict in ((chain, False), (tree, False), (tree, True)):
         for temperature in (0.0, 1.0):
             name = f"{text}{' strict' if strict else ''}, temperature {temperature:g}"
-            if bench.leaves_out(name, found):
-                continue
             requests = bench.requests(sizes.prompts, sizes.long, temperature)
             engine = bench.engine(bench.small, text, 8, sizes.prompt + sizes.long + 64, strict=strict)
             found[name] = compare(engine, requests)
@@ -285,12 +276,18 @@ def ours(bench: Bench, found: Found) -> None:
 
 
 def library(way: str) -> Part:
-    """One of the library's ways, tokens a second on the same prompts."""
+    """One of the library's ways, tokens a second on the same prompts; the first warms up and does not count."""
 
     def part(bench: Bench, found: Found) -> None:
-        draft = draft_for_assisted(bench.small, bench.grown.target) if way == "assisted generation" else None
-        requests = bench.requests(4, bench.sizes.new)
-        found["tokens_per_second"] = tokens_per_second(bench.grown.target, requests, way, draft)
+        options = dict(WAYS[way])
+        if way == "assisted generation":
+            options["assistant_model"] = draft_for_assisted(bench.small, bench.grown.target)
+        new, requests = bench.sizes.new, bench.requests(4, bench.sizes.new)
+        for i, request in enumerate(requests):
+            if i == 1:
+                started = time.perf_counter()
+            run_generate(bench.grown.target, request.prompt, new, min_new_tokens=new, **options)
+        found["tokens_per_second"] = new * (len(requests) - 1) / (time.perf_counter() - started)
 
     part.__name__ = way
     return part
@@ -303,8 +300,6 @@ def scaling(bench: Bench, found: Found) -> None:
     sizes, us = bench.sizes, {"none": 0.0, (chain := bench.sizes.trees[0]): 0.0}
     cases = [("batch", size, size, sizes.contexts[0]) for size in sizes.batches]
     for kind, at, batch_size, length in [*cases, *(("context", length, 1, length) for length in sizes.contexts)]:
-        if bench.leaves_out(f"{kind} {at}", found):
-            continue
         for tree in us:
             engine = bench.engine(bench.grown, tree, batch_size, length + 256)
             fill_batch(engine, 16)
