@@ -11,8 +11,6 @@ What a round takes beyond the sum of its parts is its gaps; on a GPU the launche
 Letters: B rows, N nodes, L layers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eval.runtime.engine import Engine, EngineOptions
+from eval.runtime.graph import preserved
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder, TargetStep, read_prompts
 from eval.runtime.sampling import Sampling
@@ -140,22 +139,12 @@ def round_seconds(engine: Engine, length: int) -> float:
     extent = min(round_up(length + (count + 1) * engine.nodes), engine.decoder.step.capacity)
     best = float("inf")
     for _ in range(TRIES[engine.target.device.type]):
-        with rewound(engine):
+        with preserved(engine.decoder.state):
             started = engine.clock()
             for _ in range(count):
                 rounds(extent)
             best = min(best, (engine.clock() - started) / count)
     return best
-
-
-@contextmanager
-def rewound(engine: Engine) -> Iterator[None]:
-    """Put the rows back afterwards, so that the same texts are decoded again."""
-    state = engine.decoder.state
-    kept = {name: getattr(state, name).clone() for name in ("length", "root", "done", "output_length", "rounds")}
-    yield
-    for name, value in kept.items():
-        getattr(state, name).copy_(value)
 
 
 def parts_of(engine: Engine, length: int) -> list[Part]:
@@ -216,9 +205,7 @@ def layer_parts(step: TargetStep, rows: int) -> list[Part]:
 
 def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, above: Tensor | None) -> list[Part]:
     """Time acceptance, compaction and state, and the head's extension, on rows that are done: they do not change."""
-    state, step = decoder.state, decoder.step
-    done, root = state.done.clone(), state.root.clone()
-    state.done.fill_(True)
+    step, device = decoder.step, decoder.state.root.device
     consulted = step.choose(features.hidden, positions, decoder.sampling)
     if decoder.rule.needs_distribution:
         consulted = decoder.rule.consult(step.logits(features.hidden), positions)
@@ -229,15 +216,14 @@ def glue(decoder: Decoder, proposal: Any, features: Any, positions: Tensor, abov
         given = consulted[:, :1] if roots else consulted
         decoder.commit(judged, decoder.rule.accept(judged, given, positions, above), features)
 
-    device = state.root.device
-    seconds = device_seconds(partial(run, replace(decoder, head=None)), device)
-    parts = [Part(GLUE, 0, seconds)]
-    if decoder.head is not None:
-        whole = device_seconds(partial(run, decoder), device)
-        reads = decoder.head.bytes_per_round(decoder.head_state)
-        parts.append(Part("the head extended", reads.extend, max(0.0, whole - seconds)))
-    state.done.copy_(done)
-    state.root.copy_(root)
+    with preserved(decoder.state):
+        decoder.state.done.fill_(True)
+        seconds = device_seconds(partial(run, replace(decoder, head=None)), device)
+        parts = [Part(GLUE, 0, seconds)]
+        if decoder.head is not None:
+            whole = device_seconds(partial(run, decoder), device)
+            reads = decoder.head.bytes_per_round(decoder.head_state)
+            parts.append(Part("the head extended", reads.extend, max(0.0, whole - seconds)))
     return parts
 
 

@@ -9,13 +9,15 @@ called plainly.
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
 
 from eval.runtime.round import Decoder
+from heads.backends.torch.commit import RoundState
 from heads.errors import first_line
 
 SMALLEST_EXTENT = 256
@@ -79,20 +81,16 @@ class Rounds:
     def record(self, form: Form) -> None:
         """Capture one form of sampling in all extents, so that no text waits for it later."""
         assert self.capture is not None
-        state = self.decoder.state
-        before = {field.name: getattr(state, field.name).clone() for field in fields(state)}
-        state.done.fill_(True)  # a row that is done stays as it is, whatever rounds are run to warm up
         trouble = None
-        try:
-            for extent in self.extents():
-                for _ in range(WARM_UPS):
-                    self.decoder.round(extent)
-                self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
-        except RuntimeError as error:
-            trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
-        finally:
-            for name, value in before.items():
-                getattr(state, name).copy_(value)
+        with preserved(self.decoder.state):
+            self.decoder.state.done.fill_(True)  # a row that is done stays as it is, whatever rounds warm up
+            try:
+                for extent in self.extents():
+                    for _ in range(WARM_UPS):
+                        self.decoder.round(extent)
+                    self.graphs[extent, form] = self.capture(lambda extent=extent: self.decoder.round(extent))  # type: ignore[misc]
+            except RuntimeError as error:
+                trouble = "the GPU has no memory left for them" if is_out_of_memory(error) else first_line(error)
         if trouble is not None:  # and the error forgotten, which held on to all that the round had made
             self.give_up(trouble)
 
@@ -104,6 +102,17 @@ class Rounds:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         logger.warning("rounds cannot be captured as CUDA graphs (%s): they are launched one by one, slower", reason)
+
+
+@contextmanager
+def preserved(state: RoundState) -> Iterator[None]:
+    """Put the rows back afterwards, whatever was done to them."""
+    before = {field.name: getattr(state, field.name).clone() for field in fields(state)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            getattr(state, name).copy_(value)
 
 
 class CudaCapture:

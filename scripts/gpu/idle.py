@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eval.benchmark.roofline import rewound
 from eval.runtime.engine import Engine
+from eval.runtime.graph import preserved
 from heads.backends.slot_mapping import round_up
 
 COUNT = 16
@@ -21,7 +21,7 @@ def measure_idle(engine: Engine, length: int) -> dict[str, Any]:
     microseconds between two rounds."""
     rounds = engine.rounds_of(engine.decoder)
     extent = min(round_up(length + (COUNT + 1) * engine.nodes), engine.decoder.step.capacity)
-    with rewound(engine):
+    with preserved(engine.decoder.state):
         rounds(extent)
         engine.clock()
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
