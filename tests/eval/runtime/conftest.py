@@ -1,21 +1,16 @@
-"""Tiny random targets of many families, draft heads that follow a script, and distributions small enough to sum
-over."""
+"""Tiny random targets of many families, and draft heads that follow a script."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Drafter, Observation, Pick, SharedLayers
-from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, TreeShape
 from tests.switches import as_on_a_gpu
@@ -100,37 +95,6 @@ def target_of() -> Callable[[str], FrozenTarget]:
         return made[family]
 
     return get
-
-
-WAITS = {
-    *("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"),
-    *("aten::is_nonzero", "aten::unique_dim", "aten::_unique2", "aten::bincount"),
-}
-"""Operations for which a GPU's host waits: sizes or values that only the device knows."""
-
-
-class NoWaiting(TorchDispatchMode):
-    """Fails at the first operation that would wait."""
-
-    def __init__(self, *, constants: bool = True) -> None:
-        """`constants`: whether the host may make some, which it would send to a GPU."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.waits = WAITS if constants else WAITS | {"aten::lift_fresh"}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        assert name not in self.waits, f"{name} waits for the device"
-        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            masks = [x for x in tree_flatten(args[1])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
-            assert not masks, f"{name} by a mask waits for the device"
-        if name == "aten::repeat_interleave":
-            assert (kwargs or {}).get("output_size") is not None or not isinstance(args[-1], Tensor), f"{name} waits"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def no_waiting() -> type[NoWaiting]:
-    return NoWaiting
 
 
 @dataclass
@@ -241,118 +205,6 @@ def prompts() -> list[list[int]]:
     """Eleven prompts of different lengths, one of them longer than a prefill chunk of 16."""
     chooser = random.Random(5)
     return [[chooser.randrange(3, VOCAB) for _ in range(n)] for n in (1, 2, 5, 9, 16, 17, 21, 3, 7, 12, 30)]
-
-
-class Toy:
-    """Distributions over a few tokens, p and q, random after every prefix: small enough to sum over all outcomes.
-
-    `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
-    """
-
-    def __init__(self, vocab: int, depth: int, seed: int, support: int | None = None) -> None:
-        self.vocab = vocab
-        generator = torch.Generator().manual_seed(seed)
-        sizes = [vocab**d for d in range(depth + 1)]
-        self.p, self.q = [
-            [-torch.rand(size, vocab, generator=generator, dtype=torch.float64).log() for size in sizes] for _ in "pq"
-        ]  # by depth d: (V^d, V), exponential variables; normalised they are uniform over the simplex
-        if support is not None:
-            for table in self.q:
-                table.scatter_(1, torch.rand(table.shape, generator=generator).argsort(1)[:, support:], 0.0)
-        for table in (*self.p, *self.q):
-            table /= table.sum(1, keepdim=True)
-
-    def flat(self, which: str) -> tuple[Tensor, list[int]]:
-        """All logits in one table, and where each depth's begin."""
-        tables = self.p if which == "p" else self.q
-        return torch.cat(tables).log(), [sum(map(len, tables[:d])) for d in range(len(tables))]
-
-    def distribution(self, length: int) -> Tensor:
-        """(V^length,) the target's distribution of its first tokens."""
-        return self.complete(torch.ones(1, dtype=torch.float64), length)
-
-    def complete(self, distribution: Tensor, length: int) -> Tensor:
-        """A distribution of the first few tokens, (V^d,), continued by the target to `length` of them."""
-        depth = next(d for d in range(length + 1) if self.vocab**d == len(distribution))
-        for d in range(depth, length):
-            distribution = (distribution[:, None] * self.p[d]).flatten()
-        return distribution
-
-    def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
-        """`rows` trees as `heads.growth.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
-        V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
-
-        def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
-            nonlocal codes
-            codes = codes.gather(1, above) * V + tokens
-            return self.q[level][codes].log()
-
-        root = torch.zeros(rows, dtype=torch.int64)
-        first = self.q[0][codes].log()
-        proposal = grow(shape, root, root, first, pick, expand, None)
-        prefixes = torch.zeros_like(proposal.tokens)
-        for j in range(1, proposal.tokens.shape[1]):
-            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
-            prefixes[:, j] = above * V + proposal.tokens[:, j]
-        return proposal, prefixes
-
-    def at(self, prefixes: Tensor, depths: Tensor) -> Tensor:
-        """p after each node: (rows, N, V)."""
-        table, starts = torch.cat(self.p), torch.tensor([sum(map(len, self.p[:d])) for d in range(len(self.p))])
-        return table[starts[depths] + prefixes]
-
-
-class EveryDraw:
-    """A pick that draws everything that can be drawn, each row of the batch its own way; `weight` says how likely."""
-
-    def __init__(self, counts: Sequence[int], vocab: int, *, replace: bool) -> None:
-        """`counts`: children of each node that is drawn for, in order."""
-        ways = [list(product(range(vocab), repeat=n) if replace else permutations(range(vocab), n)) for n in counts]
-        self.ways = list(product(*ways))
-        self.replace, self.done = replace, 0
-        self.weight = torch.ones(len(self.ways), dtype=torch.float64)
-        self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 where every child is the best there is
-        self.distributions: list[Tensor] = []
-        self.token_ids = None
-
-    def __call__(
-        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        W = logits.shape[1]
-        picked = torch.tensor([way[self.done : self.done + W] for way in self.ways])  # (rows, W, R)
-        self.done += W
-        self.distributions.append(logits)
-        self.likeliest *= (picked == logits.topk(count).indices).all(-1).all(-1)
-        left = logits.exp()
-        for r in range(count):
-            x = picked[..., r, None]
-            mass = left.sum(-1, keepdim=True)
-            # Where nothing is left to draw, any token will do, and a real pick takes some one: say, the lowest.
-            lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
-            chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
-            self.weight *= chance[..., 0].prod(1)
-            if not self.replace:
-                left = left.scatter(-1, x, 0.0)
-        return picked, logits.gather(-1, picked)
-
-    def distribution(self, vocab: int) -> Tensor:
-        return torch.cat(self.distributions, dim=1).exp()
-
-
-def min_unused(used: Tensor, vocab: int) -> Tensor:
-    """The lowest token that is not among the last dimension's."""
-    taken = (used[..., None] == torch.arange(vocab)).any(-2)
-    return (~taken).long().argmax(-1)
-
-
-@pytest.fixture(scope="session")
-def toy() -> type[Toy]:
-    return Toy
-
-
-@pytest.fixture(scope="session")
-def every_draw() -> type[EveryDraw]:
-    return EveryDraw
 
 
 @pytest.fixture

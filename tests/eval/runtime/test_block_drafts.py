@@ -1,6 +1,5 @@
 """Blocks of DFlash and DSpark under the rules that need q: the distribution of what comes out, by enumeration."""
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
 from heads.dspark import DSpark, DSparkConfig
 from heads.tree import Proposal, TreeShape, parse_shape
-from tests.eval.runtime.test_rejection import EXACT, distance, draws_of, outcome
+from tests.enumeration import EveryDraw, Toy, draws_of, prefixes_of, sum_over_tests
+from tests.eval.runtime.test_rejection import EXACT, distance, outcome
 from tests.heads.small_heads import BLOCK_SIZES
 
 D, V = 8, 3
@@ -36,14 +36,12 @@ def make_head(kind: str) -> DraftBlockHead:
     return head.double()
 
 
-class Drafted:
+class Drafted(Toy):
     """The target's distributions of a toy, and the drafts of a head in the place of the toy's."""
 
-    def __init__(self, toy: Any, head: DraftBlockHead) -> None:
-        self.toy, self.head, self.vocab = toy, head, toy.vocab
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.toy, name)
+    def __init__(self, head: DraftBlockHead, depth: int) -> None:
+        super().__init__(V, depth + 1, 7)
+        self.head = head
 
     def grow(self, shape: TreeShape, pick: Any, rows: int) -> tuple[Proposal, Tensor]:
         torch.manual_seed(4)
@@ -57,23 +55,17 @@ class Drafted:
         count = torch.full((rows,), 5)
         self.head.extend(state, Observation(ids, known, known, torch.zeros_like(count), count, None))
         proposal = self.head.propose(state, lambda logits, *rest: pick(logits.log_softmax(-1), *rest))
-        prefixes = torch.zeros_like(proposal.tokens)
-        for j in range(1, proposal.tokens.shape[1]):
-            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
-            prefixes[:, j] = above * V + proposal.tokens[:, j]
-        return proposal, prefixes
+        return proposal, prefixes_of(proposal, V, ids[:, 0])
 
 
 @pytest.mark.parametrize(
     ("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")], ids=str
 )
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_what_comes_out_has_the_targets_distribution(
-    kind: str, rule: str, shape: str, toy: Any, every_draw: Any
-) -> None:
+def test_what_comes_out_has_the_targets_distribution(kind: str, rule: str, shape: str) -> None:
     tree = parse_shape(shape)
-    drafted = Drafted(toy(V, tree.depth + 1, 7), make_head(kind))
-    distribution, tokens = outcome(drafted, every_draw, tree, rule)
+    drafted = Drafted(make_head(kind), tree.depth)
+    distribution, tokens = outcome(drafted, tree, rule)
     assert distance(drafted, distribution, tree) < EXACT
     assert 1 < tokens <= tree.depth + 1
 
@@ -85,11 +77,11 @@ class Priced(Controller):
         return 0.25
 
 
-def shortened_outcome(drafted: Drafted, every_draw: Any, rule: str, *, peeks: bool) -> tuple[Tensor, set[int]]:
+def shortened_outcome(drafted: Drafted, rule: str, *, peeks: bool) -> tuple[Tensor, set[int]]:
     """The distribution of what comes out of chains of 3 that are verified only so far as the confidence says, and the
     lengths that there were. `peeks`: the confidence in a token knows the token."""
     K, whole = 3, parse_shape("chain:3")
-    pick = every_draw(draws_of(whole), V, replace=False)
+    pick = EveryDraw(draws_of(whole), V, replace=False)
     proposal, prefixes = drafted.grow(whole, pick, len(pick.ways))
     assert proposal.confidence is not None
     confidence = proposal.confidence.detach().numpy()
@@ -107,27 +99,17 @@ def shortened_outcome(drafted: Drafted, every_draw: Any, rule: str, *, peeks: bo
         judging = Rejection(rule, parse_shape(f"chain:{length}"), sampling)
         judging.draws.distributions = [level[ways] for level in pick.distributions[:length]]
         own = prefixes[ways, nodes]
-        verdict = judging.weigh(part, drafted.toy.at(own, part.depths))
-        for passed in product([False, True], repeat=length):
-            tests = torch.tensor([True, *passed]).expand(len(ways), -1)
-            weight = pick.weight[ways] * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
-            accepted, path = judging.decide(tests, part, None)
-            end = path.gather(1, accepted[:, None])
-            rest = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0] * weight[:, None]
-            for n in range(length + 1):
-                made = torch.zeros(V**n, V, dtype=torch.float64)
-                made.index_add_(
-                    0, own.gather(1, end)[:, 0] % V**n, torch.where(accepted == n, 1.0, 0.0)[:, None] * rest
-                )
-                total += drafted.toy.complete(made.flatten(), K + 1)
+        verdict = judging.weigh(part, drafted.at(own, part.depths))
+        for made in sum_over_tests(judging, part, verdict, own, pick.weight[ways]):
+            total += drafted.complete(made.flatten(), K + 1)
     return total, set(lengths.tolist())
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_chains_shortened_by_confidence_keep_the_targets_distribution(rule: str, toy: Any, every_draw: Any) -> None:
+def test_chains_shortened_by_confidence_keep_the_targets_distribution(rule: str) -> None:
     """By the confidence of a token, which knows those before it alone; one that knew the token would not."""
-    shape, drafted = parse_shape("chain:3"), Drafted(toy(V, 4, 7), make_head("dspark"))
-    distribution, lengths = shortened_outcome(drafted, every_draw, rule, peeks=False)
+    shape, drafted = parse_shape("chain:3"), Drafted(make_head("dspark"), 3)
+    distribution, lengths = shortened_outcome(drafted, rule, peeks=False)
     assert len(lengths) > 1
     assert distance(drafted, distribution, shape) < EXACT
-    assert distance(drafted, shortened_outcome(drafted, every_draw, rule, peeks=True)[0], shape) > 1e-3
+    assert distance(drafted, shortened_outcome(drafted, rule, peeks=True)[0], shape) > 1e-3

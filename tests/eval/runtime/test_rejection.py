@@ -13,6 +13,7 @@ from heads.backends.slot_mapping import ancestors
 from heads.backends.torch.accept import match
 from heads.backends.torch.sampling import RowSampling
 from heads.tree import Proposal, TreeShape, parse_shape, static_shape
+from tests.enumeration import EveryDraw, Toy, draws_of, sum_over_tests
 
 EXACT = 1e-9
 UNEVEN = static_shape([(0,), (1,), (0, 0), (0, 1), (1, 0)], "uneven")
@@ -36,31 +37,19 @@ def with_replacement(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
     return Verdict(torch.cat([torch.ones_like(by_child[:, :1]), by_child], 1), p.index_copy(1, family.parents, P))
 
 
-def draws_of(shape: TreeShape) -> list[int]:
-    """Number of children that `grow` asks for at each node."""
-    if shape.paths is None:
-        return [shape.top_k] * (1 + (shape.depth - 1) * shape.top_k)
-    counts = []
-    for level in range(1, shape.depth + 1):
-        nodes = [path for path in shape.paths if len(path) == level]
-        counts += [1 + max(path[-1] for path in nodes)] * len({path[:-1] for path in nodes})
-    return counts
-
-
 def outcome(
-    toy: Any, every_draw: Any, shape: TreeShape, rule: str, *, likeliest: bool = False, judge: Judge | None = None
+    toy: Toy, shape: TreeShape, rule: str, *, likeliest: bool = False, judge: Judge | None = None
 ) -> tuple[Tensor, float]:
     """The distribution (V^(K+1),) of what comes out, continued by the target, and the tokens expected of a round.
 
     `likeliest`: the draft is not drawn, but the best children that there are.
     """
-    K, V = shape.depth, toy.vocab
-    pick = every_draw(draws_of(shape), V, replace=rule == WITH_REPLACEMENT)
-    rows = len(pick.ways)
-    proposal, prefixes = toy.grow(shape, pick, rows)
+    K = shape.depth
+    pick: Any = EveryDraw(draws_of(shape), toy.vocab, replace=rule == WITH_REPLACEMENT)
+    proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
     drawn = pick.likeliest if likeliest else pick.weight
     assert abs(drawn.sum() - 1) < EXACT
-    sampling = RowSampling(rows)
+    sampling = RowSampling(len(pick.ways))
     sampling.temperature.fill_(1.0)
     judge = judge or (with_replacement if rule == WITH_REPLACEMENT else Rejection.weigh)
     judging = Rejection("block" if rule == "block" else "ratio", shape, sampling)
@@ -68,23 +57,12 @@ def outcome(
     verdict = judge(judging, proposal, toy.at(prefixes, proposal.depths))
     assert ((verdict.odds >= 0) & (verdict.odds <= 1)).all() and (verdict.rest >= 0).all()
     torch.testing.assert_close(verdict.rest.sum(-1), torch.ones_like(verdict.rest[..., 0]))
-    above = ancestors(proposal.parents, K)
-    parts = [torch.zeros(V**n, V, dtype=torch.float64) for n in range(K + 1)]  # by tokens accepted
-    for passed in product([False, True], repeat=shape.nodes - 1):
-        tests = torch.tensor([True, *passed]).expand(rows, -1)
-        weight = drawn * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
-        accepted, path = judging.decide(tests, proposal, None if shape.top_k == 1 else above)
-        end = path.gather(1, accepted[:, None])
-        distribution = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
-        for n, part in enumerate(parts):
-            part.index_add_(
-                0, prefixes.gather(1, end)[:, 0] % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * distribution
-            )
+    parts = sum_over_tests(judging, proposal, verdict, prefixes, drawn)
     tokens = sum(float(part.sum()) * (n + 1) for n, part in enumerate(parts))
     return torch.stack([toy.complete(part.flatten(), K + 1) for part in parts]).sum(0), tokens
 
 
-def distance(toy: Any, distribution: Tensor, shape: TreeShape) -> float:
+def distance(toy: Toy, distribution: Tensor, shape: TreeShape) -> float:
     """The largest deviation from the target's distribution."""
     return float((distribution - toy.distribution(shape.depth + 1)).abs().max())
 
@@ -92,12 +70,10 @@ def distance(toy: Any, distribution: Tensor, shape: TreeShape) -> float:
 @pytest.mark.parametrize("support", [None, 2, 1])
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
-def test_chains_have_the_targets_distribution(
-    rule: str, vocab: int, support: int | None, toy: Any, every_draw: Any
-) -> None:
+def test_chains_have_the_targets_distribution(rule: str, vocab: int, support: int | None) -> None:
     for seed in range(4):
-        distributions = toy(vocab, 4, seed, support)
-        distribution, tokens = outcome(distributions, every_draw, CHAIN, rule)
+        distributions = Toy(vocab, 4, seed, support)
+        distribution, tokens = outcome(distributions, CHAIN, rule)
         assert distance(distributions, distribution, CHAIN) < EXACT
         assert 1 < tokens <= 4
 
@@ -105,29 +81,27 @@ def test_chains_have_the_targets_distribution(
 @pytest.mark.parametrize("support", [None, 2, 1])  # 1: siblings that q cannot have given
 @pytest.mark.parametrize("shape", [parse_shape("static:2.2"), parse_shape("static:3.1"), UNEVEN, DEEP], ids=str)
 @pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT])
-def test_static_trees_have_the_targets_distribution(
-    rule: str, shape: TreeShape, support: int | None, toy: Any, every_draw: Any
-) -> None:
-    distributions = toy(3, shape.depth + 1, 7, support)
-    distribution, tokens = outcome(distributions, every_draw, shape, rule)
+def test_static_trees_have_the_targets_distribution(rule: str, shape: TreeShape, support: int | None) -> None:
+    distributions = Toy(3, shape.depth + 1, 7, support)
+    distribution, tokens = outcome(distributions, shape, rule)
     assert distance(distributions, distribution, shape) < EXACT
     assert 1 < tokens <= shape.depth + 1
 
 
 @pytest.mark.parametrize("rule", ["ratio", WITH_REPLACEMENT, "block"])
-def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str, toy: Any, every_draw: Any) -> None:
-    distributions = toy(3, 4, 2)
+def test_a_draft_with_the_targets_own_distribution_is_accepted_whole(rule: str) -> None:
+    distributions = Toy(3, 4, 2)
     distributions.q = distributions.p
-    distribution, tokens = outcome(distributions, every_draw, CHAIN, rule)
+    distribution, tokens = outcome(distributions, CHAIN, rule)
     assert distance(distributions, distribution, CHAIN) < EXACT
     assert tokens == pytest.approx(4)
 
 
-def match_outcome(toy: Any, every_draw: Any, shape: TreeShape, *, replace: bool) -> Tensor:
+def match_outcome(toy: Toy, shape: TreeShape, *, replace: bool) -> Tensor:
     """The distribution of what `match` gives on trees drawn in every way, by every choice of the target after every
     prefix."""
     K, V = shape.depth, toy.vocab
-    pick = every_draw(draws_of(shape), V, replace=replace)
+    pick = EveryDraw(draws_of(shape), V, replace=replace)
     proposal, prefixes = toy.grow(shape, pick, len(pick.ways))
     p, above = toy.at(prefixes, proposal.depths), ancestors(proposal.parents, K)
     prefix = prefixes + V**K * proposal.depths
@@ -147,26 +121,26 @@ def match_outcome(toy: Any, every_draw: Any, shape: TreeShape, *, replace: bool)
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("text", ["chain:3", "static:2.1", "tree:2x2x4", "tree:3x2x4"])
-def test_match_has_the_targets_distribution_on_every_tree(text: str, replace: bool, toy: Any, every_draw: Any) -> None:
+def test_match_has_the_targets_distribution_on_every_tree(text: str, replace: bool) -> None:
     shape = parse_shape(text)
     vocab = 3 if shape.depth < 3 or shape.top_k == 1 else 2
-    distributions = toy(vocab, shape.depth + 1, 5)
-    assert distance(distributions, match_outcome(distributions, every_draw, shape, replace=replace), shape) < EXACT
+    distributions = Toy(vocab, shape.depth + 1, 5)
+    assert distance(distributions, match_outcome(distributions, shape, replace=replace), shape) < EXACT
 
 
-def test_block_emits_no_fewer_tokens_than_ratio_in_expectation(toy: Any, every_draw: Any) -> None:
+def test_block_emits_no_fewer_tokens_than_ratio_in_expectation() -> None:
     gains = []
     for seed in range(40):
-        distributions = toy(3, 4, 100 + seed, support=(None, 2)[seed % 2])
-        tokens = [outcome(distributions, every_draw, CHAIN, rule)[1] for rule in ("block", "ratio")]
+        distributions = Toy(3, 4, 100 + seed, support=(None, 2)[seed % 2])
+        tokens = [outcome(distributions, CHAIN, rule)[1] for rule in ("block", "ratio")]
         gains.append(tokens[0] / tokens[1])
     assert min(gains) > 1 - EXACT
     assert sum(gains) / len(gains) > 1.02
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])
-def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str, toy: Any, every_draw: Any) -> None:
-    distributions = toy(3, 4, 6)
+def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str) -> None:
+    distributions = Toy(3, 4, 6)
     expected = []
 
     def watch(judging: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
@@ -175,15 +149,15 @@ def test_the_tokens_expected_of_a_chain_are_what_the_sums_give(rule: str, toy: A
         expected.append(float((draws.weight * expected_tokens(verdict.odds, whole=rule == "block")).sum()))
         return verdict
 
-    _, tokens = outcome(distributions, every_draw, CHAIN, rule, judge=watch)
+    _, tokens = outcome(distributions, CHAIN, rule, judge=watch)
     assert expected == [pytest.approx(tokens)]
 
 
-def test_without_replacement_more_is_accepted_than_with(toy: Any, every_draw: Any) -> None:
+def test_without_replacement_more_is_accepted_than_with() -> None:
     shape = parse_shape("static:2.2")
     for seed in range(5):
-        distributions = toy(3, 3, seed)
-        without, with_ = (outcome(distributions, every_draw, shape, rule)[1] for rule in ("ratio", WITH_REPLACEMENT))
+        distributions = Toy(3, 3, seed)
+        without, with_ = (outcome(distributions, shape, rule)[1] for rule in ("ratio", WITH_REPLACEMENT))
         assert without > with_
 
 
@@ -245,13 +219,13 @@ def untested_prefix(rule: Rejection, proposal: Proposal, p: Tensor) -> Verdict:
         ("block", "chain:3", untested_prefix),
     ],
 )
-def test_the_sums_tell_a_wrong_rule(rule: str, shape: str, judge: Judge, toy: Any, every_draw: Any) -> None:
-    distributions, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
-    assert distance(distributions, outcome(distributions, every_draw, tree, rule)[0], tree) < EXACT
-    assert distance(distributions, outcome(distributions, every_draw, tree, rule, judge=judge)[0], tree) > 0.002
+def test_the_sums_tell_a_wrong_rule(rule: str, shape: str, judge: Judge) -> None:
+    distributions, tree = Toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
+    assert distance(distributions, outcome(distributions, tree, rule)[0], tree) < EXACT
+    assert distance(distributions, outcome(distributions, tree, rule, judge=judge)[0], tree) > 0.002
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("ratio", "chain:3"), ("block", "chain:3"), ("ratio", "static:2.2")])
-def test_the_sums_tell_a_draft_that_was_not_drawn(rule: str, shape: str, toy: Any, every_draw: Any) -> None:
-    distributions, tree = toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
-    assert distance(distributions, outcome(distributions, every_draw, tree, rule, likeliest=True)[0], tree) > 0.02
+def test_the_sums_tell_a_draft_that_was_not_drawn(rule: str, shape: str) -> None:
+    distributions, tree = Toy(3, parse_shape(shape).depth + 1, 3), parse_shape(shape)
+    assert distance(distributions, outcome(distributions, tree, rule, likeliest=True)[0], tree) > 0.02

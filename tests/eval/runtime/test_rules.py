@@ -22,6 +22,7 @@ from heads.errors import UserError
 from heads.growth import grow
 from heads.target.frozen import FrozenTarget
 from heads.tree import Proposal, parse_shape, static_shape
+from tests.enumeration import Toy, prefixes_of
 from tests.small_targets import open_engine
 
 DECODED = 4
@@ -60,7 +61,7 @@ def chi_square(codes: Tensor, distribution: Tensor) -> tuple[float, float]:
 class Decoding:
     """Rounds of a rule over a toy's distributions, for many rows at once: what the runtime does, without a model."""
 
-    def __init__(self, toy: Any, rule: str, text: str, sampling: RowSampling) -> None:
+    def __init__(self, toy: Toy, rule: str, text: str, sampling: RowSampling) -> None:
         self.toy, self.shape, self.sampling = toy, parse_shape(text), sampling
         self.rule: Rule = make_rule(rule, self.shape, sampling, TORCH)
         self.p, starts = toy.flat("p")
@@ -89,10 +90,7 @@ class Decoding:
         root = torch.zeros_like(self.length)
         first = self.logits(self.q, depths, codes)
         proposal = grow(shape, root, self.length, first, self.rule.begin(), expand, None)
-        prefixes = self.codes[:, None].repeat(1, shape.nodes)
-        for j in range(1, shape.nodes):
-            above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
-            prefixes[:, j] = above * V + proposal.tokens[:, j]
+        prefixes = prefixes_of(proposal, V, self.codes)
         logits = self.logits(self.p, depths + proposal.depths, prefixes)
         positions = self.length[:, None] + 1 + proposal.depths
         consulted = self.rule.consult(logits, positions)
@@ -119,12 +117,10 @@ class Decoding:
         ("block", "chain:3"),
     ],
 )
-def test_several_rounds_by_real_noise_have_the_targets_distribution(
-    rule: str, text: str, sampling: Sampling, toy: Any
-) -> None:
+def test_several_rounds_by_real_noise_have_the_targets_distribution(rule: str, text: str, sampling: Sampling) -> None:
     rows = 30_000
     shape = parse_shape(text)
-    distributions = toy(3, DECODED + shape.depth, 21)
+    distributions = Toy(3, DECODED + shape.depth, 21)
     batch = sampled_rows(rows, sampling)
     decoding = Decoding(distributions, rule, text, batch)
     while (decoding.length < DECODED).any():
@@ -138,7 +134,7 @@ def test_several_rounds_by_real_noise_have_the_targets_distribution(
     assert decoding.rounds.double().mean() < 0.85 * DECODED
 
 
-def test_children_are_drawn_from_the_drafts_distribution_in_order(toy: Any) -> None:
+def test_children_are_drawn_from_the_drafts_distribution_in_order() -> None:
     q, V, rows = torch.tensor([0.55, 0.25, 0.15, 0.05]), 4, 60_000
     draws = Draws(sampled_rows(rows, Sampling(1.0)))
     children, logp = draws(q.log().expand(rows, 2, V), torch.full((rows, 2), 9), 2)

@@ -1,0 +1,150 @@
+"""Distributions small enough to sum over all that can happen in a round."""
+
+from collections.abc import Sequence
+from itertools import permutations, product
+
+import torch
+from torch import Tensor
+
+from eval.runtime.acceptance import Rejection, Verdict
+from heads.backends.slot_mapping import ancestors
+from heads.growth import grow
+from heads.tree import Pick, Proposal, TreeShape, is_chain
+
+
+class Toy:
+    """Distributions over a few tokens, p and q, random after every prefix: small enough to sum over all outcomes.
+
+    `support`: q gives only that many tokens after each prefix, as a small draft vocabulary or a filter would.
+    """
+
+    def __init__(self, vocab: int, depth: int, seed: int, support: int | None = None) -> None:
+        self.vocab = vocab
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [vocab**d for d in range(depth + 1)]
+        self.p, self.q = [
+            [-torch.rand(size, vocab, generator=generator, dtype=torch.float64).log() for size in sizes] for _ in "pq"
+        ]  # by depth d: (V^d, V), exponential variables; normalised they are uniform over the simplex
+        if support is not None:
+            for table in self.q:
+                table.scatter_(1, torch.rand(table.shape, generator=generator).argsort(1)[:, support:], 0.0)
+        for table in (*self.p, *self.q):
+            table /= table.sum(1, keepdim=True)
+
+    def flat(self, which: str) -> tuple[Tensor, list[int]]:
+        """All logits in one table, and where each depth's begin."""
+        tables = self.p if which == "p" else self.q
+        return torch.cat(tables).log(), [sum(map(len, tables[:d])) for d in range(len(tables))]
+
+    def distribution(self, length: int) -> Tensor:
+        """(V^length,) the target's distribution of its first tokens."""
+        return self.complete(torch.ones(1, dtype=torch.float64), length)
+
+    def complete(self, distribution: Tensor, length: int) -> Tensor:
+        """A distribution of the first few tokens, (V^d,), continued by the target to `length` of them."""
+        depth = next(d for d in range(length + 1) if self.vocab**d == len(distribution))
+        for d in range(depth, length):
+            distribution = (distribution[:, None] * self.p[d]).flatten()
+        return distribution
+
+    def grow(self, shape: TreeShape, pick: Pick, rows: int) -> tuple[Proposal, Tensor]:
+        """`rows` trees as `heads.growth.grow` draws them -> and the nodes' prefixes, (rows, N) numbers in base V."""
+        V, codes = self.vocab, torch.zeros(rows, 1, dtype=torch.int64)
+
+        def expand(tokens: Tensor, above: Tensor, paths: Tensor, level: int) -> Tensor:
+            nonlocal codes
+            codes = codes.gather(1, above) * V + tokens
+            return self.q[level][codes].log()
+
+        root = torch.zeros(rows, dtype=torch.int64)
+        first = self.q[0][codes].log()
+        proposal = grow(shape, root, root, first, pick, expand, None)
+        return proposal, prefixes_of(proposal, V, root)
+
+    def at(self, prefixes: Tensor, depths: Tensor) -> Tensor:
+        """p after each node: (rows, N, V)."""
+        table, starts = torch.cat(self.p), torch.tensor([sum(map(len, self.p[:d])) for d in range(len(self.p))])
+        return table[starts[depths] + prefixes]
+
+
+class EveryDraw:
+    """A pick that draws everything that can be drawn, each row of the batch its own way; `weight` says how likely."""
+
+    def __init__(self, counts: Sequence[int], vocab: int, *, replace: bool) -> None:
+        """`counts`: children of each node that is drawn for, in order."""
+        ways = [list(product(range(vocab), repeat=n) if replace else permutations(range(vocab), n)) for n in counts]
+        self.ways = list(product(*ways))
+        self.replace, self.done = replace, 0
+        self.weight = torch.ones(len(self.ways), dtype=torch.float64)
+        self.likeliest = torch.ones(len(self.ways), dtype=torch.float64)  # 1 where every child is the best there is
+        self.distributions: list[Tensor] = []
+        self.token_ids = None
+
+    def __call__(
+        self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        W = logits.shape[1]
+        picked = torch.tensor([way[self.done : self.done + W] for way in self.ways])  # (rows, W, R)
+        self.done += W
+        self.distributions.append(logits)
+        self.likeliest *= (picked == logits.topk(count).indices).all(-1).all(-1)
+        left = logits.exp()
+        for r in range(count):
+            x = picked[..., r, None]
+            mass = left.sum(-1, keepdim=True)
+            # Where nothing is left to draw, any token will do, and a real pick takes some one: say, the lowest.
+            lowest = min_unused(picked[..., :r], logits.shape[2])[..., None]
+            chance = torch.where(mass > 0, left.gather(-1, x) / mass, (x == lowest).double())
+            self.weight *= chance[..., 0].prod(1)
+            if not self.replace:
+                left = left.scatter(-1, x, 0.0)
+        return picked, logits.gather(-1, picked)
+
+    def distribution(self, vocab: int) -> Tensor:
+        return torch.cat(self.distributions, dim=1).exp()
+
+
+def min_unused(used: Tensor, vocab: int) -> Tensor:
+    """The lowest token that is not among the last dimension's."""
+    taken = (used[..., None] == torch.arange(vocab)).any(-2)
+    return (~taken).long().argmax(-1)
+
+
+def draws_of(shape: TreeShape) -> list[int]:
+    """Number of children that `grow` asks for at each node."""
+    if shape.paths is None:
+        return [shape.top_k] * (1 + (shape.depth - 1) * shape.top_k)
+    counts = []
+    for level in range(1, shape.depth + 1):
+        nodes = [path for path in shape.paths if len(path) == level]
+        counts += [1 + max(path[-1] for path in nodes)] * len({path[:-1] for path in nodes})
+    return counts
+
+
+def prefixes_of(proposal: Proposal, vocab: int, root: Tensor) -> Tensor:
+    """The text up to each node, (rows, N) numbers in base V, below the roots' (rows,)."""
+    prefixes = root[:, None].repeat(1, proposal.tokens.shape[1])
+    for j in range(1, proposal.tokens.shape[1]):
+        above = prefixes.gather(1, proposal.parents[:, j, None])[:, 0]
+        prefixes[:, j] = above * vocab + proposal.tokens[:, j]
+    return prefixes
+
+
+def sum_over_tests(
+    rule: Rejection, proposal: Proposal, verdict: Verdict, prefixes: Tensor, drawn: Tensor
+) -> list[Tensor]:
+    """The distribution of what comes out by the number n of tokens accepted, (V^n, V), summed over every outcome of the
+    tests; drawn (rows,): how likely each draft is."""
+    K, V, rows = rule.shape.depth, verdict.rest.shape[2], len(drawn)
+    above = None if is_chain(rule.shape) else ancestors(proposal.parents, K)
+    parts = [torch.zeros(V**n, V, dtype=torch.float64) for n in range(K + 1)]
+    for passed in product([False, True], repeat=rule.shape.nodes - 1):
+        tests = torch.tensor([True, *passed]).expand(rows, -1)
+        weight = drawn * torch.where(tests, verdict.odds, 1 - verdict.odds).prod(1)
+        accepted, path = rule.decide(tests, proposal, above)
+        end = path.gather(1, accepted[:, None])
+        distribution = verdict.rest.gather(1, end[..., None].expand(-1, -1, V))[:, 0]
+        at = prefixes.gather(1, end)[:, 0]
+        for n, part in enumerate(parts):
+            part.index_add_(0, at % V**n, torch.where(accepted == n, weight, 0.0)[:, None] * distribution)
+    return parts
