@@ -15,6 +15,7 @@ from eval.runtime.round import read_prompts
 from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget
 from tests.small_targets import make_drafter, open_engine
+from tests.waiting import NoWaiting
 
 TargetOf = Callable[[str], FrozenTarget]
 HeadType = Callable[..., Any]
@@ -200,7 +201,7 @@ def test_a_useless_head_ends_at_plain_decoding_and_a_good_one_stays(
 
 
 @pytest.mark.usefixtures("gpu_steps")
-def test_neither_pausing_nor_catching_up_waits_for_the_host(target_of: TargetOf, no_waiting: Any) -> None:
+def test_neither_pausing_nor_catching_up_waits_for_the_host(target_of: TargetOf) -> None:
     target = target_of("llama")
     requests = [Request([5, 6, 7], 40, sampling, ignore_eos=True) for sampling in SAMPLINGS]
     head = make_drafter("eagle3", target, **KINDS["eagle3"])
@@ -210,7 +211,7 @@ def test_neither_pausing_nor_catching_up_waits_for_the_host(target_of: TargetOf,
     candidates.paused.pending.may_ask = False  # as on a GPU
     with torch.inference_mode():
         read_prompts(candidates.idle, dict(enumerate(requests)))
-        with no_waiting():
+        with NoWaiting():
             for candidate in (3, 3, 0, 3, 1):
                 candidates.controller.candidate = candidate
                 candidates.begin(1).round(128)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
@@ -18,26 +17,26 @@ from eval.runtime.sampling import Sampling
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 from tests.small_targets import make_drafter, open_engine
+from tests.waiting import NoWaiting
 
 TargetOf = Callable[[str], FrozenTarget]
 
 
-class Tape(TorchDispatchMode):
+class Tape(NoWaiting):
     """A stand-in for a CUDA graph: every operation with the very tensors it had, run again on the same memory.
 
-    Whatever the host computed between operations is frozen, as in a graph, and a constant that the host makes in the
-    round fails, as its copy would in a capture.
+    Whatever the host computed between operations is frozen, as in a graph. An operation that waits for the device
+    fails, and so does a constant that the host makes in the round, as its copy would in a capture.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(constants=False)
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         with self:
             work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten.lift_fresh.default, "a constant of the host's inside a round"
-        made = func(*args, **(kwargs or {}))
+        made = super().__torch_dispatch__(func, types, args, kwargs)
         outputs = [x for x in tree_flatten(made)[0] if isinstance(x, Tensor)]
         self.operations.append((func, args, kwargs or {}, outputs))
         return made
@@ -78,10 +77,14 @@ def texts(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
         ("llama", "eagle3", "chain:3", "match"),
         ("llama", "eagle3", "tree:3x3x8", "match"),
         ("llama", "medusa", "static:3.2", "match"),
+        ("llama", "medusa", "static:3.2", "ratio"),
+        ("gemma3_text", "medusa", "tree:3x3x10", "match"),
         ("qwen3", "mtp", "tree:3x2x7", "match"),
         ("llama", "draft", "chain:3", "match"),
         ("llama", "draft", "tree:2x3x7", "match"),
+        ("gemma2", "draft", "static:3.2.1", "match"),
         ("gpt2", "early_exit:1", "static:2.2", "match"),
+        ("llama", "early_exit:2", "tree:3x3x10", "match"),
         ("llama", "eagle3", "chain:3", "block"),
     ],
 )

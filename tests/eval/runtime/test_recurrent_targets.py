@@ -16,6 +16,7 @@ from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 from tests.small_targets import HYBRIDS, OTHER_HYBRIDS, make_hybrid, open_engine
+from tests.waiting import NoWaiting
 
 DTYPES = [torch.float32, torch.float64]
 QUICK = {("qwen3_5_text", torch.float32), ("bamba", torch.float32)}
@@ -99,10 +100,10 @@ def test_one_document_a_row(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
 @torch.inference_mode()
-def test_no_round_waits_for_the_host(family: str, no_waiting: Any) -> None:
+def test_no_round_waits_for_the_host(family: str) -> None:
     engine = open_engine(make_hybrid(family), None, batch_size=2, max_length=64, pinned=4)
     read_prompts(engine.decoder, dict(enumerate(requests()[:2])))
-    with no_waiting():
+    with NoWaiting():
         engine.decoder.round(64)
 
 

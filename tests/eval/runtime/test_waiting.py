@@ -14,6 +14,7 @@ from heads.tree import parse_shape
 from tests.launches import Launches
 from tests.small_targets import make_drafter, make_target, open_engine
 from tests.switches import as_on_a_gpu, kernels_on_cpu
+from tests.waiting import NoWaiting
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU torch itself refuses to wait")
@@ -36,12 +37,12 @@ def every_kernel() -> Iterator[None]:
         ("llama", "eagle3", "static:3.2", "ratio"),
     ],
 )
-def test_no_round_waits(family: str, kind: str, shape: str, rule: str, no_waiting: Any) -> None:
+def test_no_round_waits(family: str, kind: str, shape: str, rule: str) -> None:
     requests = [Request([5, 6, 7], 20, ignore_eos=True), Request([9, 8], 20, Sampling(0.9, top_k=9, seed=3), (), True)]
     engine = warm_engine(family, kind, shape, requests, rule=rule)
     with torch.inference_mode():
         before = engine.decoder.state.output_length.clone()
-        with no_waiting(constants=False):
+        with NoWaiting(constants=False):
             engine.decoder.round(64)
             engine.reports.send()
     assert (engine.decoder.state.output_length > before).all()
@@ -84,7 +85,7 @@ def test_few_launches_stand_beside_the_head_and_the_target(
     assert launches.names.total() <= most, launches.names
 
 
-def test_the_watch_sees_what_waits(no_waiting: Any) -> None:
+def test_the_watch_sees_what_waits() -> None:
     x, mask = torch.arange(4), torch.tensor([True, False, True, False])
     for work in (
         lambda: x[mask],
@@ -93,5 +94,5 @@ def test_the_watch_sees_what_waits(no_waiting: Any) -> None:
         lambda: x.repeat_interleave(x),
         lambda: x.masked_select(mask),
     ):
-        with pytest.raises(AssertionError, match="wait"), no_waiting(constants=False):
+        with pytest.raises(AssertionError, match="wait"), NoWaiting(constants=False):
             work()
