@@ -10,7 +10,7 @@ Letters: B batch, D width, V vocabulary, Vd draft vocabulary, L auxiliary layers
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,6 @@ from heads.errors import UserError
 from heads.layers import BlockConfig
 from heads.medusa import Medusa
 from heads.mtp import Block, Mtp, MtpModule
-from heads.target.aux_layers import check_aux_layer_ids
 from heads.target.smaller_model import model_record
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, copy_block, copy_norms, grow_llama, grow_norm, grow_output, place
@@ -62,7 +61,7 @@ def grow_head(head: Any, growth: Growth, size: HeadSize) -> nn.Module:
 def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
     """EAGLE-3 (`heads.eagle3`)."""
     config, old, new, D = head.config, growth.old, growth.new, growth.old.hidden_size
-    block = grown_widths(config, growth, size)
+    sizes = grown_sizes(config, growth, size)
     count = size.draft_vocab_size or config.draft_vocab_size
     surplus, spare = count - config.draft_vocab_size, new.vocab_size - old.vocab_size
     if not 0 <= surplus <= spare:
@@ -71,14 +70,7 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
             f"{config.draft_vocab_size + spare}, got {count}"
         )
     kept = torch.cat([head.kept, old.vocab_size + torch.arange(surplus)])
-    grown_config = replace(
-        config,
-        **block,
-        vocab_size=new.vocab_size,
-        num_target_layers=new.num_hidden_layers,
-        aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
-        draft_vocab_size=count,
-    )
+    grown_config = replace(config, **sizes, draft_vocab_size=count)
     grown = blank(Eagle3(grown_config, kept), head.fc.weight.dtype)
     L = len(config.aux_layer_ids)
     fc = place(head.fc.weight, tuple(grown.fc.weight.shape), growth.width(), growth.width(parts=L))
@@ -103,17 +95,11 @@ def grow_eagle3(head: Eagle3, growth: Growth, size: HeadSize) -> Eagle3:
 
 def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
     """MTP modules of our own block (`heads.mtp`)."""
-    config, new = head.config, growth.new
+    config = head.config
     if config.decoder is not None:
         raise UserError("modules of a checkpoint's own decoder cannot be grown, only those trained from scratch")
-    grown_config = replace(
-        config,
-        **grown_widths(config, growth, size),
-        vocab_size=new.vocab_size,
-        num_target_layers=new.num_hidden_layers,
-    )
-    kept = head.kept
-    grown = blank(Mtp(grown_config, kept), next(head.parameters()).dtype)
+    grown_config = replace(config, **grown_sizes(config, growth, size))
+    grown = blank(Mtp(grown_config, head.kept), next(head.parameters()).dtype)
     for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
         assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
         small, large = theirs.block, ours.block
@@ -149,13 +135,7 @@ def grow_draft(head: Draft, growth: Growth, size: HeadSize) -> Draft:
 def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlockHead:
     """DFlash and DSpark (`heads.block.draft`)."""
     config, new, width = head.config, growth.new, growth.width()
-    grown_config = replace(
-        config,
-        **grown_widths(config, growth, size),
-        vocab_size=new.vocab_size,
-        num_target_layers=new.num_hidden_layers,
-        aux_layer_ids=check_aux_layer_ids(config.aux_layer_ids, new.num_hidden_layers),
-    )
+    grown_config = replace(config, **grown_sizes(config, growth, size))
     grown = blank(type(head)(grown_config), head.fc.weight.dtype)
     inputs = growth.width(parts=len(config.aux_layer_ids))
     grown.fc.weight.copy_(place(head.fc.weight, tuple(grown.fc.weight.shape), width, inputs))
@@ -201,8 +181,9 @@ def blank(head: Head, dtype: torch.dtype) -> Head:
     return head
 
 
-def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
-    """The fields of `BlockConfig` of a grown block. UserError if the block is of another make, or would shrink."""
+def grown_sizes(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[str, Any]:
+    """The fields of a grown head's config that differ: its block's and the target's. UserError if the block is of
+    another make, or would shrink."""
     if config.rms_norm_eps != growth.eps:
         raise UserError(
             f"head.rms_norm_eps: {config.rms_norm_eps} differs from the target's {growth.eps}; train it with that"
@@ -212,12 +193,10 @@ def grown_widths(config: BlockConfig, growth: Growth, size: HeadSize) -> dict[st
         raise UserError(
             f"intermediate_size: a head of {config.intermediate_size} cannot be grown to {intermediate}; ask for more"
         )
+    sizes = asdict(growth.new) | {"intermediate_size": intermediate}
     return {
-        "hidden_size": growth.new.hidden_size,
-        "intermediate_size": intermediate,
-        "num_attention_heads": growth.new.num_attention_heads,
-        "num_key_value_heads": growth.new.num_key_value_heads,
-        "head_dim": growth.new.head_dim,
+        "num_target_layers": sizes.pop("num_hidden_layers"),
+        **sizes,
         "rms_norm_eps": growth.new_eps,
         "rope_theta": config.rope_theta ** (growth.new.head_dim / config.head_dim),  # wider heads turn as small ones
     }
