@@ -116,7 +116,6 @@ def eval_results(results: Results) -> list[EvalResult]:
     undisturbed = format.busy_warning(results["measurements"]) is None
     found = []
     for m in results["measurements"]:
-        setting = f"{m['tree']}, {format.sampling_text(m['temperature'])}"
         speedup = m["speedup"] if undisturbed else None
         for metric, value in (("tau", m["tau"]["mean"]), ("speedup", speedup and speedup["measured"])):
             if value is not None:
@@ -126,7 +125,7 @@ def eval_results(results: Results) -> list[EvalResult]:
                         dataset_type=prompts,
                         dataset_name=prompts,
                         metric_type=metric,
-                        metric_name=f"{metric} ({setting})",
+                        metric_name=f"{metric} ({format.setting_text(m)})",
                         metric_value=round(value, 3),
                     )
                 )

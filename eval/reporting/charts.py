@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -226,20 +226,14 @@ def draw_round(axes: Axes, *, results: Results) -> None:
     put_legend(axes, axes.get_legend_handles_labels()[0], columns=2)
 
 
-@dataclass(frozen=True)
-class Dot:
-    """A measured setting."""
+class Dot(NamedTuple):
+    """A measured setting on an axis of depths."""
 
-    tree: str
     at: float
     """Depth of the draft, shifted slightly if other settings have the same."""
     kind: str
     """One of KINDS."""
-    speedup: float
-    low: float
-    high: float
-    token_ms: dict[str, float]
-    """Time between tokens: p50, p95, p99."""
+    figures: Results
 
 
 @dataclass(frozen=True)
@@ -277,10 +271,7 @@ def depth_curves(results: Results) -> Curves | None:
         level = [other["tree"] for other in measured if other["depth"] == m["depth"]]
         step = min(STEP, SPREAD / max(len(level) - 1, 1))
         at = m["depth"] + step * (level.index(m["tree"]) - (len(level) - 1) / 2)
-        speed = m["speedup"]["measured"]
-        kind = "chain" if m["nodes"] == m["depth"] + 1 else "tree"
-        low, high = shared(speed, m["speedup"]["ci95"])
-        dots.append(Dot(m["tree"], at, kind, speed, low, high, m["speculative"]["token_ms"]))
+        dots.append(Dot(at, "chain" if m["nodes"] == m["depth"] + 1 else "tree", m))
     lines = {name: sorted(line.items()) for name, line in model.items()}
     return Curves(dots, lines, measured[0]["baseline"]["token_ms"])
 
@@ -292,8 +283,9 @@ def draw_depths(axes: Axes, *, curves: Curves) -> None:
         depths, speeds = [depth for depth, _ in line], [speed for _, speed in line]
         axes.plot(depths, speeds, "--", color=COLOURS[KINDS[kind]], alpha=0.7, lw=1.3)
     for dot in curves.dots:
-        axes.plot([dot.at, dot.at], [dot.low, dot.high], color=COLOURS[KINDS[dot.kind]], lw=2.2)
-        axes.plot(dot.at, dot.speedup, "o", color=COLOURS[KINDS[dot.kind]], ms=6)
+        speedup, colour = dot.figures["speedup"], COLOURS[KINDS[dot.kind]]
+        axes.plot([dot.at] * 2, shared(speedup["measured"], speedup["ci95"]), color=colour, lw=2.2)
+        axes.plot(dot.at, speedup["measured"], "o", color=colour, ms=6)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     mark_depths(axes, curves, 1, curves.deepest_known)
 
@@ -302,7 +294,7 @@ def draw_latency(axes: Axes, *, curves: Curves) -> None:
     """Draw the time between tokens against the depth of the draft; plain decoding is at 0."""
     axes.axhline(curves.plain_ms["p50"], color=COLOURS["faded"], lw=1, ls=":", zorder=0)
     marks = [(0.0, "faded", curves.plain_ms)]
-    marks += [(dot.at, KINDS[dot.kind], dot.token_ms) for dot in curves.dots]
+    marks += [(dot.at, KINDS[dot.kind], dot.figures["speculative"]["token_ms"]) for dot in curves.dots]
     for at, colour, spread in marks:
         axes.plot([at, at], [spread["p50"], spread["p99"]], color=COLOURS[colour], lw=2.2)
         axes.plot(at, spread["p50"], "o", color=COLOURS[colour], ms=6)

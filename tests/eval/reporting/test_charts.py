@@ -71,7 +71,7 @@ CHARTS = pytest.mark.parametrize("chart", every_chart(), ids=lambda chart: chart
 def test_settings_of_the_headlines_temperature_are_drawn_at_their_depth() -> None:
     curves = depth_curves(results())
     assert curves is not None and curves.deepest == curves.deepest_known == 4
-    assert [(dot.tree, round(dot.at), dot.kind) for dot in curves.dots] == [
+    assert [(dot.figures["tree"], round(dot.at), dot.kind) for dot in curves.dots] == [
         *(("chain:2", 2, "chain"), ("chain:4", 4, "chain")),
         ("tree:4x2x8", 4, "tree"),
     ]
