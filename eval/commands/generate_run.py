@@ -27,7 +27,11 @@ def compare(options: argparse.Namespace) -> int:
     prompts = chosen_prompts(options, target, tokenizer, most_nodes=1)
     longest = max(len(prompt.ids) for prompt in prompts)
     engine = Engine(target, None, EngineOptions(max_length=longest + options.max_new_tokens + 1))
-    ways = partial(run_engine, engine), partial(run_generate, target)
+
+    def run_engine(ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        return engine.generate([Request(ids, max_new_tokens)])[0].tokens
+
+    ways = run_engine, partial(run_generate, target)
     for way in ways:
         way(prompts[0].ids, min(WARM_UP_TOKENS, options.max_new_tokens))
     seconds = [[0.0] * len(prompts) for _ in ways]
@@ -59,12 +63,6 @@ def compare(options: argparse.Namespace) -> int:
         }
         write_results(record, options.out)
     return 1 if different else 0
-
-
-def run_engine(engine: Engine, ids: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Return the engine's tokens."""
-    (output,) = engine.generate([Request(ids, max_new_tokens)])
-    return output.tokens
 
 
 @torch.inference_mode()

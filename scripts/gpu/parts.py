@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from eval.benchmark.measure import trace
+from eval.benchmark.metrics import tau
 from eval.benchmark.roofline import copy_bandwidth, fill_batch, roofline, round_seconds
 from eval.commands.generate_run import run_generate
 from eval.runtime.engine import Engine, EngineOptions, Output, Request
@@ -173,18 +175,12 @@ def compare(engine: Engine, requests: list[Request]) -> Found:
     return {
         "prompts": len(requests),
         "identical": len(requests) - len(differ),
-        "tau": tau_of(ours),
+        "tau": tau([trace(output) for output in ours]),
         "audited": len(audited),
         "flips": len(flips),
         "flips_beyond_near_ties": sum(not flip.is_near_tie for flip in flips),
         "largest_gap_in_ulp": max((flip.gap / flip.ulp for flip in flips if flip.ulp), default=0.0),
     }
-
-
-def tau_of(outputs: list[Output]) -> float:
-    """Tokens a target pass."""
-    rounds = sum(output.rounds for output in outputs)
-    return sum(len(output.tokens) - 1 for output in outputs) / max(rounds, 1)
 
 
 def plain(bench: Bench, found: Found) -> None:
@@ -220,16 +216,14 @@ def drafting(bench: Bench, found: Found) -> None:
         for warm in (reference, engine):
             warm.generate(requests[:1])
         seconds, (_, outputs) = decode_seconds((reference, engine), requests)
-        tau = tau_of(outputs)
-        record = roofline(
-            engine, reference, length=bench.sizes.prompt + bench.sizes.new // 2, tau=tau, bandwidth=bench.bandwidth
-        )
+        mean, length = tau([trace(output) for output in outputs]), bench.sizes.prompt + bench.sizes.new // 2
+        record = roofline(engine, reference, length=length, tau=mean, bandwidth=bench.bandwidth)
         draft = next(part for part in record["round"] if part["part"] == "draft")
         speedup = seconds[0] / seconds[1]
         found[tree] = {
-            "tau": tau,
+            "tau": mean,
             "speedup": speedup,
-            "speedup_over_tau": speedup / tau,
+            "speedup_over_tau": speedup / mean,
             "tokens_per_second": len(requests) * (bench.sizes.new - 1) / seconds[1],
             "draft_over_floor": draft["over_floor"],
             "glue_us": record["glue_us"],
