@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.runtime.engine import Engine, EngineOptions
+from eval.runtime.engine import Engine
 from eval.runtime.graph import preserved
 from eval.runtime.request import Request
 from eval.runtime.round import Decoder, TargetStep, read_prompts
@@ -121,15 +121,6 @@ def fill_batch(engine: Engine, length: int) -> None:
     request = Request(ids, most, Sampling(), ignore_eos=True)
     engine.decoder.state.done.fill_(True)
     read_prompts(engine.decoder, dict.fromkeys(range(engine.options.batch_size), request))
-
-
-def run_roofline(engine: Engine, *, tau: float, length: int) -> dict[str, Any]:
-    """Run `roofline` for an engine, with a new engine for plain decoding."""
-    options = EngineOptions(
-        batch_size=engine.options.batch_size, max_length=engine.options.max_length, backend=engine.options.backend
-    )
-    plain = Engine(engine.target, None, options)
-    return roofline(engine, plain, length=length, tau=tau, bandwidth=copy_bandwidth(engine.target.device))
 
 
 @torch.inference_mode()

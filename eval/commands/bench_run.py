@@ -17,14 +17,14 @@ from eval.benchmark.loading import check_target, choose_prompts, fitting_head, o
 from eval.benchmark.measure import compare, engine_options, progress_bar
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, plain_name, write_results
-from eval.benchmark.roofline import lines, run_roofline
+from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import draft_shapes, print_line
 from eval.files import check_folder
 from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import print_report, write_report
-from eval.runtime.engine import Engine
+from eval.runtime.engine import Engine, EngineOptions
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
@@ -172,7 +172,9 @@ def parts_of_headline(
     room = lengths[-1] + settings.max_new_tokens + shape.nodes
     length = lengths[len(lengths) // 2] + settings.max_new_tokens // 2
     engine = Engine(target, head, engine_options(replace(settings, adaptive=False), shape, room))
-    return run_roofline(engine, tau=results["tau"]["mean"], length=min(length, room - 3 * shape.nodes))
+    plain = Engine(target, None, EngineOptions(batch_size=settings.batch_size, max_length=room))
+    length, bandwidth = min(length, room - 3 * shape.nodes), copy_bandwidth(target.device)
+    return roofline(engine, plain, length=length, tau=results["tau"]["mean"], bandwidth=bandwidth)
 
 
 def default_out(head: str) -> Path:

@@ -233,21 +233,6 @@ def divergence_text(divergence: Results) -> str:
     )
 
 
-def depth_warning(head: Results, measurements: Sequence[Results]) -> str | None:
-    """Return a warning that the head drafted deeper than it was trained, or None if no draft did."""
-    trained = head["config"].get("depth")
-    deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
-    if not deep:
-        return None
-    deepest = max(deep, key=lambda m: len(m["alpha"]))
-    beyond = [(depth, alpha) for depth, alpha in enumerate(deepest["alpha"], start=1) if depth > trained]
-    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
-    return (
-        f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
-        f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
-    )
-
-
 def busy_warning(measurements: Sequence[Results]) -> str | None:
     """Return a warning that something else used the machine, or None."""
     disturbed = [m["baseline"] for m in measurements if is_disturbed(m)]
@@ -282,8 +267,17 @@ def head_warnings(head: Results, measurements: Sequence[Results]) -> list[str]:
     or drafts of ours deeper than the training."""
     if origin := head.get("origin"):
         return [f"read as {origin['form']}: {line}" for line in origin["differs"]]
-    line = depth_warning(head, measurements)
-    return [] if line is None else [line]
+    trained = head["config"].get("depth")
+    deep = [m for m in measurements if trained is not None and len(m["alpha"]) > trained]
+    if not deep:
+        return []
+    deepest = max(deep, key=lambda m: len(m["alpha"]))
+    beyond = [(depth, alpha) for depth, alpha in enumerate(deepest["alpha"], start=1) if depth > trained]
+    rates = ", ".join(f"{percent(alpha)} at depth {depth}" for depth, alpha in beyond if alpha is not None)
+    return [
+        f"drafted {len(deepest['alpha'])} deep, trained for {trained}: beyond that, {deepest['tree']} "
+        f"({sampling_text(deepest['temperature'])}) accepted {rates or 'nothing, as no round came so deep'}"
+    ]
 
 
 def warnings(results: Results) -> list[str]:
