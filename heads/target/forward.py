@@ -19,9 +19,9 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from heads.packed import TILE, packed_mask, packed_visible
 from heads.target.encoder_decoder import EncoderDecoder
 from heads.target.families import RECURRENT_LAYERS, attention_masks, masks_by_kind
+from heads.target.packed import TILE, packed_mask, packed_visible
 
 FLEX, TILES = "draftsmith_flex", "draftsmith_tiles"
 """Names of attention functions in transformers' interface."""

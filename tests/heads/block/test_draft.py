@@ -20,8 +20,8 @@ from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
 from heads.dspark import DSpark, DSparkConfig
 from heads.errors import UserError
-from heads.packed import TILE
 from heads.target.aux_layers import spread_layer_ids
+from heads.target.packed import TILE
 from heads.tree import parse_shape
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, seen
 

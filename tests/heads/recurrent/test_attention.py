@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from heads.packed import TILE
 from heads.recurrent.attention import BLOCK, by_flex, causal_attention
+from heads.target.packed import TILE
 
 SHAPES = [(1, 1, 1, 1), (2, 4, 2, 150), (1, 3, 3, 128), (1, 6, 1, 257)]  # B, H, key heads, T
 
