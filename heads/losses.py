@@ -23,7 +23,7 @@ from heads.tree import MOST_NODES
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
 LEAST_ROWS = 128
-"""Rows of a chunk whatever the vocabulary: with fewer, adding to the output head's gradient takes most of the time."""
+"""Rows of a chunk whatever the vocabulary; `draft_loss` takes twice as many. Products of few rows take longer a row."""
 SPAN = 128
 """Neighbouring logits among which `likeliest` looks for the place of the maximum."""
 
@@ -217,12 +217,12 @@ class _DraftLoss(torch.autograd.Function):
         sums, overlap = torch.zeros(2, K, dtype=wide, device=states.device)
         correct = torch.zeros(K, R, dtype=torch.bool, device=states.device)
         with torch.autocast(states.device.type, enabled=False):
-            draft_ids = _draft_ids(kept, target_logits(hidden[:1]).shape[-1])
-            rows_of_target = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * len(draft_ids)))
-            C = chunk or max(2 * LEAST_ROWS, rows_of_target)
+            width = target_logits(hidden[:1]).shape[-1]
+            draft_ids = _draft_ids(kept, width)
+            C = chunk or max(2 * LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
             for start in range(0, R, C):
                 part = slice(start, start + C)
-                best, p, acceptable = _target(hidden[part], target_logits, kept, draft_ids, rows_of_target, wide)
+                best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
                 for k in range(K):
                     state, live = states[k, part], valid[k, part]
                     z = _product(state, matrix.T).to(wide)  # (C, Vd)
@@ -256,32 +256,18 @@ class _DraftLoss(torch.autograd.Function):
         return grad_states * grads[0], by_weight, *[None] * 8
 
 
-def _target(
-    hidden: Tensor,
-    target_logits: Callable[[Tensor], Tensor],
-    kept: Tensor,
-    draft_ids: Tensor,
-    rows: int,
-    wide: torch.dtype,
-) -> tuple[Tensor, Distribution, Tensor]:
-    """Of C rows: the likeliest token's id in the draft vocabulary (C,), -1 if it has none; p; and what can be accepted
-    (C, Vd), the probabilities over the whole target vocabulary. Logits (rows, V) are formed one part after another."""
-    best, lse, logits = [], [], []
-    for part in hidden.split(rows):
-        whole = target_logits(part).to(wide)
-        if len(kept) == len(draft_ids):
-            logits.append(whole)
-            continue
-        logits.append(whole.index_select(1, kept))
-        place = likeliest(whole)
-        best.append(draft_ids[place])
-        most = whole.gather(1, place[:, None])[:, 0]
-        # In place: fresh memory of this size takes longer to get than the softmax.
-        lse.append(most - torch.softmax(whole, -1, out=whole).gather(1, place[:, None])[:, 0].log_())
-    p = Distribution(torch.cat(logits))
-    if not lse:
+def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Distribution, Tensor]:
+    """Of the target's logits (C, V), which are written over: the likeliest token's id in the draft vocabulary (C,), -1
+    if it has none; p; and what can be accepted (C, Vd), the probabilities over the whole target vocabulary."""
+    if len(kept) == logits.shape[1]:
+        p = Distribution(logits)
         return draft_ids[p.best], p, p.probs
-    return torch.cat(best), p, p.probs * (p.lse - torch.cat(lse)).exp_()[:, None]
+    p = Distribution(logits.index_select(1, kept))
+    best = likeliest(logits)
+    most = logits.gather(1, best[:, None])[:, 0]
+    torch.softmax(logits, -1, out=logits)  # fresh memory of this size takes longer to get than the softmax
+    lse = most - logits.gather(1, best[:, None])[:, 0].log_()
+    return draft_ids[best], p, p.probs * (p.lse - lse).exp_()[:, None]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
