@@ -23,7 +23,7 @@ from heads.tree import MOST_NODES
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
 LEAST_ROWS = 128
-"""Rows of a chunk whatever the vocabulary; `draft_loss` takes twice as many. Products of few rows take longer a row."""
+"""Rows of a chunk whatever the vocabulary, twice as many in `draft_loss`: products of few rows take longer a row."""
 SPAN = 128
 """Neighbouring logits among which `likeliest` looks for the place of the maximum."""
 
@@ -193,6 +193,18 @@ def draft_loss(
     return total, sums, correct, overlap
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """(m, k) @ (k, n) -> (m, n).
+
+    Float32 on a CPU goes through oneDNN, by the operator that torch's own compiler calls. `@` goes through MKL, which
+    uses no AVX-512 on a processor that is not Intel's: scripts/bench_losses.py times both.
+    """
+    if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+        return made
+    return a @ b
+
+
 class _DraftLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -225,7 +237,7 @@ class _DraftLoss(torch.autograd.Function):
                 best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
                 for k in range(K):
                     state, live = states[k, part], valid[k, part]
-                    z = _product(state, matrix.T).to(wide)  # (C, Vd)
+                    z = product(state, matrix.T).to(wide)  # (C, Vd)
                     if soft_cap is not None:
                         bend = torch.tanh(z / soft_cap)
                         z = bend * soft_cap
@@ -236,9 +248,9 @@ class _DraftLoss(torch.autograd.Function):
                     grad = grad.to(states.dtype)
                     counted = live & (best >= 0)
                     rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales what is D wide, not Vd
-                    grad_states[k, part] = _product(grad, matrix) * rows
+                    grad_states[k, part] = product(grad, matrix) * rows
                     if grad_weight is not None:
-                        grad_weight += _product((state * rows).T, grad).T
+                        grad_weight += product((state * rows).T, grad).T
                     sums[k] += vecdot(value, counted.to(wide))
                     correct[k, part] = (q.best == best) & live
                     shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: nothing reads q behind it
@@ -268,18 +280,6 @@ def _target(logits: Tensor, kept: Tensor, draft_ids: Tensor) -> tuple[Tensor, Di
     torch.softmax(logits, -1, out=logits)  # fresh memory of this size takes longer to get than the softmax
     lse = most - logits.gather(1, best[:, None])[:, 0].log_()
     return draft_ids[best], p, p.probs * (p.lse - lse).exp_()[:, None]
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """(m, k) @ (k, n) -> (m, n).
-
-    Float32 on a CPU goes through oneDNN, by the operator that torch's own compiler calls. `@` would go through MKL,
-    which uses no AVX-512 on a processor that is not Intel's and takes 2.5 times as long on a Zen 5.
-    """
-    if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-        return made
-    return a @ b
 
 
 def _draft_ids(kept: Tensor, width: int) -> Tensor:

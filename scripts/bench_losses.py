@@ -1,23 +1,27 @@
-"""Time of a training step's loss: the gradient of `kl` as it is written out in `heads.losses`, and by autograd.
+"""Time of a training step's loss: the gradient of `kl` as it is written out in `heads.losses`, and by autograd; its
+matrix products by oneDNN, and by `@`.
 
     python scripts/bench_losses.py --repeats 30
 
-At the quickstart's size. Each repeat runs both forms, forward and backward, one after the other. The least time of each
-counts, so that other work on the machine matters less. A gradient is worth writing out from a ratio of 1.3 on.
+At the quickstart's size. Each repeat runs both forms, one after the other. The least time of each counts, so that other
+work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on; the
+gradient's costs none.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from eval.command import Parser, count, exit_status
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("Compare the gradient of kl: written out, and by autograd.")
+    parser = Parser("Compare the forms of the loss: of its gradient, and of its products.")
     parser.add_argument("--repeats", type=count, default=30, help="of each form")
     return parser.parse_args(arguments)
 
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch import Tensor
     from torch.linalg import vecdot
 
-    from heads.losses import LOSSES, Distribution, Divergence, by_autograd, draft_loss
+    from heads.losses import LOSSES, Distribution, Divergence, by_autograd, draft_loss, product
 
     @by_autograd
     def plain_kl(logq: Tensor, p: Distribution) -> Tensor:
@@ -44,22 +48,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weight = target[:Vd].clone().requires_grad_()
     valid, kept, scale = torch.ones(K, R, dtype=torch.bool), torch.arange(Vd), torch.full((K,), 1 / R)
 
-    def run(divergence: Divergence) -> tuple[float, Tensor]:
-        start = time.perf_counter()
+    def grad(divergence: Divergence) -> Tensor:
         loss, *_ = draft_loss(states, weight, valid, hidden, lambda h: h @ target.T, kept, scale, loss=divergence)
-        (grad,) = torch.autograd.grad(loss, states)
-        return time.perf_counter() - start, grad
+        return torch.autograd.grad(loss, states)[0]
 
     print(f"{torch.get_num_threads()} threads, K = {K}, R = {R}, D = {D}, V = {V}, Vd = {Vd}")
-    forms = LOSSES["kl"], plain_kl
-    least = [math.inf, math.inf]
-    for _ in range(options.repeats):
-        found = [run(form) for form in forms]
-        least = [min(a, b) for a, (b, _) in zip(least, found, strict=True)]
-    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-3)
-    written, auto = least
-    print(f"written out {1e3 * written:.1f} ms, autograd {1e3 * auto:.1f} ms, ratio {auto / written:.2f}")
+    rows, matrix = states.detach().flatten(0, 1), weight.detach()
+    logits = rows @ matrix.T
+    compare("gradient", options.repeats, written_out=partial(grad, LOSSES["kl"]), autograd=partial(grad, plain_kl))
+    for name, pair in (("logits", (rows, matrix.T)), ("gradient of states", (logits, matrix))):
+        compare(name, options.repeats, onednn=partial(product, *pair), matmul=partial(torch.matmul, *pair))
     return 0
+
+
+def compare(what: str, repeats: int, **forms: Callable[[], Any]) -> None:
+    """Print the least time of two forms that compute the same."""
+    from torch.testing import assert_close
+
+    (first, one), (second, other) = forms.items()
+    expected = other()
+    assert_close(one(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
+    least = {first: math.inf, second: math.inf}
+    for _ in range(repeats):
+        for name, form in forms.items():
+            start = time.perf_counter()
+            form()
+            least[name] = min(least[name], time.perf_counter() - start)
+    times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in least.items())
+    print(f"{what}: {times}, ratio {least[second] / least[first]:.2f}")
 
 
 if __name__ == "__main__":
