@@ -38,7 +38,6 @@ from heads.base import (
 )
 from heads.errors import UserError
 from heads.formats.base import check_tensors
-from heads.formats.medusa import field_name, to_field
 from heads.growth import grow
 from heads.labels import LABELS, certain_of_labels, chain_metrics, counts_by_depth, label_slots, supervised
 from heads.losses import check_loss_settings, draft_loss
@@ -132,26 +131,23 @@ class MedusaState:
     """By depth."""
 
 
-class ResidualBlocks(nn.Module):
-    """The blocks of one head."""
+class ResidualBlock(nn.Module):
+    """z + SiLU(W1 z + b1)."""
 
-    def __init__(self, hidden_size: int, num_layers: int) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_layers))
+        self.linear = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, z: Tensor) -> Tensor:
-        for layer in self.layers:
-            update = silu(layer(z))
-            z = z.to(update.dtype) + update  # the dtype of autocast, where there is one
-        return z
+        update = silu(self.linear(z))
+        return z.to(update.dtype) + update  # the dtype of autocast, where there is one
 
 
 class Level:
     """One head as it drafts, from its weights as they are now."""
 
-    def __init__(self, blocks: ResidualBlocks, out: nn.Linear, backend: Backend) -> None:
-        layers = [layer for layer in blocks.layers if isinstance(layer, nn.Linear)]
-        self.layers, self.out = [backend.product(layer) for layer in layers], backend.product(out)
+    def __init__(self, head: Any, backend: Backend) -> None:
+        self.layers, self.out = [backend.product(block.linear) for block in head[:-1]], backend.product(head[-1])
 
     def __call__(self, z: Tensor) -> Tensor:
         """(B, D) -> logits (B, 1, Vd)."""
@@ -172,8 +168,13 @@ class Medusa(nn.Module, DraftHead):
         D = config.hidden_size
         self.config = config
         self.depth_weights = tuple(config.depth_decay**k for k in range(config.depth))
-        self.blocks = nn.ModuleList(ResidualBlocks(D, config.num_layers) for _ in range(config.depth))
-        self.lm_heads = nn.ModuleList(nn.Linear(D, config.draft_vocab_size, bias=False) for _ in range(config.depth))
+        # Blocks, then the output head, which numbers the tensors as the paper's repository does.
+        self.heads: Any = nn.ModuleList(
+            nn.Sequential(
+                *(ResidualBlock(D) for _ in range(config.num_layers)), nn.Linear(D, config.draft_vocab_size, bias=False)
+            )
+            for _ in range(config.depth)
+        )
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod
@@ -184,8 +185,8 @@ class Medusa(nn.Module, DraftHead):
         config = MedusaConfig(**{**defaults, **given(settings)})
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
         head.initialise(target.lm_head_weight)
-        for out in head.lm_heads.parameters():
-            out.data.mul_(target.logit_scale)
+        for made in head.heads:
+            made[-1].weight.data.mul_(target.logit_scale)
         return head
 
     @classmethod
@@ -198,11 +199,11 @@ class Medusa(nn.Module, DraftHead):
             check_kept("token_map", kept, made.vocab_size)
         head = cls(made, kept)
         check_tensors(head.to_checkpoint(), weights)
-        head.load_state_dict({name: weights[field_name(name, made.num_layers)] for name in head.state_dict()})
+        head.heads.load_state_dict({name: weights[name] for name in head.heads.state_dict()})
         return head
 
     def to_checkpoint(self) -> dict[str, Tensor]:
-        weights = to_field(self.state_dict(), self.config.num_layers)
+        weights: dict[str, Tensor] = self.heads.state_dict()
         if len(self.kept) < self.config.vocab_size:  # engines want no table where it says nothing
             weights["token_map"] = self.kept
         return weights
@@ -222,20 +223,18 @@ class Medusa(nn.Module, DraftHead):
     @torch.no_grad()
     def initialise(self, lm_head: Tensor) -> None:
         """Every head begins as the target's own output head, lm_head (V, D), on the state as it is."""
-        for block in self.blocks.modules():
-            if isinstance(block, nn.Linear):
-                nn.init.zeros_(block.weight)
-                nn.init.zeros_(block.bias)
-        for out in self.lm_heads:
-            out.weight.copy_(lm_head[self.kept.to(lm_head.device)])  # type: ignore[operator]
+        for head in self.heads:
+            for parameter in head[:-1].parameters():
+                nn.init.zeros_(parameter)
+            head[-1].weight.copy_(lm_head[self.kept.to(lm_head.device)])
 
     def step(self, hidden: Tensor, k: int) -> Tensor:
         """(..., D) hidden states -> (..., D), what depth k's output head reads; the same in training and drafting."""
-        return self.blocks[k](hidden)  # type: ignore[no-any-return]
+        return self.heads[k][:-1](hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, k: int) -> Tensor:
         """(..., D) hidden states -> (..., Vd) logits of depth k."""
-        return self.lm_heads[k](self.step(hidden.to(self.lm_heads[k].weight.dtype), k))  # type: ignore
+        return self.heads[k](hidden.to(self.heads[k][-1].weight.dtype))  # type: ignore[no-any-return]
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)
@@ -249,7 +248,7 @@ class Medusa(nn.Module, DraftHead):
         parts = [
             draft_loss(
                 self.step(batch.hidden[row, slots[k]], k)[None],
-                self.lm_heads[k].weight,  # type: ignore[arg-type]
+                self.heads[k][-1].weight,
                 valid[k : k + 1],
                 teacher,
                 distribution,
@@ -266,14 +265,13 @@ class Medusa(nn.Module, DraftHead):
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> MedusaState:
-        config, weight = self.config, self.lm_heads[0].weight
+        config, weight = self.config, self.heads[0][-1].weight
         if shape.depth > config.depth:
             raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
         check_width(shape, config.draft_vocab_size)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
-        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)  # type: ignore
-        parts = zip(self.blocks, self.lm_heads, strict=True)
-        levels = [Level(blocks, out, backend) for blocks, out in parts][: shape.depth]  # type: ignore[arg-type]
+        hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
+        levels = [Level(head, backend) for head in self.heads[: shape.depth]]
         return MedusaState(shape, backend.select, ids[0], ids[1], hidden, levels)
 
     @torch.no_grad()

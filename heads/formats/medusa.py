@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from heads.errors import UserError
 from heads.formats.base import Folder, Format, Reading, Shapes, check_same, fields, sizes, tensors, vllm
 from heads.formats.source import Source
@@ -29,20 +27,6 @@ MEDUSA_FIELDS: dict[str, Any] = {
     "medusa_fc_bias": True,  # without it vLLM drops the biases and says nothing
 }
 MEDUSA_SIZES = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
-
-
-def field_name(own: str, blocks: int) -> str:
-    """`blocks.K.layers.J.PART` or `lm_heads.K.weight` as the repository calls it."""
-    if match := re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(\w+)", own):
-        return f"{match[1]}.{match[2]}.linear.{match[3]}"
-    match = re.fullmatch(r"lm_heads\.(\d+)\.weight", own)
-    assert match, own
-    return f"{match[1]}.{blocks}.weight"
-
-
-def to_field(own: Mapping[str, Tensor], blocks: int) -> dict[str, Tensor]:
-    """A head's tensors under the repository's names."""
-    return {field_name(name, blocks): value for name, value in own.items()}
 
 
 def medusa_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def grow_medusa(head: Medusa, growth: Growth, size: HeadSize) -> Medusa:
     config = replace(head.config, hidden_size=new.hidden_size, vocab_size=new.vocab_size)
     grown = blank(Medusa(config, head.kept), next(head.parameters()).dtype)
     for (name, ours), theirs in zip(grown.named_parameters(), head.parameters(), strict=True):
-        where = (None, width) if name.startswith("lm_heads") else (width,) * theirs.dim()
+        where = (width,) * theirs.dim() if ".linear." in name else (None, width)
         ours.copy_(place(theirs, tuple(ours.shape), *where))
     return grown
 

@@ -13,7 +13,6 @@ from heads.backends.cpu import library
 from heads.backends.selection import BACKENDS
 from heads.base import Batch, SharedLayers, most_nodes, shape_for
 from heads.errors import UserError
-from heads.formats.medusa import to_field
 from heads.medusa import Medusa, MedusaConfig, MedusaState, grow_tree
 from heads.tree import Proposal, parse_shape, static_shape
 from tests.heads.small_heads import greedy, loss_agrees, observe, random_batch
@@ -59,7 +58,7 @@ def test_loss_and_gradients_equal_a_sum_over_slots(loss: str, draft_vocab_size: 
     head, batch = make_head(loss=loss, draft_vocab_size=draft_vocab_size), make_batch([[11, 3, 7], [2, 1, 18]])
     kept = head.kept.tolist()
     scale = torch.tensor([1.0, 0.8, 0.64], dtype=torch.float64)
-    weights = to_field(dict(head.named_parameters()), 2)
+    weights = dict(head.heads.named_parameters())
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
     for b in range(2):
         for t in range(21):
