@@ -213,28 +213,34 @@ def load_head(path: str | Path, *, dtype: torch.dtype | None = None, device: str
 
 def _load(folder: Path) -> Any:
     record = _read_config(folder)
-    method = HEADS[record["kind"]]
-    file = folder / method.format.weights_file
+    file = folder / HEADS[record["kind"]].format.weights_file
     try:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    try:
-        with NoLargerThan(weights):
-            head = method.head.from_checkpoint(record["config"], weights)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
-    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
-        raise UserError(
-            f"{folder / CONFIG}: damaged: describes no head ({first_line(error)}); fetch or train it again"
-        ) from error
-    for name in sorted(weights):
-        if not weights[name].isfinite().all():
-            raise UserError(f"{file}: tensor {name} holds values that are not finite; fetch or train it again")
+    head = make_head(record["kind"], record["config"], weights, file)
     if file_hash(file) != record.get("sha256"):
         raise UserError(
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
         )
+    return head
+
+
+def make_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
+    """Make a head of a kind from its config and tensors, which came from the source. UserError where they do not make
+    one."""
+    try:
+        with NoLargerThan(weights):
+            head = HEADS[kind].head.from_checkpoint(config, weights)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    except Exception as error:  # a draft model's class is transformers', and raises whatever it likes
+        raise UserError(
+            f"{source}: damaged: {CONFIG} describes no head ({first_line(error)}); fetch or train it again"
+        ) from error
+    for name in sorted(weights):
+        if not weights[name].isfinite().all():
+            raise UserError(f"{source}: tensor {name} holds values that are not finite; fetch or train it again")
     return head
 
 

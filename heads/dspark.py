@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from heads.block.draft import DraftBlockHead
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
+from heads.initial.weights import TargetProbe
 from heads.labels import LABELS
 
 
@@ -96,9 +97,9 @@ class DSpark(DraftBlockHead):
         self.terms = [(factor, name) for name, factor in terms.items() if factor]  # sum |p - q| is twice the variation
 
     @torch.no_grad()
-    def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:
+    def initialise(self, probe: TargetProbe) -> None:
         """Start as a head without the Markov head, which adds nothing yet."""
-        super().initialise(norm, aux_scales)
+        super().initialise(probe)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=self.config.markov_rank**-0.5)
         nn.init.zeros_(self.markov_head.markov_w2.weight)
         if self.confidence_head is not None:

@@ -22,26 +22,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.copying import AttentionProbe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
 from heads.formats.decoder import SCALINGS
-from heads.layers import (
-    COPYING,
-    MLP,
-    MOST,
-    RANDOM,
-    Attend,
-    Attention,
-    BlockConfig,
-    BlockSettings,
-    RMSNorm,
-    StartSettings,
-)
+from heads.initial.copying import AttentionProbe, directions
+from heads.initial.weights import TargetProbe, begin
+from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
-from heads.target.aux_layers import TargetProbe, check_aux_layer_ids, default_aux_layer_ids, probe_target
-from heads.target.families import final_norm_scale
+from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
@@ -182,13 +171,7 @@ class Eagle3(Recurrent):
         }
         config = Eagle3Config(**{**defaults, **given(settings), "aux_layer_ids": aux_layer_ids})
         head = cls(config, build_vocab(token_counts, config.draft_vocab_size))
-        if config.initial_weights != RANDOM:
-            norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-            probed = probe_target(target, aux_layer_ids, token_counts)
-            head.initialise(target.lm_head_weight, norm, probed.scales)
-            if config.initial_weights == COPYING:
-                head.begin_copying(target.lm_head_weight, probed, target.device)
-            head.lm_head.weight.data.mul_(target.logit_scale)
+        begin(head, target, token_counts)
         return head
 
     @classmethod
@@ -203,39 +186,27 @@ class Eagle3(Recurrent):
         return self.state_dict() | vocab_tables(self.kept, self.config.vocab_size)
 
     @torch.no_grad()
-    def initialise(self, lm_head: Tensor, norm: Tensor, aux_scales: Tensor) -> None:
-        """Start where the target is, at unit size.
-
-        Fuse to the target's highest auxiliary layer over its scale; read out with the target's own final norm (D,) and
-        output head (V, D). aux_scales (L,): the root mean square of each auxiliary hidden state.
-        """
-        D = self.config.hidden_size
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start where the target is, at unit size: fuse to the target's highest auxiliary layer over its scale; read
+        out with the target's own final norm and output head."""
+        D, aux_scales, lm_head = self.config.hidden_size, probe.scales, probe.lm_head_weight
         if self.fc_norm is None:
             self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
         else:
             aux_scales = torch.ones_like(aux_scales)
         self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
-        self.norm.weight.copy_(norm)
-        self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)])
+        self.norm.weight.copy_(probe.norm)
+        self.lm_head.weight.copy_(lm_head[self.kept.to(lm_head.device)]).mul_(probe.logit_scale)
 
-    @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: TargetProbe, device: torch.device) -> None:
-        """Make attention find slots by the token that their features are of, and write the token that they read.
-
-        lm_head (V, D): the target's output head.
-        """
-        layer, read = self.midlayer, probed.tokens[:, 1:].flatten()
-        tokens = layer.input_layernorm(probed.embeddings)
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+        """Find slots by the token that their features are of, and write the token that they read."""
+        layer = self.midlayer
+        tokens = layer.input_layernorm(probe.embeddings)
         token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
-        state = layer.hidden_norm(self.fuse(probed.aux_hidden_states[:, :-1]).flatten(0, 1))
+        state = layer.hidden_norm(self.fuse(probe.aux_hidden_states[:, :-1]).flatten(0, 1))
         inputs = torch.cat([following, state], dim=-1)
-        written = directions(lm_head, read)
-        begin_copying(
-            layer.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written), device
-        )
+        written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+        return layer.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
 
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)

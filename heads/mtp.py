@@ -22,17 +22,16 @@ from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.copying import AttentionProbe, begin_copying, directions
 from heads.errors import UserError, first_line
 from heads.formats.base import FLOATS, check_tensors
 from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_native, shared_layers, to_field
 from heads.formats.source import Source, tensor_files
-from heads.layers import COPYING, MLP, RANDOM, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
+from heads.initial.copying import AttentionProbe, directions
+from heads.initial.weights import TargetProbe, begin
+from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import CosSin, Recurrent
-from heads.target.aux_layers import TargetProbe, probe_target
 from heads.target.block import BlockMaker
-from heads.target.families import final_norm_scale
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
@@ -184,13 +183,9 @@ class Mtp(Recurrent):
                 f"{target.name}: the decoder layers of {target.config.model_type} cannot be blocks of a head "
                 f"({first_line(error)}); leave head.native out"
             ) from error
-        if native is None and config.initial_weights != RANDOM:
-            scale = final_norm_scale(target.base, target.layers, target.hidden_size)
-            # Its states are read by the target's output head as it is, and normed before they are recycled.
-            head.initialise(float(scale.square().mean().sqrt()) * target.logit_scale)
-            if config.initial_weights == COPYING:
-                head.begin_copying(target.lm_head_weight, probe_target(target, (), token_counts), target.device)
-        elif native is not None:
+        if native is None:
+            begin(head, target, token_counts)
+        else:
             try:
                 head.load_modules(native.weights)
             except UserError as error:
@@ -229,34 +224,30 @@ class Mtp(Recurrent):
         self.load_state_dict(from_field(weights, self.state_dict(), self.layout, self.config.num_target_layers))
 
     @torch.no_grad()
-    def initialise(self, scale: float) -> None:
-        """Start where the target is: each module hands on the hidden state, at the size `scale` that it has."""
-        D = self.config.hidden_size
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start where the target is: each module hands on the hidden state at the size that it has. The target's output
+        head reads it as it is, and the next step norms it."""
+        D, scale = self.config.hidden_size, float(probe.norm.square().mean().sqrt()) * probe.logit_scale
         half = slice(0, D) if self.layout.hidden_first else slice(D, 2 * D)
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
             module.input_proj.weight[:, half] += torch.eye(D)
             nn.init.constant_(module.final_layernorm.get_parameter("weight"), scale)
 
-    @torch.no_grad()
-    def begin_copying(self, lm_head: Tensor, probed: TargetProbe, device: torch.device) -> None:
-        """Make the first module's attention find slots by the token that their state is of, and write the token that
-        they read. lm_head (V, D): the target's output head."""
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+        """Find slots by the token that their state is of, and write the token that they read: the first module, which
+        then reads a part of the token's embedding, too."""
         module = self.mtp_layers[0]
         assert isinstance(module, MtpModule) and isinstance(module.block, Block)
         D = self.config.hidden_size
         half = slice(D, 2 * D) if module.hidden_first else slice(0, D)
         module.input_proj.weight[:, half] += TOKEN_SHARE * torch.eye(D)
-        tokens = module.token_layernorm(probed.embeddings)
+        tokens = module.token_layernorm(probe.embeddings)
         token, following = tokens[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(0, 1)
-        x = module.project(probed.embeddings[:, 1:], probed.hidden[:, :-1].float())
+        x = module.project(probe.embeddings[:, 1:], probe.hidden[:, :-1].float())
         inputs = module.block.input_layernorm(x).flatten(0, 1)
-        written = directions(lm_head, probed.tokens[:, 1:].flatten())
-        probe = AttentionProbe(inputs, inputs, read=following, before=token, written=written)
-        begin_copying(module.block.self_attn, probe, device)
+        written = directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+        return module.block.self_attn, AttentionProbe(inputs, inputs, read=following, before=token, written=written)
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
         """h^0, in the type that the projection computes in."""

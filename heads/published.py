@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from heads.base import Origin
-from heads.checkpoint import NoLargerThan, check_fits, file_hash, find_head, load_head
+from heads.checkpoint import check_fits, file_hash, find_head, load_head, make_head
 from heads.errors import UserError, first_line
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
@@ -27,9 +27,7 @@ def read_published(path: str, target: FrozenTarget) -> Any:
     """Return a head in another project's form, of the kind that it is. UserError where it is damaged, made for another
     target, or in no form that is read."""
     source = open_source(path, foreign_config(path) or {})
-    readers = {kind: method for kind, method in HEADS.items() if method.format.read is not None}
-    for method in readers.values():
-        assert method.format.read is not None
+    for kind, method in HEADS.items():
         try:
             reading = method.format.read(source, target)
         except UserError:
@@ -37,19 +35,10 @@ def read_published(path: str, target: FrozenTarget) -> Any:
         except Exception as error:  # values of types that no head's config.json has
             raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
         if reading is not None:
+            head = make_head(kind, reading.config, reading.weights, path)
             break
     else:
-        raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(readers)}")
-    try:
-        with NoLargerThan(reading.weights):
-            head = method.head.from_checkpoint(reading.config, reading.weights)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:  # sizes that no tensor can have
-        raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
-    for name, value in reading.weights.items():
-        if not value.isfinite().all():
-            raise UserError(f"{path}: tensor {name} holds values that are not finite; fetch it again")
+        raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(HEADS)}")
     used = {file for name, file in source.files.items() if name in reading.weights} or set(source.files.values())
     hashes = {file.name: file_hash(file) for file in sorted(used)}
     head.origin = Origin(reading.form, hashes, reading.differs)

@@ -32,13 +32,13 @@ from heads.block.attention import Sight, block_attention
 from heads.block.layers import BlockLayer, CosSin
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
-from heads.copying import AttentionProbe, begin_copying
 from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.growth import grow
-from heads.layers import COPYING, RANDOM, Attend, RMSNorm, rotation
-from heads.target.aux_layers import TargetProbe, check_aux_layer_ids, probe_target, spread_layer_ids
-from heads.target.families import final_norm_scale
+from heads.initial.copying import AttentionProbe
+from heads.initial.weights import TargetProbe, begin
+from heads.layers import Attend, Attention, RMSNorm, rotation
+from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.target.mask_token import mask_token
@@ -103,12 +103,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         defaults = block_settings(target, settings.num_attention_heads)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
         head = cls(cls.Config(**{**defaults, **given(settings), **own}))
-        if head.config.initial_weights != RANDOM:
-            norm = final_norm_scale(target.base, target.layers, target.hidden_size)
-            probed = probe_target(target, aux_layer_ids, token_counts)
-            head.initialise(norm * target.logit_scale, probed.scales)
-            if head.config.initial_weights == COPYING:
-                head.begin_copying(probed, target.device)
+        begin(head, target, token_counts)
         return head
 
     @classmethod
@@ -129,29 +124,20 @@ class DraftBlockHead(nn.Module, DraftHead):
         return (self.config.mask_token_id,)
 
     @torch.no_grad()
-    def initialise(self, norm: Tensor, aux_scales: Tensor) -> None:
-        """Start from the target's highest auxiliary layer at unit size; read out by its own final norm (D,).
-
-        aux_scales (L,): the root mean square of each auxiliary hidden state.
-        """
-        D = self.config.hidden_size
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+    def initialise(self, probe: TargetProbe) -> None:
+        """Start from the target's highest auxiliary layer at unit size; read out by its own final norm."""
+        D, aux_scales = self.config.hidden_size, probe.scales
         self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
         self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
-        self.norm.weight.copy_(norm)
+        self.norm.weight.copy_(probe.norm * probe.logit_scale)
 
-    @torch.no_grad()
-    def begin_copying(self, probed: TargetProbe, device: torch.device) -> None:
-        """Make the first layer find slots of the context by their token, and write what the target foresaw there."""
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+        """Find slots of the context by their token, and write what the target foresaw there: the first layer."""
         layer = cast(Any, self.layers[0])
-        token = layer.input_layernorm(probed.embeddings.flatten(0, 1))
-        context = self.fuse(probed.aux_hidden_states).flatten(0, 1)
-        highest = probed.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probed.scales[-1]
-        begin_copying(
-            layer.self_attn, AttentionProbe(token, context, read=token, before=token, written=highest), device
-        )
+        token = layer.input_layernorm(probe.embeddings.flatten(0, 1))
+        context = self.fuse(probe.aux_hidden_states).flatten(0, 1)
+        highest = probe.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probe.scales[-1]
+        return layer.self_attn, AttentionProbe(token, context, read=token, before=token, written=highest)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""

@@ -76,7 +76,7 @@ class Format:
     """A folder and one of the readers -> why the reader takes no such head, and what it would refuse or misread."""
     write_beside: Callable[[Path, dict[str, Any]], None] | None = None
     """Write the files that the folder needs beside these two, by the record of the target."""
-    read: "Callable[[Source, FrozenTarget], Reading | None] | None" = None
+    read: "Callable[[Source, FrozenTarget], Reading | None]"
     """Read the head of a target in other projects' forms; None for a folder that holds no head of this kind. UserError
     for a head of another target, or of a kind that cannot be run. Names and shapes of the tensors are checked later."""
     converters: Callable[[str, str, Mapping[str, Any]], list[str]] = lambda head, target, config: []

@@ -1,19 +1,8 @@
-"""The residual streams of the target that a head reads, and what they hold over some text.
-
-Letters: B rows, T tokens, L auxiliary layers, D hidden.
-"""
+"""The residual streams of the target that a head reads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from heads.errors import UserError
-from heads.target.frozen import FrozenTarget
-
-PROBED_AT_ONCE = 32
-"""Rows of the probed text in one pass of the target."""
 
 
 def low_middle_high(num_layers: int) -> tuple[int, int, int]:
@@ -54,46 +43,6 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
     if len(set(aux_layer_ids)) != len(aux_layer_ids) or not aux_layer_ids:
         raise UserError(f"head.aux_layer_ids: {list(aux_layer_ids)} must name at least one layer, each once")
     return tuple(sorted(aux_layer_ids))
-
-
-@dataclass(frozen=True)
-class TargetProbe:
-    """The target's features over some text, from which a head's first weights are made."""
-
-    tokens: Tensor  # (B, T) int64
-    embeddings: Tensor  # (B, T, D)
-    aux_hidden_states: Tensor  # (B, T, L * D)
-    hidden: Tensor  # (B, T, D), after the final norm
-    scales: Tensor
-    """(L,) the root mean square of each auxiliary hidden state.
-
-    Residual streams grow with depth: in the quickstart's target from 0.26 at the embeddings to 21 at the highest
-    auxiliary layer. A head that starts at that size learns as if its rate were that much smaller.
-    """
-
-
-@torch.no_grad()
-def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> TargetProbe:
-    """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
-    tokens = probe_tokens(token_counts, target.hidden_size)
-    found = []
-    for rows in tokens.to(target.device).split(PROBED_AT_ONCE):
-        positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
-        found.append(target.packed_features(rows, positions, torch.zeros_like(rows), aux_layer_ids))
-    aux = torch.cat([features.aux_hidden_states.cpu() for features in found])
-    hidden = torch.cat([features.hidden.cpu() for features in found])
-    by_layer = aux.float().unflatten(-1, (len(aux_layer_ids), target.hidden_size))  # (B, T, L, D)
-    scales = by_layer.square().mean((0, 1, 3)).sqrt()
-    embeddings = target.shared.embed_tokens(tokens.to(target.device)).float().cpu()
-    return TargetProbe(tokens, embeddings, aux, hidden, scales)
-
-
-def probe_tokens(token_counts: Tensor, hidden_size: int) -> Tensor:
-    """Return (B, 64) tokens, four times as many as the hidden size, drawn in proportion to their counts (V,), always
-    the same ones."""
-    draw = torch.Generator().manual_seed(0)
-    rows = max(4, hidden_size // 16)
-    return torch.multinomial(token_counts.float() + 1e-3, rows * 64, replacement=True, generator=draw).view(rows, 64)
 
 
 def spread_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:

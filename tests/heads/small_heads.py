@@ -11,6 +11,7 @@ from heads.backends.base import Backend
 from heads.backends.selection import TORCH
 from heads.base import Batch, DraftHead, Observation, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
+from heads.initial.weights import TargetProbe
 from heads.mtp import Mtp, MtpConfig
 from heads.recurrent.draft import Recurrent
 from heads.tree import parse_shape
@@ -82,6 +83,13 @@ def random_batch(
             embed_tokens=lambda ids: table[ids], lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out
         ),
     )
+
+
+def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:
+    """A batch's features as what first weights are made from, with a final norm (D,) and scales of the streams (L,)."""
+    assert batch.shared.lm_head_weight is not None
+    streams = batch.tokens, batch.embeddings, batch.aux_hidden_states, batch.hidden
+    return TargetProbe(*streams, norm.new_ones(0) if scales is None else scales, norm, batch.shared.lm_head_weight, 1.0)
 
 
 def with_tokens(batch: Batch, tokens: Tensor) -> Batch:

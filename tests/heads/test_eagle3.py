@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.base import Batch
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from tests.heads.small_heads import eagle3_head, loss_agrees, random_batch, seen
+from tests.heads.small_heads import eagle3_head, loss_agrees, probe_of, random_batch, seen
 
 
 def by_head(x: Tensor, d: int) -> Tensor:
@@ -86,14 +86,15 @@ def test_each_option_changes_the_function() -> None:
 
 @pytest.mark.parametrize("fc_norm", [False, True])
 def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
-    head, batch, lm_head = eagle3_head(fc_norm=fc_norm), random_batch([[20]]), torch.randn(40, 16, dtype=torch.float64)
-    norm, scales = torch.rand(16, dtype=torch.float64), torch.tensor([3.0, 30.0, 300.0], dtype=torch.float64)
+    head, batch, scales = eagle3_head(fc_norm=fc_norm), random_batch([[20]]), torch.tensor([3.0, 30.0, 300.0]).double()
+    probe = probe_of(batch, torch.rand(16).double(), scales)
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if name.startswith("fc_norm"):
-                parameter.fill_(1.0)
-    head.initialise(lm_head, norm, scales)
-    assert torch.equal(head.lm_head.weight, lm_head[head.kept]) and torch.equal(head.norm.weight, norm)
+        head.fc.weight.normal_(std=0.02)
+        for parameter in head.fc_norm.parameters() if head.fc_norm is not None else ():
+            parameter.fill_(1.0)
+    head.initialise(probe)
+    assert torch.equal(head.lm_head.weight, probe.lm_head_weight[head.kept])
+    assert torch.equal(head.norm.weight, probe.norm)
     fused = head.fuse(batch.aux_hidden_states * scales.repeat_interleave(16))
     assert 0.8 < float(fused.detach().square().mean().sqrt()) < 1.3
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.mtp import Mtp
-from tests.heads.small_heads import loss_agrees, mtp_head, random_batch
+from tests.heads.small_heads import loss_agrees, mtp_head, probe_of, random_batch
 
 FORMS = [
     {"num_modules": 1},
@@ -132,7 +132,7 @@ def test_a_new_head_hands_on_the_targets_state(layout: str) -> None:
     with torch.no_grad():
         for name, parameter in head.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
-    head.initialise(7.0)
+    head.initialise(probe_of(batch, torch.full((16,), 7.0).double()))
     normed = batch.hidden / batch.hidden.square().mean(-1, keepdim=True).sqrt()
     for state in head.unroll(batch, 2):
         assert float((state * normed).detach().mean()) / 7 > 0.9  # the cosine of both

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eval.files import check_folder, write_bytes, write_json
 from heads.errors import UserError
-from heads.target.aux_layers import probe_tokens
+from heads.initial.weights import probe_tokens
 from train.data.loading import load_data
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.base import FeatureSource
