@@ -123,39 +123,6 @@ def test_qwens_states_are_those_of_a_layer_of_transformers(name: str, targets: T
     torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
 
 
-def test_qwens_states_are_its_formula(targets: Targets) -> None:
-    """A gate beside each head's query, norms of queries and keys, a quarter of each head rotated, a gated MLP."""
-    target, native = targets["qwen_dense1"]
-    head = build_head("mtp", {"native": True}, target, COUNTS).double()
-    batch, T, d = batch_of(target), 17, 16
-    w = {key.removeprefix("mtp.").removesuffix(".weight"): value.double() for key, value in native.items()}
-    theta = head.config.rope_theta
-
-    def rms(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + w[name])
-
-    def rotated(x: Tensor) -> Tensor:
-        angle = torch.arange(T)[:, None] * theta ** -(torch.arange(0, 4, 2) / 4).double()
-        cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
-        first, rest = x[..., :4], x[..., 4:]
-        return torch.cat([first * cos + torch.cat([-first[..., 2:], first[..., :2]], -1) * sin, rest], -1)
-
-    token, state = rms(batch.embeddings[:, 1:], "pre_fc_norm_embedding"), rms(batch.hidden[:, :T], "pre_fc_norm_hidden")
-    x = torch.cat([token, state], -1) @ w["fc"].T
-    y, p = rms(x, "layers.0.input_layernorm"), "layers.0.self_attn"
-    q, gate = (y @ w[f"{p}.q_proj"].T).view(2, T, 4, 2 * d).transpose(1, 2).split(d, -1)
-    k, v = ((y @ w[f"{p}.{n}_proj"].T).view(2, T, 2, d).transpose(1, 2).repeat_interleave(2, 1) for n in "kv")
-    scores = rotated(rms(q, f"{p}.q_norm")) @ rotated(rms(k, f"{p}.k_norm")).mT / d**0.5
-    heard = scores.masked_fill(~torch.ones(T, T).tril().bool(), -torch.inf).softmax(-1) @ v
-    x = x + (heard * gate.sigmoid()).transpose(1, 2).flatten(2) @ w[f"{p}.o_proj"].T
-    y, p = rms(x, "layers.0.post_attention_layernorm"), "layers.0.mlp"
-    gated = y @ w[f"{p}.gate_proj"].T
-    x = x + (gated * gated.sigmoid() * (y @ w[f"{p}.up_proj"].T)) @ w[f"{p}.down_proj"].T
-    with torch.no_grad():
-        ours = head.unroll(batch, 1)[0][:, :T]
-    torch.testing.assert_close(ours, rms(x, "norm"), atol=1e-5, rtol=1e-5)  # their norms compute in float32
-
-
 @pytest.mark.parametrize("name", ["deepseek1", "deepseek2", "glm1", "glm_flash1"])
 def test_deepseeks_states_are_those_of_transformers(name: str, targets: Targets) -> None:
     """Module by module, against the class with which transformers drafts."""

@@ -11,13 +11,14 @@ from heads.backends.selection import CPU, TORCH
 from heads.block.draft import DraftBlockHead
 from heads.dflash import DFlash, DFlashConfig
 from heads.dspark import DSpark, DSparkConfig
-from tests.drafting import agree
-from tests.heads.backends.cpu.test_recurrent import WIDTHS, V, randomise, rounds
+from tests.drafting import SMALL, agree
+from tests.heads.backends.cpu.test_recurrent import narrowed, rounds
+from tests.heads.published_heads import filled
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
 CONFIG: dict[str, Any] = {
-    **{name: value for name, value in WIDTHS.items() if name not in ("draft_vocab_size", "depth")},
-    **dict(aux_layer_ids=(2, 4, 5), mask_token_id=V - 1, block_size=6, num_layers=3),
+    **{name: value for name, value in SMALL.items() if name != "draft_vocab_size"},
+    **dict(aux_layer_ids=(2, 4, 5), mask_token_id=SMALL["vocab_size"] - 1, block_size=6, num_layers=3),
 }
 HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash": lambda: DFlash(DFlashConfig(**CONFIG)),
@@ -26,11 +27,8 @@ HEADS: dict[str, Callable[[], DraftBlockHead]] = {
 }
 
 
-def make_head(name: str) -> DraftBlockHead:
-    torch.manual_seed(1)
-    head = HEADS[name]()
-    randomise(head)
-    return head
+def make_head(name: str) -> Any:
+    return narrowed(filled(HEADS[name]()))
 
 
 @pytest.mark.parametrize("shape", ["chain:1", "chain:5", "tree:4x3x12", "static:3.2.1"])

@@ -9,83 +9,33 @@ from torch import Tensor
 from eval.runtime.sampling import Sampling
 from heads.backends.base import Backend
 from heads.backends.cpu import library
-from heads.backends.cpu.block import CpuBlock
 from heads.backends.cpu.draws import CompiledPick, CpuSampling
-from heads.backends.cpu.recurrent import CpuRecurrent, compiled_draft
+from heads.backends.cpu.recurrent import compiled_draft
 from heads.backends.selection import CPU, TORCH
 from heads.base import Observation, Pick, SharedLayers
-from heads.eagle3 import Eagle3, Eagle3Config
-from heads.mtp import Mtp, MtpConfig
 from heads.recurrent.draft import Recurrent
 from heads.tree import Proposal, parse_shape
-from heads.vocab import build_vocab
-from tests.drafting import agree
+from tests.drafting import HEADS, SMALL, agree, head_rounds, some_head
+from tests.heads.small_heads import greedy
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
-D, V = 48, 60
-WIDTHS = dict(
-    hidden_size=D,
-    intermediate_size=72,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-    rms_norm_eps=1e-5,
-    vocab_size=V,
-    num_target_layers=8,
-    draft_vocab_size=40,
-    rope_theta=100.0,
-    max_position_embeddings=256,
-    depth=4,
-)
-HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "eagle3": (Eagle3, Eagle3Config, dict(aux_layer_ids=(2, 4, 5))),
-    "eagle3.1": (Eagle3, Eagle3Config, dict(aux_layer_ids=(2, 4, 5), fc_norm=True, norm_output=True)),
-    "mtp": (Mtp, MtpConfig, {}),
-    "mtp of three": (Mtp, MtpConfig, dict(num_modules=3, layout="deepseek")),
-    "mtp that reads every token": (Mtp, MtpConfig, dict(layout="qwen")),
-}
+D, V, HOST = SMALL["hidden_size"], SMALL["vocab_size"], torch.device("cpu")
 
 
 def make_head(name: str) -> Recurrent:
-    torch.manual_seed(1)
-    kind, config, settings = HEADS[name]
-    head: Recurrent = kind(config(**WIDTHS, **settings), build_vocab(torch.randint(0, 9, (V,)), 40))
-    randomise(head)
-    return head
+    return narrowed(some_head(name, HOST))
 
 
 @torch.no_grad()
-def randomise(head: torch.nn.Module) -> None:
-    """Random weights, as wide as the kernels hold them."""
-    for key, parameter in head.named_parameters():
-        parameter.normal_(1.0 if "norm" in key else 0.0, 0.3)
+def narrowed(head: Any) -> Any:
+    """The head with its weights as narrow as the kernels hold them."""
+    for parameter in head.parameters():
         parameter.copy_(parameter.bfloat16())
+    return head
 
 
-def likeliest(logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    logp, columns = logits.log_softmax(-1).topk(count, dim=-1)
-    return columns if token_ids is None else token_ids[columns], logp
-
-
-def rounds(
-    head: Any, shape: str, backend: Backend, *, embedding: bool = True, pick: Pick = likeliest
-) -> list[Proposal]:
-    """Two rows with prompts of many tokens, then rounds of a few each; a draft after every one."""
-    generator = torch.Generator().manual_seed(2)
-    table, out = torch.randn(2, V, D, generator=generator).bfloat16().float()
-    embed = torch.nn.Embedding.from_pretrained(table) if embedding else lambda ids: table[ids]
-    shared = SharedLayers(embed_tokens=embed, lm_head=lambda hidden: hidden @ out.T, lm_head_weight=out)
-    state = head.new_state(shared, batch_size=2, capacity=120, shape=parse_shape(shape), backend=backend)
-    assert isinstance(state.steps, CpuRecurrent | CpuBlock) == (backend is CPU)
-    proposals, start = [], torch.zeros(2, dtype=torch.int64)
-    for counts in ([90, 61], [5, 2], [1, 4], [4, 1], [0, 3], [2, 4]):
-        count, M = torch.tensor(counts), max(6, *counts)
-        tokens = torch.randint(V - 1, (2, M + 1), generator=generator)  # the last one may be a mask
-        aux_hidden_states, hidden = (torch.randn(2, M, n * D, generator=generator) for n in (3, 1))
-        head.extend(state, Observation(tokens, aux_hidden_states, hidden, start.clone(), count, None))
-        proposals.append(head.propose(state, pick))
-        start += count
-    return proposals
+def rounds(head: Any, shape: str, backend: Backend, *, table: bool = True, pick: Pick = greedy) -> list[Proposal]:
+    return head_rounds(head, shape, backend, HOST, prompt=90, table=table, pick=pick)
 
 
 @pytest.mark.parametrize("shape", ["chain:1", "chain:4", "tree:4x3x12", "static:3.2.1"])
@@ -93,20 +43,20 @@ def rounds(
 def test_drafts_are_those_without_kernels(name: str, shape: str) -> None:
     head = make_head(name)
     ours = rounds(head, shape, CPU)
-    rows = rounds(head, shape, CPU, embedding=False)
+    rows = rounds(head, shape, CPU, table=False)
     assert all(torch.equal(one.scores, other.scores) for one, other in zip(ours, rows, strict=True))
-    agree(ours, rounds(head, shape, TORCH, embedding=False))
+    agree(ours, rounds(head, shape, TORCH, table=False))
 
 
-@pytest.mark.parametrize("embedding", [True, False])
+@pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("name", HEADS)
-def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, depth: int, embedding: bool) -> None:
+def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, depth: int, table: bool) -> None:
     head, rows = make_head(name), CpuSampling(2)
     rows.set_row(1, Sampling(temperature=0.8, seed=7))
     assert isinstance(rows.pick, CompiledPick)
-    ours = rounds(head, f"chain:{depth}", CPU, embedding=embedding, pick=rows.pick)
-    steps = rounds(head, f"chain:{depth}", CPU, embedding=embedding, pick=lambda *draw: rows.pick(*draw))
+    ours = rounds(head, f"chain:{depth}", CPU, table=table, pick=rows.pick)
+    steps = rounds(head, f"chain:{depth}", CPU, table=table, pick=lambda *draw: rows.pick(*draw))
     for one, other in zip(ours, steps, strict=True):
         for field in ("tokens", "parents", "depths"):
             assert torch.equal(getattr(one, field), getattr(other, field)), field
@@ -116,10 +66,7 @@ def test_chains_drafted_in_one_call_are_those_drafted_step_by_step(name: str, de
 @pytest.mark.parametrize(("layout", "same"), [("mimo", True), ("qwen", False)])
 def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, same: bool) -> None:
     """The one token of a prompt's second place decides what is drafted behind it, or does not."""
-    head = Mtp(MtpConfig(**WIDTHS, layout=layout), build_vocab(torch.ones(V), 40))  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.copy_(torch.randn_like(parameter).bfloat16())
+    head = make_head("mtp that reads every token" if layout == "qwen" else "mtp")
     table, out = torch.randn(2, V, D).bfloat16().float()
     shared = SharedLayers(
         embed_tokens=torch.nn.Embedding.from_pretrained(table), lm_head=lambda h: h @ out.T, lm_head_weight=out
@@ -130,7 +77,7 @@ def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, 
         state = head.new_state(shared, batch_size=1, capacity=40, shape=parse_shape("chain:2"), backend=backend)
         tokens = torch.tensor([[3, second, 5, 7, 11]])
         head.extend(state, Observation(tokens, hidden[..., :0], hidden, start, count, None))
-        return head.propose(state, likeliest).scores
+        return head.propose(state, greedy).scores
 
     for backend in (CPU, TORCH):
         assert torch.equal(scores(20, backend), scores(40, backend)) is same
