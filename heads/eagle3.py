@@ -24,13 +24,13 @@ from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
 from heads.errors import UserError, first_line
 from heads.formats.base import check_tensors
-from heads.formats.decoder import SCALINGS
 from heads.initial.copying import AttentionProbe, directions
 from heads.initial.weights import TargetProbe, begin
-from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
+from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, CosSin, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
-from heads.recurrent.draft import CosSin, Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
+from heads.target.families import FIXED_ROTATIONS
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
@@ -105,18 +105,18 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(D, eps)
         self.mlp = MLP(config)
 
-    def forward(self, embedding: Tensor, state: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)  # (B, T, 2D)
-        residual = (normed if self.norm_before_residual else state) + self.self_attn(x, rotation, attend)
+        residual = (normed if self.norm_before_residual else state) + self.self_attn(x, cos_sin, attend)
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
 
 
 def scaled_rotary(config: Eagle3Config) -> nn.Module:
     """The rotary positions of a Llama with this config's scaling. UserError for one that there is not."""
     scaling = config.rope_scaling or {}
-    if scaling.get("rope_type") not in SCALINGS:
-        kinds = ", ".join(SCALINGS)
+    if scaling.get("rope_type") not in FIXED_ROTATIONS:
+        kinds = ", ".join(FIXED_ROTATIONS)
         raise UserError(f"head.rope_scaling: expected a rope_type of {kinds}, got {scaling.get('rope_type')!r}")
     try:
         llama = LlamaConfig(

@@ -17,6 +17,8 @@ from heads.errors import UserError
 MOST = 2**53
 """Largest value of a setting: larger whole numbers are not exact as floating-point numbers."""
 
+CosSin = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q (B, H, T, d), k and v (B, Hkv, T, d), q and k rotated -> (B, H, T, d). Training and drafting differ only here."""
 
@@ -140,13 +142,35 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = attend(rotate(q, rotation), rotate(k, rotation), v)  # (B, H, T, d)
+    def by_head(self, projection: nn.Module, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, heads, T, d)."""
+        return projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
+        """(B, T, D) -> queries (B, H, T, d), rotated."""
+        return rotate(self.by_head(self.q_proj, x), cos_sin)
+
+    def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        """(B, T, D) -> keys, rotated, and values (B, Hkv, T, d)."""
+        return rotate(self.by_head(self.k_proj, x), cos_sin), self.by_head(self.v_proj, x)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        out = attend(self.queries(x, cos_sin), *self.keys(x, cos_sin))  # (B, H, T, d)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class NormedAttention(Attention):
+    """Attention whose queries and keys are normed head by head, as Qwen3's."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
+        return rotate(self.q_norm(self.by_head(self.q_proj, x)), cos_sin)
+
+    def keys(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        return rotate(self.k_norm(self.by_head(self.k_proj, x)), cos_sin), self.by_head(self.v_proj, x)
 
 
 class MLP(nn.Module):
@@ -162,7 +186,22 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: BlockConfig, attention: Attention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> CosSin:
     """Return cosines and sines (B, 1, T, d) of rotary positions (B, T) (arXiv 2104.09864), with angles in float32 or
     wider."""
     wide = torch.promote_types(dtype, torch.float32)
@@ -172,9 +211,9 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     """Rotate the two halves of each head, as Llama-family checkpoints do: x (B, H, T, d)."""
-    cos, sin = rotation
+    cos, sin = cos_sin
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 

@@ -13,7 +13,7 @@ its token), over a draft vocabulary if there is one.
 Letters: B batch, T tokens, D hidden, V vocabulary, Vd draft vocabulary, K depth, J modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,9 +28,9 @@ from heads.formats.mtp import LAYOUTS, Layout, from_field, native_config, read_n
 from heads.formats.source import Source, tensor_files
 from heads.initial.copying import AttentionProbe, directions
 from heads.initial.weights import TargetProbe, begin
-from heads.layers import MLP, Attend, Attention, BlockConfig, BlockSettings, RMSNorm, StartSettings
+from heads.layers import Attend, Attention, BlockConfig, BlockSettings, CosSin, DecoderLayer, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
-from heads.recurrent.draft import CosSin, Recurrent
+from heads.recurrent.draft import Recurrent
 from heads.target.block import BlockMaker
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -93,21 +93,6 @@ class MtpConfig(BlockConfig, MtpSettings):
         self.check_start()
 
 
-class Block(nn.Module):
-    """A decoder block of the Llama form."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, cos_sin: CosSin, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
-
-
 class MtpModule(nn.Module):
     """Two norms, the projection of their concatenation, one decoder block, a final norm."""
 
@@ -142,15 +127,14 @@ class Mtp(Recurrent):
         self.depth_weights = tuple(power / sum(powers) for power in powers)
         D, hidden_first = config.hidden_size, self.layout.hidden_first
         if config.decoder is None:
-            modules = [
-                MtpModule(D, lambda: RMSNorm(D, config.rms_norm_eps), Block(config), hidden_first=hidden_first)
-                for _ in range(config.num_modules)
-            ]
+            blocks: Iterable[nn.Module] = (
+                DecoderLayer(config, Attention(config, D)) for _ in range(config.num_modules)
+            )
+            norm: Callable[[], nn.Module] = lambda: RMSNorm(D, config.rms_norm_eps)  # noqa: E731
         else:
             maker = BlockMaker(config.decoder)
-            self.rotary = (maker.rotary,)
-            modules = [MtpModule(D, maker.norm, block, hidden_first=hidden_first) for block in maker.layers]
-        self.mtp_layers = nn.ModuleList(modules)
+            self.rotary, blocks, norm = (maker.rotary,), maker.layers, maker.norm
+        self.mtp_layers = nn.ModuleList(MtpModule(D, norm, block, hidden_first=hidden_first) for block in blocks)
         self.stored: dict[str, torch.dtype] = {}
         """Tensors of the checkpoint that native modules are of, in whose names and dtypes they are saved."""
         self.register_buffer("kept", kept, persistent=False)
@@ -238,7 +222,7 @@ class Mtp(Recurrent):
         """Find slots by the token that their state is of, and write the token that they read: the first module, which
         then reads a part of the token's embedding, too."""
         module = self.mtp_layers[0]
-        assert isinstance(module, MtpModule) and isinstance(module.block, Block)
+        assert isinstance(module, MtpModule) and isinstance(module.block, DecoderLayer)
         D = self.config.hidden_size
         half = slice(D, 2 * D) if module.hidden_first else slice(0, D)
         module.input_proj.weight[:, half] += TOKEN_SHARE * torch.eye(D)
@@ -270,7 +254,7 @@ class Mtp(Recurrent):
         for module in self.mtp_layers:
             assert isinstance(module, MtpModule)
             block = module.block
-            if not isinstance(block, Block):
+            if not isinstance(block, DecoderLayer):
                 return None
             modules.append(
                 ModuleParts(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.backends.recurrent_parts import HeadParts
-from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping
+from heads.backends.slot_mapping import CacheSpec, Drafted, Observed, SlotMapping, round_up
 from heads.base import Observation, SharedLayers
 from heads.target.frozen import Features, LanguageModel
 from heads.tree import Acceptance, Pick, Proposal, TreeShape
@@ -90,6 +90,29 @@ class CachedDecoder(ABC):
         """A chain behind each root (B,), which stands at `length` (B,) behind the token `previous` (B,), in one call;
         None where it takes steps."""
         return None
+
+
+@dataclass
+class StepsState:
+    """Static tensors of one batch of sequences that a head drafts for by steps of its own over a cache.
+
+    Slot p of the cache holds the key of one token. Drafted tokens go to the slots behind the observed ones, which true
+    tokens take over later.
+    """
+
+    shape: TreeShape
+    backend: "Backend"
+    steps: Any
+    slot: Tensor  # (S,) int64, 0 .. S - 1
+    root: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64, the root's position: slots before it are observed
+
+    def extent(self, tokens: int) -> int:
+        """Slots that attention need look at when `tokens` more stand behind the observed ones; a device that the host
+        would have to wait for looks at all."""
+        if not self.backend.on_host:
+            return len(self.slot)
+        return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
 
 class RecurrentSteps(ABC):

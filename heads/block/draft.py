@@ -24,12 +24,11 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.backends.base import Backend, BlockSpec, BlockSteps
+from heads.backends.base import Backend, BlockSpec, BlockSteps, StepsState
 from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Sight, block_attention
-from heads.block.layers import BlockLayer, CosSin
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
@@ -37,7 +36,7 @@ from heads.formats.base import check_tensors
 from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
-from heads.layers import Attend, Attention, RMSNorm, rotation
+from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, rotation
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -47,22 +46,11 @@ from heads.vocab import read_vocab, vocab_tables
 
 
 @dataclass
-class DraftBlockState:
-    """Static tensors of one batch of sequences."""
+class DraftBlockState(StepsState):
+    """The state of one batch; slot p of a layer's cache holds the key of the context of position p."""
 
-    shape: TreeShape
-    backend: Backend
     steps: BlockSteps
     embed_tokens: Callable[[Tensor], Tensor]
-    slot: Tensor  # (S,) int64, 0 .. S - 1
-    root: Tensor  # (B,) int64
-    length: Tensor  # (B,) int64, the root's position: slots before it are observed
-
-    def extent(self, rows: int) -> int:
-        """Slots that a block of `rows` need look at; a device that the host would have to wait for looks at all."""
-        if not self.backend.on_host:
-            return len(self.slot)
-        return min(round_up(int(self.length.max()) + rows), len(self.slot))
 
 
 class DraftBlockHead(nn.Module, DraftHead):
@@ -87,7 +75,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.depth_weights = tuple(1.0 if self.weighs_rows else math.exp(-k / config.gamma) for k in range(self.depth))
         self.fc = nn.Linear(L * D, D, bias=False)
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.kept: Tensor | None
         self.register_buffer("kept", kept, persistent=False)
@@ -284,9 +272,6 @@ class DraftBlockHead(nn.Module, DraftHead):
             root=ids[0],
             length=ids[1],
         )
-
-    def reset_rows(self, state: DraftBlockState, rows: Tensor) -> None:
-        state.length.masked_fill_(rows, 0)
 
     @torch.no_grad()
     def extend(self, state: DraftBlockState, observation: Observation) -> None:

@@ -9,10 +9,8 @@ from transformers import AutoConfig
 
 from heads.errors import UserError, first_line
 from heads.formats.source import Source
+from heads.target.families import FIXED_ROTATIONS
 from heads.target.frozen import FrozenTarget
-
-SCALINGS = ("default", "linear", "yarn", "llama3")
-"""Kinds of rotary positions of a Llama that do not depend on the length of the text."""
 
 
 def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target: FrozenTarget) -> tuple[Any, Any]:
@@ -39,7 +37,7 @@ def decoder_settings(source: Source, said: Mapping[str, Any], kind: str, target:
         raise UserError(f"{source.path}: config.json describes no decoder layer ({first_line(error)})") from error
     unread = {
         "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
-        "rope_parameters": scaled not in SCALINGS or rope.get("partial_rotary_factor", 1) != 1,
+        "rope_parameters": scaled not in FIXED_ROTATIONS or rope.get("partial_rotary_factor", 1) != 1,
     }
     refuse_settings(source, unread)
     return config, block

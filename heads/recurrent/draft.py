@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from heads.backends.base import Backend, RecurrentSteps
+from heads.backends.base import Backend, RecurrentSteps, StepsState
 from heads.backends.recurrent_parts import HeadParts
 from heads.backends.slot_mapping import Drafted, round_up
 from heads.base import KEPT_SHARE, Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers
 from heads.errors import UserError
 from heads.growth import grow
 from heads.labels import chain_metrics, counts_by_depth, label_slots
-from heads.layers import Attend, rotation
+from heads.layers import Attend, CosSin, rotation
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
@@ -43,9 +43,6 @@ AHEAD = 2
 UNREAD = ("lm_head.weight", "embed_tokens.weight")
 """Tensors that no module reads: the first is counted for itself, of the second a row a token is read."""
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, (B, 1, T, d) each."""
-
 
 def total_memory(device: torch.device) -> int:
     """Return the bytes of memory of a GPU, or of the machine."""
@@ -55,27 +52,11 @@ def total_memory(device: torch.device) -> int:
 
 
 @dataclass
-class RecurrentState:
-    """Static tensors of one batch of sequences.
+class RecurrentState(StepsState):
+    """The state of one batch; slot p of a module's cache holds its key of token x_{p+1}."""
 
-    Slot p of a module's cache holds its key of token x_{p+1}. Drafted tokens go to the slots behind the observed ones,
-    which true tokens take over later.
-    """
-
-    shape: TreeShape
-    backend: Backend
     steps: RecurrentSteps
-    slot: Tensor  # (S,) int64, 0 .. S - 1
-    root: Tensor  # (B,) int64
-    length: Tensor  # (B,) int64, the root's position: slots before it are observed
     recycled: list[Tensor]  # by module, (B, D): what it made of the root
-
-    def extent(self, tokens: int) -> int:
-        """Slots that attention need look at when `tokens` more stand behind the observed ones; a device that the host
-        would have to wait for looks at all."""
-        if not self.backend.on_host:
-            return len(self.slot)
-        return min(round_up(int(self.length.max()) + tokens), len(self.slot))
 
 
 class Recurrent(nn.Module, DraftHead):

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from heads.errors import UserError
 from heads.layers import Attend
+from heads.target.families import FIXED_ROTATIONS
 
 ATTENTION = "draftsmith"
 """Name under which transformers finds the head's attention function."""
@@ -23,8 +24,6 @@ NOT_OF_A_LAYER = (
     *("quantization_config", "dtype", "torch_dtype", "auto_map", "architectures", "_name_or_path", "id2label"),
     *("label2id", "problem_type", "transformers_version"),
 )
-FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3", "proportional")
-"""Kinds of rotary positions that do not depend on the length of the text."""
 
 
 def _attention(
@@ -69,7 +68,7 @@ class BlockMaker:
     def __init__(self, record: dict[str, Any]) -> None:
         config = AutoConfig.for_model(**record)
         kind = (config.rope_parameters or {}).get("rope_type", "default")
-        if kind not in FIXED_ROTATIONS:
+        if kind not in (*FIXED_ROTATIONS, "proportional"):
             raise UserError(f"rotary positions of kind {kind} depend on the text's length; such modules cannot be used")
         decoder: Any = AutoModel.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
         if "experts" in str(decoder):  # the loop over experts knows every type of number, autocast and float64 included

@@ -33,6 +33,8 @@ def register_mimo() -> None:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 
 
+FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3")
+"""Kinds of rotary positions whose angle depends on the position alone, not on how long the text has become."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid"}
 RECURRENT_LAYERS = {"linear_attention", "hybrid"}
 READABLE_LAYERS = ATTENTION_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}

@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from heads.block.draft import DraftBlockHead
-from heads.block.layers import BlockLayer
 from heads.dflash import DFlash
 from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.layers import BlockConfig
+from heads.layers import BlockConfig, DecoderLayer
 from heads.medusa import Medusa
-from heads.mtp import Block, Mtp, MtpModule
+from heads.mtp import Mtp, MtpModule
 from heads.target.smaller_model import model_record
 from scripts.grown.shapes import ModelShape
 from scripts.grown.target import Growth, copy_block, copy_norms, grow_llama, grow_norm, grow_output, place
@@ -103,7 +102,7 @@ def grow_mtp(head: Mtp, growth: Growth, size: HeadSize) -> Mtp:
     for ours, theirs in zip(grown.mtp_layers, head.mtp_layers, strict=True):
         assert isinstance(ours, MtpModule) and isinstance(theirs, MtpModule)
         small, large = theirs.block, ours.block
-        assert isinstance(small, Block) and isinstance(large, Block)
+        assert isinstance(small, DecoderLayer) and isinstance(large, DecoderLayer)
         copy_norms(ours, theirs, growth, "token_layernorm", "hidden_layernorm", "final_layernorm")
         copy_norms(large, small, growth, "input_layernorm", "post_attention_layernorm")
         copy_block(large, small, block_growth(config, grown_config, growth.eps))
@@ -145,7 +144,7 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
     block = block_growth(config, grown_config, growth.eps)
     shrink = math.sqrt(config.head_dim / grown_config.head_dim)
     for ours, theirs in zip(grown.layers, head.layers, strict=True):
-        assert isinstance(ours, BlockLayer) and isinstance(theirs, BlockLayer)
+        assert isinstance(ours, DecoderLayer) and isinstance(theirs, DecoderLayer)
         copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
         copy_block(ours, theirs, block)
         # Norms over the wider mean; the queries' takes back the other scale of the scores, too.

@@ -10,13 +10,11 @@ from heads.backends.torch.attention import GroupedAttention, LatentAttention
 from heads.backends.torch.decoder import Layer, NativeDecoder
 from heads.backends.torch.feedforward import Experts, GatedMLP, GroupedRouter, Router, SoftmaxRouter
 from heads.backends.torch.linear import Norm, Product
-from heads.target.families import OutputHead
+from heads.target.families import FIXED_ROTATIONS, OutputHead
 from heads.target.frozen import LanguageModel
 
 GROUPED = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "MixtralModel", "Qwen3MoeModel"}
 LATENT = {"DeepseekV2Model", "DeepseekV3Model"}
-FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
-"""Rotary scalings whose angle depends on the position alone, not on how long the text has become."""
 
 _made: "WeakKeyDictionary[Any, tuple[object, NativeDecoder]]" = WeakKeyDictionary()
 
