@@ -7,8 +7,15 @@ from torch.nn.functional import silu
 from heads.backends.slot_mapping import Drafted, Observed, ancestors
 from heads.backends.torch.linear import Norm
 from heads.backends.torch.noise import gumbel
-from heads.backends.triton.attention import pack_bits
 from heads.backends.triton.inputs import Entry, Stand
+
+
+def pack_bits(above: Tensor) -> Tensor:
+    """(B, N, N) bool -> (B, N, W) int64."""
+    B, N, _ = above.shape
+    W = -(-N // 64)
+    padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
+    return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
 
 
 def ancestor_words_twin(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +36,6 @@ def tree_attention_twin(
     *,
     scale: float,
     window: int = 0,
-    soft_cap: float = 0.0,
 ) -> Tensor:
     """In float32 or wider."""
     (B, N, H, _), (S, Hkv) = q.shape, keys.shape[1:3]
@@ -44,8 +50,6 @@ def tree_attention_twin(
         seen &= (length[:, None] + depths)[:, :, None] - key_position < window
     grouped = q.to(wide).view(B, N, Hkv, H // Hkv, -1)
     scores = torch.einsum("bnkgd,bskd->bkgns", grouped, keys.to(wide)) * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     out = torch.einsum("bkgns,bskd->bnkgd", weights, values.to(wide))
     return out.reshape(B, N, H, -1).to(q.dtype)

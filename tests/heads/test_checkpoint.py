@@ -29,21 +29,11 @@ from heads.checkpoint import (
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.vocab import build_vocab
 from tests.faults import small_files
+from tests.heads.small_heads import SIZES
 from tests.refusals import refused
 
 CONFIG = Eagle3Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    vocab_size=40,
-    num_target_layers=12,
-    aux_layer_ids=(2, 6, 9),
-    draft_vocab_size=24,
-    rope_theta=5e5,
-    max_position_embeddings=64,
+    **SIZES | dict(num_target_layers=12, aux_layer_ids=(2, 6, 9), num_key_value_heads=1, rope_theta=5e5)
 )
 TARGET = {
     "name": "org/target",

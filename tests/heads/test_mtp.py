@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heads.base import Batch
 from heads.mtp import Mtp
-from tests.heads.small_heads import loss_agrees, mtp_head, probe_of, random_batch
+from tests.heads.small_heads import mtp_head, probe_of, random_batch
 
 FORMS = [
     {"num_modules": 1},
@@ -95,25 +95,10 @@ def test_the_states_are_the_papers_formula(form: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_loss_and_gradients_are_those_of_the_formula(form: dict[str, object]) -> None:
-    head, batch = mtp_head(**form), random_batch([[11, 3, 7], [2, 1, 18]])
-    scale = torch.tensor([0.5, 0.25, 0.2, 0.1], dtype=torch.float64)
-    teacher = batch.shared.lm_head(batch.hidden)
-    assert batch.shared.lm_head_weight is not None
-    p = teacher[..., head.kept].softmax(-1)
-    sums = []
-    for k, state in enumerate(head.unroll(batch, 4), start=1):
-        logq = (state @ batch.shared.lm_head_weight[head.kept].T).log_softmax(-1)
-        total = torch.zeros((), dtype=torch.float64)
-        for b in range(2):
-            for t in range(21 - k - 1):
-                label = t + k + 1
-                same = batch.documents[b, label] == batch.documents[b, t]
-                if batch.loss_mask[b, label] and same and teacher[b, label - 1].argmax() in head.kept:
-                    distribution = p[b, label - 1]
-                    total = total + (distribution * (distribution.log() - logq[b, t])).sum()
-        sums.append(total)
-    loss_agrees(head, batch, torch.stack(sums), scale)
+def test_every_weight_is_trained(form: dict[str, object]) -> None:
+    """By the loss of `heads.recurrent.draft`, which EAGLE-3's tests compare with its formula."""
+    head = mtp_head(**form)
+    head.loss(random_batch([[11, 3, 7], [2, 1, 18]]), torch.ones(4, dtype=torch.float64)).loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
 
 

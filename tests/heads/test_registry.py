@@ -21,6 +21,20 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir))
 
 
+def make_model(family: str, **changes: Any) -> Any:
+    size = {
+        "vocab_size": 40,
+        "eos_token_id": 1,
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model(family, **{**size, "num_key_value_heads": 1, "intermediate_size": 24, **changes})
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config)
+
+
 def test_what_is_left_out_follows_the_target(target: FrozenTarget) -> None:
     config = build_head("eagle3", {"loss": None}, target, COUNTS).config
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (32, 64, 128)
@@ -53,20 +67,7 @@ def test_a_new_head_reads_out_as_the_target_does(target: FrozenTarget) -> None:
 
 def test_a_new_head_knows_the_familys_scale_of_logits() -> None:
     """Granite divides its logits by a constant, and a head's own output head has none."""
-    config = AutoConfig.for_model(
-        "granite",
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        logits_scaling=8.0,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "granite")
+    target = FrozenTarget(make_model("granite", vocab_size=128, num_hidden_layers=8, logits_scaling=8.0), "granite")
     target.check()
     tokens, where = torch.randint(6, 128, (1, 9)), torch.arange(9)[None]
     with torch.no_grad():
@@ -106,20 +107,6 @@ def test_impossible_settings_are_named(kind: str, settings: dict[str, Any], key:
     with pytest.raises(UserError, match=rf"^head\.{key}\b") as caught:
         build_head(kind, settings, target, COUNTS)
     assert "\n" not in str(caught.value)
-
-
-def make_model(family: str, **changes: Any) -> Any:
-    size = {
-        "vocab_size": 40,
-        "eos_token_id": 1,
-        "hidden_size": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-    }
-    config = AutoConfig.for_model(family, **{**size, "num_key_value_heads": 1, "intermediate_size": 24, **changes})
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(config)
 
 
 def test_a_shallow_target_needs_aux_layers() -> None:

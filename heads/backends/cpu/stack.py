@@ -111,7 +111,6 @@ class CpuStack:
         *,
         positions: Tensor,
         cos_sin_table: tuple[Tensor, Tensor],
-        given: Tensor | None = None,
         mask: Tensor | None = None,
         near_mask: Tensor | None = None,
         aux_layer_ids: Sequence[int] = (),
@@ -119,27 +118,17 @@ class CpuStack:
         """Take the residual stream x (R, D) through all layers, in place; -> what enters the auxiliary ones, side by
         side (R, auxiliary hidden states * D).
 
-        positions (B, N); cos_sin_table of all positions there are, as `signed` makes it; given (R, K): the first
-        product's input where it comes normed; masks (B, 1, N, E), to be added to scores, in layers without and with a
-        window; without masks a token sees the slots up to its own.
+        positions (B, N); cos_sin_table of all positions there are, as `signed` makes it; masks (B, 1, N, E), to be
+        added to scores, in layers without and with a window; without masks a token sees the slots up to its own.
         """
         B, N = positions.shape
         R, D = x.shape
         E, size = cache.extent, self.scratch_size(B, N, D, cache.extent)
-        held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask, given)]
+        held = [t if t is None else t.contiguous() for t in (positions, cache.slots, mask, near_mask)]
         where = [t if t is None else t.data_ptr() for t in held]
         aux = x.new_empty(R, len(aux_layer_ids) * D)
         step = PassStruct(
-            *(
-                x.data_ptr(),
-                where[4],
-                cos_sin_table[0].data_ptr(),
-                cos_sin_table[1].data_ptr(),
-                where[0],
-                where[1],
-                where[2],
-                where[3],
-            ),
+            *(x.data_ptr(), None, cos_sin_table[0].data_ptr(), cos_sin_table[1].data_ptr(), *where),
             *(cache.room(size).data_ptr(), B, cache.first_row, N, D, E, cache.capacity, torch.get_num_threads()),
         )
         wanted = (ctypes.c_int64 * len(aux_layer_ids))(*aux_layer_ids)

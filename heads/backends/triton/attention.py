@@ -45,14 +45,6 @@ def ancestor_words(parents: Tensor, depths: Tensor, depth: int) -> tuple[Tensor,
     return words, paths
 
 
-def pack_bits(above: Tensor) -> Tensor:
-    """(B, N, N) bool -> (B, N, W) int64."""
-    B, N, _ = above.shape
-    W = -(-N // 64)
-    padded = torch.nn.functional.pad(above, (0, W * 64 - N)).view(B, N, W, 64)
-    return (padded.long() << torch.arange(64, device=above.device)).sum(-1)
-
-
 def splits_of(slots: int, split: int = 64) -> int:
     """Return the number of splits of `slots`; the first ones have `split` slots each."""
     return -(-min(slots, FINE) // split) + -(-max(slots - FINE, 0) // COARSE)
@@ -75,7 +67,6 @@ def tree_attention(
     behind: int | None = None,
     scale: float | None = None,
     window: int = 0,
-    soft_cap: float = 0.0,
     rope: int = 0,
     paths: Tensor | None = None,
     counters: Tensor | None = None,
@@ -84,9 +75,8 @@ def tree_attention(
 
     words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j stands at
     position length + depth_j, which is asked only with paths or a window; behind: P, N if None; window: keys fewer
-    positions away are seen, 0 for all, and without paths only where P = N; soft_cap: scores x become
-    cap * tanh(x / cap), 0 for none; scale: of the scores, 1 / sqrt(d) if None; rope: how many of the last of d columns
-    the kernel handles apart, where d is no power of two but for them.
+    positions away are seen, 0 for all, and without paths only where P = N; scale: of the scores, 1 / sqrt(d) if None;
+    rope: how many of the last of d columns the kernel handles apart, where d is no power of two but for them.
 
     paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
     decoding would find them in the cache, so that trees too are bit-identical to it. Each node is a tile of its own,
@@ -120,14 +110,14 @@ def tree_attention(
     _attention[(B * Hkv, splits, groups)](
         q, keys, values, words if paths is None else paths, length,
         length if depths is None else depths.contiguous(), sums, tops[0], tops[1], out, counters,
-        scale, soft_cap, N, behind, S, Hkv, splits, window, tiles,
+        scale, N, behind, S, Hkv, splits, window, tiles,
         q.stride(0), q.stride(1), q.stride(2),
         keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2),
         G=G, W=(words if paths is None else paths).shape[2],
         SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
         D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
-        WINDOW=window > 0, CAP=soft_cap > 0, OWN_PATH=paths is not None,
+        WINDOW=window > 0, OWN_PATH=paths is not None,
         num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -136,12 +126,12 @@ def tree_attention(
 @jit
 def _attention(  # type: ignore[no-untyped-def]
     Q, K, V, WORDS, LENGTH, DEPTHS, SUMS, TOPS, MASSES, OUT, COUNTERS,
-    scale, soft_cap, N, P, S, HKV, splits, window, tiles,
+    scale, N, P, S, HKV, splits, window, tiles,
     q_b, q_n, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     G: constexpr, W: constexpr, SPLIT: constexpr, FINE: constexpr, COARSE: constexpr, CHUNK: constexpr,
     ROWS: constexpr, SLOTS: constexpr,
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
-    WINDOW: constexpr, CAP: constexpr, OWN_PATH: constexpr,
+    WINDOW: constexpr, OWN_PATH: constexpr,
 ):  # fmt: skip
     """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program
     that ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
@@ -207,9 +197,6 @@ def _attention(  # type: ignore[no-untyped-def]
             k_rope = tl.load(k_at[None] + D + rotated[:, None], mask=here[None], other=0.0)
             x += tl.dot(q_rope, k_rope, input_precision="ieee")
         x = x * scale
-        if CAP:
-            e = tl.exp(-2.0 * tl.abs(x / soft_cap))
-            x = tl.where(x < 0, -1.0, 1.0) * soft_cap * (1 - e) / (1 + e)
         if OWN_PATH:
             seen = live[:, None] & here[None]
             if WINDOW:

@@ -11,9 +11,9 @@ from heads.backends.cpu import library
 from heads.backends.cpu.draws import CpuSampling
 from heads.backends.torch import noise
 from heads.backends.torch.sampling import RowSampling
+from tests.samplings import GOLDEN, MASK, rows_of, splitmix
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
-MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 SETTINGS = (
     Sampling(temperature=1.0, seed=-3),
     Sampling(),
@@ -22,21 +22,8 @@ SETTINGS = (
 )
 
 
-def rows_of(*samplings: Sampling, kind: type[RowSampling] = CpuSampling) -> RowSampling:
-    rows = kind(len(samplings))
-    for row, sampling in enumerate(samplings):
-        rows.set_row(row, sampling)
-    return rows
-
-
-def mixed(x: int) -> int:
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
 def unmixed(x: int) -> int:
-    """The number that `mixed` makes x of."""
+    """The number that `splitmix` makes x of."""
     x ^= x >> 31 ^ x >> 62
     x = x * pow(0x94D049BB133111EB, -1, 1 << 64) & MASK
     x ^= x >> 27 ^ x >> 54
@@ -57,7 +44,7 @@ def test_any_bits_that_can_be_drawn_give_the_true_noise() -> None:
     ]
     near = [int(w * 2**52) + step for w in cos_sin_table for step in range(-40, 41)]
     drawn = [*range(20), *(2**52 - 1 - k for k in range(20)), *(1 << e for e in range(52)), *near]
-    key = mixed((mixed(5) + 9 * GOLDEN) & MASK)
+    key = splitmix((splitmix(5) + 9 * GOLDEN) & MASK)
     ids = [(unmixed(k << 12) - key) * pow(GOLDEN, -1, 1 << 64) & MASK for k in drawn]
     signed = torch.tensor([i - (1 << 64) if i >> 63 else i for i in ids])
     found = CpuSampling(1).gumbel(torch.tensor([5]), torch.tensor([[9]]), signed)[0, 0].tolist()
@@ -99,20 +86,24 @@ def odd_logits(generator: torch.Generator) -> Tensor:
 def test_choices_are_those_of_tensor_operations(threads: int) -> None:
     before, generator = torch.get_num_threads(), torch.Generator().manual_seed(1)
     torch.set_num_threads(threads)
-    rows, logits = rows_of(*SETTINGS), odd_logits(generator)
+    rows, logits = rows_of(CpuSampling, *SETTINGS), odd_logits(generator)
     positions = torch.randint(0, 50, (4, 9), generator=generator).sort().values
     found = rows.choose(logits, positions)
     torch.set_num_threads(before)
     assert torch.equal(found[1], logits[1].argmax(-1))
     for b in range(4):
         for w in range(9):
-            alone = rows_of(SETTINGS[b]).choose(logits[b : b + 1, w : w + 1], positions[b : b + 1, w : w + 1])
+            alone = rows_of(CpuSampling, SETTINGS[b]).choose(
+                logits[b : b + 1, w : w + 1], positions[b : b + 1, w : w + 1]
+            )
             assert alone.item() == found[b, w]
-    with_filters = rows_of(*SETTINGS[:3], Sampling(temperature=1.0, top_k=4))  # the whole batch takes tensor operations
+    with_filters = rows_of(
+        CpuSampling, *SETTINGS[:3], Sampling(temperature=1.0, top_k=4)
+    )  # the whole batch takes tensor operations
     usual = torch.tensor([0, 1, 2, 3, 7, 8])
     others = with_filters.choose(logits, positions)
     assert torch.equal(others[:3, usual], found[:3, usual])
-    assert torch.equal(rows_of(*SETTINGS, kind=RowSampling).choose(logits, positions), found)
+    assert torch.equal(rows_of(RowSampling, *SETTINGS).choose(logits, positions), found)
 
 
 @pytest.mark.parametrize("count", [1, 6])
@@ -123,8 +114,8 @@ def test_picks_are_those_of_tensor_operations(count: int, vocabulary: str) -> No
     logits[:, 1, 200:] = -torch.inf
     positions = torch.tensor([[7, 7, 7, 8, 8]]).expand(4, 5)
     ids = torch.randperm(1000, generator=generator)[:333].sort().values if vocabulary == "draft" else None
-    tokens, logp = rows_of(*SETTINGS).pick(logits, positions, count, ids)
-    expected, expected_logp = rows_of(*SETTINGS, kind=RowSampling).pick(logits, positions, count, ids)
+    tokens, logp = rows_of(CpuSampling, *SETTINGS).pick(logits, positions, count, ids)
+    expected, expected_logp = rows_of(RowSampling, *SETTINGS).pick(logits, positions, count, ids)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(logp[:3], expected_logp[:3], atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(logp[3], expected_logp[3], atol=1.0, rtol=1e-6)  # scores of millions, in steps of a half
@@ -133,12 +124,12 @@ def test_picks_are_those_of_tensor_operations(count: int, vocabulary: str) -> No
 def test_ties_are_picked_lowest_first() -> None:
     logits = torch.zeros(1, 1, 200)
     logits[..., 150:] = 1.0
-    tokens, logp = rows_of(Sampling()).pick(logits, torch.zeros(1, 1, dtype=torch.int64), 4)
+    tokens, logp = rows_of(CpuSampling, Sampling()).pick(logits, torch.zeros(1, 1, dtype=torch.int64), 4)
     assert tokens.tolist() == [[[150, 151, 152, 153]]]
     torch.testing.assert_close(logp, logits.log_softmax(-1)[..., 150:154])
 
 
 def test_other_numbers_take_tensor_operations() -> None:
-    rows, positions = rows_of(Sampling(temperature=1.0, seed=2)), torch.arange(3)[None]
+    rows, positions = rows_of(CpuSampling, Sampling(temperature=1.0, seed=2)), torch.arange(3)[None]
     logits = torch.randn(1, 3, 50).bfloat16()
     assert torch.equal(rows.choose(logits, positions), rows.choose(logits.float(), positions))

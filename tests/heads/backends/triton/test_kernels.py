@@ -14,7 +14,7 @@ from heads.backends.torch.accept import match, match_chain
 from heads.backends.torch.accept import take_path as take_path_twin
 from heads.backends.triton.accept import match as accept
 from heads.backends.triton.accept import take_path
-from heads.backends.triton.attention import ancestor_words, new_counters, pack_bits, tree_attention
+from heads.backends.triton.attention import ancestor_words, new_counters, tree_attention
 from heads.backends.triton.choose import choose, logits
 from heads.backends.triton.compaction import compact
 from heads.backends.triton.experts import expert_mm, weigh_visits
@@ -30,6 +30,7 @@ from tests.twins import (
     choose_twin,
     compact_twin,
     expert_mm_twin,
+    pack_bits,
     per_head_mm_twin,
     rope_write_twin,
     silu_mul_twin,
@@ -65,7 +66,7 @@ def random_tree(B: int, N: int) -> tuple[Tensor, Tensor]:
         (3, 9, (5, 1), (24, 24), 150, {}),  # one key head; widths that are no powers of two
         (1, 70, (2, 1), (16, 16), 150, {}),  # two words of ancestors
         (2, 6, (4, 1), (48, 32), 150, {"rope": 16}),  # latent attention: values are the keys' first columns
-        (2, 12, (4, 2), (16, 16), 150, {"window": 6, "soft_cap": 5.0}),
+        (2, 12, (4, 2), (16, 16), 150, {"window": 6}),
         (2, 3, (2, 1), (16, 16), 1500, {}),  # short splits and long ones, two chunks of them in one row
     ],
 )

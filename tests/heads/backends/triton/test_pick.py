@@ -15,6 +15,7 @@ from heads.backends.triton.pick import Noise, TritonSampling, best_columns
 from heads.tree import Proposal
 from scripts.gpu import trees
 from tests.launches import Launches
+from tests.samplings import rows_of
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -23,13 +24,6 @@ pytestmark = [
 ]
 
 SETTINGS = Sampling(temperature=0.7, seed=-3), Sampling(), Sampling(temperature=1.3, seed=2**62)
-
-
-def rows_of(*samplings: Sampling, kind: type[RowSampling] = TritonSampling) -> RowSampling:
-    rows = kind(len(samplings))
-    for row, sampling in enumerate(samplings):
-        rows.set_row(row, sampling)
-    return rows
 
 
 def wide(generator: torch.Generator, *size: int) -> Tensor:
@@ -45,7 +39,7 @@ def test_picks_are_those_of_tensor_operations(
     positions: str, settings: tuple[Sampling, ...], W: int, V: int, count: int, named: bool
 ) -> None:
     generator = torch.Generator().manual_seed(W)
-    rows, twin, logits = rows_of(*settings), rows_of(*settings, kind=RowSampling), wide(generator, 3, W, V)
+    rows, twin, logits = rows_of(TritonSampling, *settings), rows_of(RowSampling, *settings), wide(generator, 3, W, V)
     logits[:, 0, V // 2 + 3 :] = -torch.inf  # as padding is: perhaps a whole block
     at = torch.randint(2**40, (3, W), generator=generator)
     at = at[:, :1].expand(-1, W) if positions == "level" else at
@@ -59,7 +53,7 @@ def test_picks_are_those_of_tensor_operations(
 def test_one_distribution_for_a_level_is_picked_from_once() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, at = wide(generator, 3, 1, 99).expand(-1, 4, -1), torch.tensor([[4], [5], [6]]).expand(-1, 4)
-    rows, twin = rows_of(*SETTINGS), rows_of(*SETTINGS, kind=RowSampling)
+    rows, twin = rows_of(TritonSampling, *SETTINGS), rows_of(RowSampling, *SETTINGS)
     for found, expected in zip(rows.pick(logits, at, 3), twin.pick(logits, at, 3), strict=True):
         assert found.stride(1) == 0
         torch.testing.assert_close(found, expected)
@@ -69,7 +63,9 @@ def test_one_distribution_for_a_level_is_picked_from_once() -> None:
 def test_of_equal_scores_the_lowest_column_stands_first(V: int, count: int) -> None:
     logits = torch.randint(3, (2, 3, V), generator=torch.Generator().manual_seed(1)).float()
     logits[..., 1::2] = -torch.inf
-    tokens, logp = rows_of(Sampling(), Sampling()).pick(logits, torch.zeros(2, 3, dtype=torch.int64), count)
+    tokens, logp = rows_of(TritonSampling, Sampling(), Sampling()).pick(
+        logits, torch.zeros(2, 3, dtype=torch.int64), count
+    )
     order = (-logits).argsort(dim=-1, stable=True)[..., :count]
     assert torch.equal(tokens, order)
     torch.testing.assert_close(logp, logits.log_softmax(-1).gather(-1, order))
@@ -79,7 +75,7 @@ def test_what_is_no_number_is_picked_last() -> None:
     """And no column twice: a token that does not exist would be read beyond the embedding."""
     logits = torch.full((1, 2, 6), torch.nan)
     logits[0, 0, 4] = 1.0
-    tokens, _ = rows_of(Sampling()).pick(logits, torch.zeros(1, 2, dtype=torch.int64), 4)
+    tokens, _ = rows_of(TritonSampling, Sampling()).pick(logits, torch.zeros(1, 2, dtype=torch.int64), 4)
     assert tokens.tolist() == [[[4, 0, 1, 2], [0, 1, 2, 3]]]
 
 
@@ -103,22 +99,26 @@ def test_noise_is_that_of_tensor_operations_bit_for_bit() -> None:
 
 def test_a_greedy_row_beside_a_sampled_one_is_picked_as_alone() -> None:
     logits, at = wide(torch.Generator().manual_seed(3), 2, 4, 600), torch.zeros(2, 4, dtype=torch.int64)
-    mixed = rows_of(Sampling(temperature=0.9, seed=1), Sampling())
-    alone = rows_of(Sampling())
+    mixed = rows_of(TritonSampling, Sampling(temperature=0.9, seed=1), Sampling())
+    alone = rows_of(TritonSampling, Sampling())
     for found, expected in zip(mixed.pick(logits, at, 5), alone.pick(logits[1:], at[1:], 5), strict=True):
         assert torch.equal(found[1:], expected)
 
 
 def test_columns_out_of_order_in_memory_are_read_all_the_same() -> None:
     logits = torch.randn(50, 2, 3, generator=torch.Generator().manual_seed(5)).movedim(0, 2)
-    rows, at = rows_of(*SETTINGS[:2]), torch.arange(6).view(2, 3)
+    rows, at = rows_of(TritonSampling, *SETTINGS[:2]), torch.arange(6).view(2, 3)
     noise = Noise(at, rows.temperature, rows.seed)
     ours, theirs = (best_columns(x, 4, None, noise) for x in (logits, logits.contiguous()))
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
 def test_more_than_a_program_compares_is_picked_by_tensor_operations() -> None:
-    rows, logits, at = rows_of(Sampling()), torch.randn(1, 2, 30_000), torch.zeros(1, 2, dtype=torch.int64)
+    rows, logits, at = (
+        rows_of(TritonSampling, Sampling()),
+        torch.randn(1, 2, 30_000),
+        torch.zeros(1, 2, dtype=torch.int64),
+    )
     with Launches(runs=False) as launches:
         tokens, _ = rows.pick(logits, at, 300)
     assert torch.equal(tokens, logits.topk(300).indices) and "_best_of_block" not in launches.names
