@@ -1,11 +1,21 @@
 """Fixtures of the tests of heads/."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads.target.frozen import FrozenTarget, load_target
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> FrozenTarget:
+    """A Llama of 8 layers and 128 tokens."""
+    return load_target(str(tiny_target_dir), dtype=torch.float32)
 
 
 @pytest.fixture

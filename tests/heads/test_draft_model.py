@@ -323,11 +323,6 @@ def test_bad_settings_are_named(settings: dict[str, Any], key: str, tiny_target_
     assert str(caught.value).startswith(f"{key}: ") and "\n" not in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    return load_target(str(tiny_target_dir))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_a_hugging_face_model(tied: bool, tiny_target_dir: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_target_dir))

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from heads.block.draft import DraftBlockHead
-from heads.checkpoint import load_head, save_head, target_record
 from heads.published import is_published, open_any, read_published, start_from
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.published_heads import (
     DEEPSPEC,
@@ -28,7 +27,7 @@ from tests.heads.published_heads import (
     dspark,
     write,
 )
-from tests.heads.test_published import Change, drafts_equal, set_in, transposed
+from tests.heads.test_published import Change, comes_back, does_not_fit, drafts_equal, set_in, transposed
 from tests.refusals import refused
 
 FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
@@ -38,11 +37,6 @@ FORMS: dict[str, tuple[Callable[..., DraftBlockHead], dict[str, Any]]] = {
     "speculators' DFlash": (dflash, SPECULATORS_DFLASH),
     "speculators' DSpark": (dspark, SPECULATORS_DSPARK),
 }
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    return load_target(str(tiny_target_dir), dtype=torch.float32)
 
 
 def tables(target: FrozenTarget) -> dict[str, Tensor]:
@@ -130,14 +124,7 @@ def test_a_head_without_confidence(target: FrozenTarget, tmp_path: Path) -> None
 def test_what_was_read_comes_back_in_our_form(form: str, target: FrozenTarget, tmp_path: Path) -> None:
     make, config = FORMS[form]
     found = read_published(write(tmp_path / "head", config, make().to_checkpoint()), target)
-    save_head(found, tmp_path / "ours", target=target_record(target))
-    drafts_equal(load_head(tmp_path / "ours"), found, target)
-    record = json.loads((tmp_path / "ours/config.json").read_text())
-    del record["draftsmith"]
-    (tmp_path / "ours/config.json").write_text(json.dumps(record))
-    again = read_published(str(tmp_path / "ours"), target)
-    drafts_equal(again, found, target)
-    assert again.origin.differs == ()
+    assert comes_back(found, tmp_path, target).origin.differs == ()
 
 
 def set_inside(**changes: Any) -> Change:
@@ -179,12 +166,7 @@ BAD: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_dflash_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
-    config, weights = dict(ZLAB), {key: value.clone() for key, value in dflash().to_checkpoint().items()}
-    change, words = BAD[name]
-    change(config, weights)
-    path = write(tmp_path / "head", config, weights)
-    text = refused(read_published, path, target)
-    assert path in text and words in text
+    does_not_fit(ZLAB, dflash(), BAD[name], target, tmp_path)
 
 
 BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -204,9 +186,7 @@ BAD_DSPARK: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_DSPARK)
 def test_a_dspark_head_that_does_not_fit(name: str, target: FrozenTarget, tmp_path: Path) -> None:
     config, changes, words = BAD_DSPARK[name]
-    path = write(tmp_path / "head", config | changes, dspark().to_checkpoint())
-    text = refused(read_published, path, target)
-    assert path in text and words in text
+    does_not_fit(config, dspark(), (set_in(**changes), words), target, tmp_path)
 
 
 @pytest.mark.parametrize("form", ["z-lab", "DeepSpec"])

@@ -1,6 +1,5 @@
 """Construction of a head for a target: settings that the recipe leaves out follow the target."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.errors import UserError
 from heads.registry import build_head
 from heads.target.families import final_norm_scale, rope_theta
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget
 
 COUNTS = torch.arange(128)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    return load_target(str(tiny_target_dir))
 
 
 def make_model(family: str, **changes: Any) -> Any:

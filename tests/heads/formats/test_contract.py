@@ -22,12 +22,6 @@ from tests.native_mtp import V, make_multimodal, write_native
 Weights = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> FrozenTarget:
-    """A Llama of 8 layers and 128 tokens."""
-    return load_target(str(tiny_target_dir))
-
-
 def save(folder: Path, target: FrozenTarget, kind: str, **settings: Any) -> Path:
     head = build_head(kind, settings, target, torch.arange(target.vocab_size))
     save_head(head, folder, target=target_record(target))
