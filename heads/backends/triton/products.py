@@ -168,6 +168,6 @@ def rows_are_independent(multiply: Callable[[Tensor, Tensor], Tensor], weight: T
 def product_seconds(multiply: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor], rows: int) -> float:
     """Seconds of one product, with every weight in turn; of a draft, which has one of a shape, with copies."""
     enough = min(COLD // (weights[0].numel() * weights[0].element_size()), MOST_COPIES)
-    cos_sin_table = [*weights, *(weights[0].clone() for _ in range(enough - len(weights)))]
+    in_turn = [*weights, *(weights[0].clone() for _ in range(enough - len(weights)))]
     x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
-    return device_seconds(lambda: [multiply(x, weight) for weight in cos_sin_table], x.device) / len(cos_sin_table)
+    return device_seconds(lambda: [multiply(x, weight) for weight in in_turn], x.device) / len(in_turn)

@@ -34,7 +34,7 @@ def unmixed(x: int) -> int:
 def test_any_bits_that_can_be_drawn_give_the_true_noise() -> None:
     """Ids that draw the least and the greatest uniform, and those where a logarithm changes its exponent or its
     sign."""
-    cos_sin_table = [
+    borders = [
         0.5,
         1 - 0.5**0.5,
         1 - math.exp(-1),
@@ -42,7 +42,7 @@ def test_any_bits_that_can_be_drawn_give_the_true_noise() -> None:
         1 - math.exp(-(2**0.5)),
         1 - math.exp(-2),
     ]
-    near = [int(w * 2**52) + step for w in cos_sin_table for step in range(-40, 41)]
+    near = [int(w * 2**52) + step for w in borders for step in range(-40, 41)]
     drawn = [*range(20), *(2**52 - 1 - k for k in range(20)), *(1 << e for e in range(52)), *near]
     key = splitmix((splitmix(5) + 9 * GOLDEN) & MASK)
     ids = [(unmixed(k << 12) - key) * pow(GOLDEN, -1, 1 << 64) & MASK for k in drawn]
