@@ -53,7 +53,8 @@ def begin(head: Any, target: FrozenTarget, token_counts: Tensor) -> None:
             nn.init.normal_(module.weight, std=0.02)
     head.initialise(probe)
     if initial == COPYING:
-        begin_copying(*head.copying(probe), target.device)
+        attention, inputs = head.copying(probe)
+        begin_copying(attention, inputs, target.device)
 
 
 def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> TargetProbe:

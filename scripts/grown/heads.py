@@ -22,7 +22,7 @@ from heads.draft_model import Draft
 from heads.dspark import DSpark
 from heads.eagle3 import Eagle3
 from heads.errors import UserError
-from heads.layers import BlockConfig, DecoderLayer
+from heads.layers import BlockConfig, DecoderLayer, NormedAttention
 from heads.medusa import Medusa
 from heads.mtp import Mtp, MtpModule
 from heads.target.smaller_model import model_record
@@ -148,12 +148,13 @@ def grow_block(head: DraftBlockHead, growth: Growth, size: HeadSize) -> DraftBlo
         copy_norms(ours, theirs, growth, "input_layernorm", "post_attention_layernorm")
         copy_block(ours, theirs, block)
         # Norms over the wider mean; the queries' takes back the other scale of the scores, too.
-        attention = ours.self_attn
-        attention.k_norm.weight.copy_(place(theirs.self_attn.k_norm.weight * shrink, (new.head_dim,), block.head()))
-        attention.q_norm.weight.copy_(place(theirs.self_attn.q_norm.weight, (new.head_dim,), block.head()))
+        large, small = ours.self_attn, theirs.self_attn
+        assert isinstance(large, NormedAttention) and isinstance(small, NormedAttention)
+        large.k_norm.weight.copy_(place(small.k_norm.weight * shrink, (new.head_dim,), block.head()))
+        large.q_norm.weight.copy_(place(small.q_norm.weight, (new.head_dim,), block.head()))
     if isinstance(head, DSpark) and isinstance(grown, DSpark):
-        for large, small in zip(grown.markov_head.parameters(), head.markov_head.parameters(), strict=True):
-            large[: len(small)] = small
+        for wide, narrow in zip(grown.markov_head.parameters(), head.markov_head.parameters(), strict=True):
+            wide[: len(narrow)] = narrow
         if head.confidence_head is not None and grown.confidence_head is not None:
             proj, given = grown.confidence_head.proj, head.confidence_head.proj
             reads = torch.cat([width, new.hidden_size + torch.arange(config.markov_rank)])

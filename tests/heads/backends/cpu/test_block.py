@@ -42,6 +42,6 @@ def test_weights_that_change_are_read_by_the_next_state() -> None:
     head = make_head("dspark")
     before = rounds(head, "chain:5", CPU)
     with torch.no_grad():
-        head.layers[1].self_attn.k_proj.weight.mul_(-3)  # type: ignore[union-attr, operator]
+        head.layers[1].self_attn.k_proj.weight.mul_(-3)
     after = rounds(head, "chain:5", CPU)
     assert any(not torch.equal(a.scores, b.scores) for a, b in zip(before, after, strict=True))
