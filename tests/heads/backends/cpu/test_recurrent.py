@@ -76,7 +76,8 @@ def test_the_token_at_position_0_is_read_as_zeros_where_engines_do(layout: str, 
         state = head.new_state(shared, batch_size=1, capacity=40, shape=parse_shape("chain:2"), backend=backend)
         tokens = torch.tensor([[3, second, 5, 7, 11]])
         head.extend(state, Observation(tokens, hidden[..., :0], hidden, start, count, None))
-        return head.propose(state, greedy).scores
+        made: Tensor = head.propose(state, greedy).scores
+        return made
 
     for backend in (CPU, TORCH):
         assert torch.equal(scores(20, backend), scores(40, backend)) is same
