@@ -1,6 +1,6 @@
 """The decoder of a head that another project saved: its settings, and tables that are the target's own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,15 @@ def refuse_settings(source: Source, unread: Mapping[str, Any]) -> None:
     for name, is_set in unread.items():
         if is_set:
             raise UserError(f"{source.path}: config.json: {name}: heads with such a setting are not read here")
+
+
+def check_streams(source: Source, ids: Sequence[int], target: FrozenTarget) -> None:
+    """UserError for residual streams, by the layers that they enter, which the target does not have."""
+    if not all(0 <= k <= target.num_layers for k in ids):
+        raise UserError(
+            f"{source.path}: reads the streams that enter layers {list(ids)}, but {target.name} has "
+            f"{target.num_layers} layers; measure it on its own target"
+        )
 
 
 def is_same_table(found: Tensor, ours: Tensor) -> bool:

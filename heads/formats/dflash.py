@@ -36,7 +36,7 @@ from heads.formats.base import (
     tensors,
     vllm,
 )
-from heads.formats.decoder import decoder_settings, is_same_table, refuse_settings
+from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked, sort_vocab
 from heads.formats.source import Source
 from heads.target.aux_layers import spread_layer_ids
@@ -308,11 +308,7 @@ def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_l
     if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
         raise UserError(f"{source.path}: config.json: {name}: expected ascending numbers of layers, found {shown(ids)}")
     entered = tuple(k + offset for k in ids)
-    if not 0 <= entered[0] <= entered[-1] <= target.num_layers:
-        raise UserError(
-            f"{source.path}: reads the streams that enter layers {list(entered)}, but {target.name} has "
-            f"{target.num_layers} layers; measure it on its own target"
-        )
+    check_streams(source, entered, target)
     return entered
 
 

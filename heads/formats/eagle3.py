@@ -37,7 +37,7 @@ from heads.formats.base import (
     tensors,
     vllm,
 )
-from heads.formats.decoder import decoder_settings, is_same_table, refuse_settings
+from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.formats.source import Source
 from heads.target.aux_layers import low_middle_high
 from heads.target.frozen import FrozenTarget
@@ -260,7 +260,7 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
         "sliding_window": decoder.get("sliding_window")
         if decoder.get("layer_types") == SLIDING["layer_types"]
         else None,
-        "aux_layer_ids": captured(path, raw, nested, target, weights["fc.weight"].shape[-1]),
+        "aux_layer_ids": captured(source, nested, target, weights["fc.weight"].shape[-1]),
     }
     form = "raw EAGLE-3" if layer is None else "speculators' EAGLE-3"
     differs = misread(raw, nested, config)
@@ -290,23 +290,16 @@ def sort_vocab(path: str, weights: dict[str, Tensor], V: int, Vd: int) -> None:
         del weights["d2t"], weights["t2d"]
 
 
-def captured(
-    path: str, raw: Mapping[str, Any], nested: Mapping[str, Any], target: FrozenTarget, width: int
-) -> tuple[int, ...]:
+def captured(source: Source, nested: Mapping[str, Any], target: FrozenTarget, width: int) -> tuple[int, ...]:
     """The residual streams that the trainer meant: those that config.json names by the layers they enter, or nested by
     the layers they leave, or else the default ones."""
-    layers = target.num_layers
-    ids: Any = raw.get(IDS)
+    path, ids = source.path, source.config.get(IDS)
     if ids is None and nested.get(IDS) is not None:
         ids = [k + 1 if type(k) is int else k for k in nested[IDS]] if isinstance(nested[IDS], list) else nested[IDS]
-    ids = low_middle_high(layers) if ids is None else ids
+    ids = low_middle_high(target.num_layers) if ids is None else ids
     if not isinstance(ids, list | tuple) or not all(type(k) is int for k in ids) or len(set(ids)) != len(ids):
         raise UserError(f"{path}: config.json: {IDS}: expected numbers of layers, each once, found {shown(ids)}")
-    if not all(0 <= k <= layers for k in ids):
-        raise UserError(
-            f"{path}: reads the streams that enter layers {list(ids)}, but {target.name} has {layers} layers; measure "
-            "it on its own target"
-        )
+    check_streams(source, ids, target)
     if width != len(ids) * target.hidden_size:
         raise UserError(
             f"{path}: tensor fc.weight: expected {len(ids) * target.hidden_size} columns for the layers {list(ids)}, "
