@@ -218,7 +218,7 @@ def _load(folder: Path) -> Any:
         weights = load_file(file)
     except (SafetensorError, OSError, ValueError, LookupError) as error:  # LookupError: a type that torch has not
         raise UserError(f"{file}: truncated or damaged ({first_line(error)}); fetch or train it again") from error
-    head = make_head(record["kind"], record["config"], weights, file)
+    head = restore_head(record["kind"], record["config"], weights, file)
     if file_hash(file) != record.get("sha256"):
         raise UserError(
             f"{file}: changed since it was saved: not the file that {CONFIG} was written for; fetch it again"
@@ -226,9 +226,9 @@ def _load(folder: Path) -> Any:
     return head
 
 
-def make_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
-    """Make a head of a kind from its config and tensors, which came from the source. UserError where they do not make
-    one."""
+def restore_head(kind: str, config: dict[str, Any], weights: dict[str, Tensor], source: str | Path) -> Any:
+    """Return the head of a kind that a config and tensors describe. UserError, which names their source, if they
+    describe none."""
     try:
         with NoLargerThan(weights):
             head = HEADS[kind].head.from_checkpoint(config, weights)

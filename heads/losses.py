@@ -22,8 +22,8 @@ from heads.tree import MOST_NODES
 
 CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """The size of one float32 (C, V) tensor; a few of them live at a time."""
-LEAST_ROWS = 128
-"""Rows of a chunk whatever the vocabulary, twice as many in `draft_loss`: products of few rows take longer a row."""
+LEAST_ROWS = 256
+"""Rows of a chunk whatever the vocabulary: products of few rows take longer a row."""
 SPAN = 128
 """Neighbouring logits among which `likeliest` looks for the place of the maximum."""
 
@@ -193,7 +193,7 @@ def draft_loss(
     return total, sums, correct, overlap
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """(m, k) @ (k, n) -> (m, n).
 
     Float32 on a CPU goes through oneDNN, by the operator that torch's own compiler calls. `@` goes through MKL, which
@@ -231,13 +231,13 @@ class _DraftLoss(torch.autograd.Function):
         with torch.autocast(states.device.type, enabled=False):
             width = target_logits(hidden[:1]).shape[-1]
             draft_ids = _draft_ids(kept, width)
-            C = chunk or max(2 * LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
+            C = chunk or max(LEAST_ROWS, CHUNK_BYTES[states.device.type] // (4 * width))
             for start in range(0, R, C):
                 part = slice(start, start + C)
                 best, p, acceptable = _target(target_logits(hidden[part]).to(wide), kept, draft_ids)
                 for k in range(K):
                     state, live = states[k, part], valid[k, part]
-                    z = product(state, matrix.T).to(wide)  # (C, Vd)
+                    z = matmul(state, matrix.T).to(wide)  # (C, Vd)
                     if soft_cap is not None:
                         bend = torch.tanh(z / soft_cap)
                         z = bend * soft_cap
@@ -248,9 +248,9 @@ class _DraftLoss(torch.autograd.Function):
                     grad = grad.to(states.dtype)
                     counted = live & (best >= 0)
                     rows = (counted * scale[k]).to(states.dtype)[:, None]  # scales what is D wide, not Vd
-                    grad_states[k, part] = product(grad, matrix) * rows
+                    grad_states[k, part] = matmul(grad, matrix) * rows
                     if grad_weight is not None:
-                        grad_weight += product((state * rows).T, grad).T
+                        grad_weight += matmul((state * rows).T, grad).T
                     sums[k] += vecdot(value, counted.to(wide))
                     correct[k, part] = (q.best == best) & live
                     shared = q.probs.clamp_(max=acceptable).sum(-1)  # in place: nothing reads q behind it

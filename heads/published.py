@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from heads.base import Origin
-from heads.checkpoint import check_fits, file_hash, find_head, load_head, make_head
+from heads.checkpoint import check_fits, file_hash, find_head, load_head, restore_head
 from heads.errors import UserError, first_line
 from heads.formats.source import foreign_config, open_source
 from heads.registry import HEADS, kind_of
@@ -35,7 +35,7 @@ def read_published(path: str, target: FrozenTarget) -> Any:
         except Exception as error:  # values of types that no head's config.json has
             raise UserError(f"{path}: config.json describes no head ({first_line(error)})") from error
         if reading is not None:
-            head = make_head(kind, reading.config, reading.weights, path)
+            head = restore_head(kind, reading.config, reading.weights, path)
             break
     else:
         raise UserError(f"{path}: neither a head of draftsmith's nor a published one of a kind of {', '.join(HEADS)}")

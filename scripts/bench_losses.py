@@ -4,8 +4,8 @@ matrix products by oneDNN, and by `@`.
     python scripts/bench_losses.py --repeats 30
 
 At the quickstart's size. Each repeat runs both forms, one after the other. The least time of each counts, so that other
-work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on; the
-gradient's costs none.
+work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on. The gradient's costs
+none.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch import Tensor
     from torch.linalg import vecdot
 
-    from heads.losses import LOSSES, Distribution, Divergence, by_autograd, draft_loss, product
+    from heads.losses import LOSSES, Distribution, Divergence, by_autograd, draft_loss, matmul
 
     @by_autograd
     def plain_kl(logq: Tensor, p: Distribution) -> Tensor:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logits = rows @ matrix.T
     compare("gradient", options.repeats, written_out=partial(grad, LOSSES["kl"]), autograd=partial(grad, plain_kl))
     for name, pair in (("logits", (rows, matrix.T)), ("gradient of states", (logits, matrix))):
-        compare(name, options.repeats, onednn=partial(product, *pair), matmul=partial(torch.matmul, *pair))
+        compare(name, options.repeats, onednn=partial(matmul, *pair), torch=partial(torch.matmul, *pair))
     return 0
 
 

@@ -18,7 +18,7 @@ from torch.linalg import vecdot
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from heads.labels import LABELS
-from heads.losses import CHUNK_BYTES, LEAST_ROWS, LOSSES, Distribution, product
+from heads.losses import CHUNK_BYTES, LEAST_ROWS, LOSSES, Distribution, matmul
 
 PACE = 0.5
 """Share of 1 that D-PACE mixes into the probability of each label (arXiv 2605.18810, alpha)."""
@@ -118,10 +118,10 @@ class _BlockLoss(torch.autograd.Function):
             for start in range(0, M, C):
                 part = slice(start, start + C)
                 rows, labels, valid = states[part].flatten(0, 1), task.labels[part].flatten(), task.valid[part]
-                z = product(rows, matrix.T)
+                z = matmul(rows, matrix.T)
                 if bias_states is not None and bias is not None:
                     beside = bias_states[part].flatten(0, 1).to(rows.dtype)
-                    z = z + product(beside, bias.T)
+                    z = z + matmul(beside, bias.T)
                 q = Distribution(z.to(wide))  # (C * K, V)
                 of_label = q.probs.gather(1, labels[:, None])[:, 0]
                 if task.reads_target:
@@ -145,10 +145,10 @@ class _BlockLoss(torch.autograd.Function):
                     grad_confidence[part] = (task.confidence_weight * by_row * error).to(confidence.dtype)
                 own = by_row.flatten().to(rows.dtype)[:, None]  # scales what is D wide, not V
                 grad = grad.to(rows.dtype)
-                grad_states[part] = product(grad, matrix).mul_(own).view_as(states[part])
+                grad_states[part] = matmul(grad, matrix).mul_(own).view_as(states[part])
                 if bias is not None and grad_bias_states is not None and grad_bias is not None:
-                    grad_bias_states[part] = product(grad, bias).mul_(own).view_as(grad_bias_states[part])
-                    grad_bias += product((beside * own).T, grad).T
+                    grad_bias_states[part] = matmul(grad, bias).mul_(own).view_as(grad_bias_states[part])
+                    grad_bias += matmul((beside * own).T, grad).T
                 value = value.view_as(valid)
                 total += vecdot(value.flatten(), by_row.flatten().to(wide))
                 weight += by_row.sum()
