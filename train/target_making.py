@@ -28,6 +28,7 @@ from train.launch import make_accelerator, on_main
 from train.parallel import join_optimizer, split_optimizer
 from train.recipe import Train
 from train.target_recipe import TargetRecipe, TargetTraining, load_target_recipe
+from train.unlikelihood import continuations, unlikelihood
 
 CONTEXT = 512
 """Tokens of a held-out window."""
@@ -157,10 +158,13 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
         factor = min(1.0, (step + 1) / settings.warmup_steps, (total - step) / settings.decay_steps)
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
+        stage, stage_step = settings.stage_at(step)
         for number in range(passes):
-            rows = read_rows(text, recipe, step, number * world + rank, passes * world).to(accelerator.device)
+            part = number * world + rank
+            rows = read_rows(text, recipe, stage, stage_step, part, passes * world).to(accelerator.device)
+            own = continuations(model, rows[:, :SAMPLE_PROMPT]) if settings.stages[stage].unlearn_loops else ()
             with accelerator.accumulate(wrapped):
-                loss = wrapped(rows)
+                loss = wrapped(rows, *own)
                 accelerator.backward(loss)
             running += loss.detach() / passes
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
@@ -181,7 +185,7 @@ def train(recipe: TargetRecipe, folder: Path, accelerator: Accelerator, eos_toke
 
 
 class LanguageLoss(nn.Module):
-    """Mean cross-entropy of the next token, in float32."""
+    """Mean cross-entropy of the next token, in float32, and the unlikelihood of loops in continuations."""
 
     def __init__(self, model: LlamaForCausalLM, *, compiled: bool) -> None:
         super().__init__()
@@ -191,10 +195,18 @@ class LanguageLoss(nn.Module):
             for layer in model.model.layers:  # all are one graph, which is compiled once
                 layer.compile()
 
-    def forward(self, rows: Tensor) -> Tensor:
-        hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
-        loss: Tensor = self.cross_entropy(self.model.lm_head(hidden), rows[:, 1:])
+    def forward(self, rows: Tensor, own: Tensor | None = None, looping: Tensor | None = None) -> Tensor:
+        """The loss () of text (B, T + 1), plus that of the `looping` tokens of the model's `own` text (B, n)."""
+        loss: Tensor = self.cross_entropy(self.logits(rows), rows[:, 1:])
+        if own is not None and looping is not None:
+            loss = loss + unlikelihood(self.logits(own), own[:, 1:], looping[:, 1:])
         return loss
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """(B, T, V) of rows (B, T + 1)."""
+        hidden = self.model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -202,19 +214,15 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def read_rows(text: np.ndarray, recipe: TargetRecipe, step: int, part: int, parts: int) -> Tensor:
-    """(rows, T + 1) int64: a part of a step's rows, a function of (seed, step, part).
+def read_rows(text: np.ndarray, recipe: TargetRecipe, stage: int, step: int, part: int, parts: int) -> Tensor:
+    """(rows, T + 1) int64: a part of the rows of a step of a stage, a function of (seed, stage, step, part).
 
     Each stage goes through the windows of its context length in an order of its own.
     """
-    number = 0
-    while step >= recipe.train.stages[number].steps:
-        step -= recipe.train.stages[number].steps
-        number += 1
-    T = recipe.train.stages[number].context_length
+    T = recipe.train.stages[stage].context_length
     windows = (len(text) - 1) // T
     rows = recipe.train.tokens_per_pass // T
-    order = np.random.default_rng((recipe.seed, number)).permutation(windows)
+    order = np.random.default_rng((recipe.seed, stage)).permutation(windows)
     begin = (step * parts + part) * rows
     chosen = order[np.arange(begin, begin + rows) % windows]
     return torch.from_numpy(np.stack([text[i * T : i * T + T + 1] for i in chosen]).astype(np.int64))

@@ -39,6 +39,8 @@ class Stage(Settings):
     """Optimizer steps."""
     context_length: Count
     """Tokens of one row."""
+    unlearn_loops: bool = False
+    """Let the model continue the rows' beginnings, and train it not to repeat itself there."""
 
 
 class TargetTraining(Settings):
@@ -66,6 +68,14 @@ class TargetTraining(Settings):
     """Compile the layers with torch.compile, which needs a C++ compiler on a CPU."""
     checkpoint_every: Count
     """Steps between checkpoints."""
+
+    def stage_at(self, step: int) -> tuple[int, int]:
+        """The stage of a step, counted from 0 over all stages, and the step's number within it."""
+        stage = 0
+        while step >= self.stages[stage].steps:
+            step -= self.stages[stage].steps
+            stage += 1
+        return stage, step
 
 
 class TargetRecipe(Settings):
