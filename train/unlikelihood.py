@@ -6,6 +6,8 @@ flatters every draft head. The paper takes every n-gram seen before for a repeti
 good reasons, so here only what follows a second repetition in a row counts.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -22,7 +24,7 @@ LEAST_REPEATED = 12
 def continuations(model: LlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor]:
     """Prompts (B, P), each with its greedy continuation (B, P + TOKENS), and which tokens of that continue a loop."""
     with torch.compiler.set_stance("force_eager"):  # a step of one token has a shape of its own each time
-        made: Tensor = model.generate(  # type: ignore[assignment, operator]
+        made: Tensor = cast(Any, model).generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=False,
