@@ -54,7 +54,8 @@ def grow_models(models: Models, shape: ModelShape, device: torch.device, draft_v
     head = copy.deepcopy(models.head).to(torch.device("cpu"))
     growth = Growth(shape_of(models.target.config), shape, models.target.config.rms_norm_eps)
     grown = grow_llama(copy.deepcopy(models.target.model), shape)
-    surplus = min(draft_vocab, shape.vocab_size) - head.config.draft_vocab_size
+    spare = shape.vocab_size - models.target.vocab_size
+    surplus = min(spare, draft_vocab - head.config.draft_vocab_size)
     large = grow_head(head, growth, HeadSize(draft_vocab_size=head.config.draft_vocab_size + max(0, surplus)))
     untyped: Any = grown
     target = FrozenTarget(untyped.to(device), "grown quickstart")
