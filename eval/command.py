@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from eval.files import is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.base import HEAD_TREE, Drafter, shape_for
 from heads.errors import UserError, first_line
+from heads.files import is_full_disk
 from heads.tree import TreeShape
 
 AUTO = "auto"

@@ -1,10 +1,15 @@
-"""Folders that are complete or absent, even after a power cut."""
+"""Files and folders that are complete or absent, even after a power cut."""
 
+import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from heads.errors import UserError
 
 
 def sync(path: Path) -> None:
@@ -44,3 +49,81 @@ def whole_folder(final: Path, *, begun: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
+    write_bytes(path, text.encode(errors="backslashreplace"))  # the name of a file need not be Unicode
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, and create its folder. UserError if it cannot be written."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        raise UserError(f"{path}: could not be written ({error.strerror}); free space or name another place") from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Return True if there is such a file; False also for a name that cannot be a path, such as one too long."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def read_given(path: Path, what: str) -> str:
+    """Read the text of a file that a user named, described as `what`. UserError if it is not there or not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected UTF-8 text ({error.reason} at byte {error.start})") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; expected {what}") from None
+    except (OSError, ValueError) as error:  # a folder, no permission, a name too long, a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read ({reason}); expected {what}") from None
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Refuse a folder that cannot be created or written to, before hours are spent on its content."""
+    try:
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} {path}: no path that can be used ({error}); name another") from None
+    if not nearest.is_dir():
+        raise UserError(f"{name} {path}: expected a folder, {nearest} is a file; name another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{name} {path}: no permission to write there; name another")
+
+
+def check_file(path: Path, name: str) -> None:
+    """Refuse a file that cannot be written, before hours are spent on its content."""
+    if path.is_dir():
+        raise UserError(f"{name} {path}: expected a file, it is a folder; name a file in it")
+    check_folder(path.parent, name)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return True if an error means that no space is left: on the disk, of a quota, or of one file. safetensors raises
+    its own kind, with the number in the text."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from eval.command import Parser, exit_status
-from eval.files import write_text
+from heads.files import write_text
 from train.usage import PAGE
 
 

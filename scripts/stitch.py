@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import Parser, exit_status
-from eval.files import check_folder
+from heads.files import check_folder
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

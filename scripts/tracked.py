@@ -19,8 +19,8 @@ import yaml
 from eval.benchmark.results import read_results
 from eval.benchmark.sweep_file import read_sweep
 from eval.command import Parser, count, exit_status
-from eval.files import read_given
 from heads.errors import UserError, first_line
+from heads.files import read_given
 
 
 def run_tracked(words: list[str]) -> int:

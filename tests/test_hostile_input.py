@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from eval.benchmark.prompts import held_out_prompts, suite_records
 from eval.benchmark.records import apply_template, read_records
 from eval.command import exit_status
-from eval.files import check_file, is_full_disk
 from eval.runtime.sampling import Sampling
 from heads.checkpoint import find_head
 from heads.errors import UserError
+from heads.files import check_file, is_full_disk
 from heads.untrained.lookup import LookupConfig
 from tests.faults import small_files
 from train.recipe import load_recipe

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from eval.files import read_given
 from eval.runtime.sampling import Sampling
 from heads.errors import UserError, shown
+from heads.files import read_given
 
 Key = tuple[str | int, ...]
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eval.benchmark.metrics import is_loop
-from eval.files import check_folder, write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.errors import UserError
-from heads.files import whole_folder
+from heads.files import check_folder, whole_folder, write_text
 from heads.target.frozen import load_target
 from train.checkpointing import list_checkpoints
 from train.data.target_text import CHAT_TEMPLATE, END, prepare_text, special_tokens

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from eval.benchmark.results import Results, figures_of
-from eval.files import write_text
 from eval.reporting.format import count, is_disturbed
 from heads.errors import UserError, first_line
+from heads.files import write_text
 from train.recipe import Tracking
 from train.run_folder import RunFolder
 

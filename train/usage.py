@@ -4,7 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from eval.files import read_given
+from heads.files import read_given
 
 PAGE = Path(__file__).resolve().parents[1] / "recipes/README.md"
 RECIPE_PART, TARGET_PART = "keys of a training recipe", "keys of a target recipe"

@@ -31,8 +31,8 @@ from eval.benchmark.records import (
     read_turns,
 )
 from eval.command import print_line
-from eval.files import is_file
 from heads.errors import UserError, shown
+from heads.files import is_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.files import is_file, read_given
 from heads.errors import UserError, first_line, shown
+from heads.files import is_file, read_given
 from heads.target.hub import is_here
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from eval.benchmark.prompts import split_prompts, suite_name
-from eval.files import write_text
 from heads.errors import UserError, first_line
+from heads.files import write_text
 from heads.tree import MOST_NODES
 
 SCHEMA_VERSION = 1

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from eval.files import read_given
 from heads.errors import UserError, first_line
+from heads.files import read_given
 
 KEYS = ("name", "description", "project", "entity", "program", "method", "metric", "parameters", "command", "run_cap")
 METRICS = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second", "ms_per_round", "loop_share")

@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from eval.benchmark.results import write_results
-from eval.files import check_file
 from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
 from heads.errors import UserError
+from heads.files import check_file
 
 NUM_AUX_LAYERS = 3
 STRETCH = 32

@@ -16,11 +16,11 @@ from eval.benchmark.metrics import loop_share, tau
 from eval.benchmark.prompts import Prompt
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
-from eval.files import check_file
 from eval.reporting.format import divergence_text, number, percent, sampling_text
 from eval.reporting.report import figure_table
 from eval.runtime.engine import Engine, EngineOptions
 from eval.runtime.sampling import Sampling
+from heads.files import check_file
 from heads.tree import ROOT_ONLY, TreeShape
 
 Row = dict[str, Any]

@@ -20,7 +20,6 @@ from eval.benchmark.results import BENCH, SCHEMA_VERSION, Results, own_folder, p
 from eval.benchmark.roofline import copy_bandwidth, lines, roofline
 from eval.benchmark.settings import BenchSettings, to_settings
 from eval.command import draft_shapes, print_line
-from eval.files import check_folder
 from eval.reporting.card import check_card
 from eval.reporting.format import is_exact, short_name
 from eval.reporting.report import print_report, write_report
@@ -28,6 +27,7 @@ from eval.runtime.engine import Engine, EngineOptions
 from heads.base import HEAD_TREE, Drafter
 from heads.checkpoint import find_head
 from heads.errors import UserError
+from heads.files import check_folder
 from heads.published import is_published
 from heads.registry import untrained_kind
 from heads.target.frozen import FrozenTarget

@@ -11,9 +11,9 @@ import torch
 from eval.benchmark.loading import chosen_prompts, facts_of, open_target
 from eval.benchmark.metrics import ratio_interval, speedup
 from eval.benchmark.results import write_results
-from eval.files import check_file
 from eval.reporting.format import with_interval
 from eval.runtime.engine import Engine, EngineOptions, Request
+from heads.files import check_file
 from heads.target.frozen import FrozenTarget
 
 WARM_UP_TOKENS = 16

@@ -15,13 +15,13 @@ from eval.benchmark.measure import check_decoded, trace
 from eval.benchmark.metrics import Trace, acceptance_by_depth, rate_ratio, rate_ratio_interval, ratio_interval, tau
 from eval.benchmark.results import write_results
 from eval.command import draft_shapes
-from eval.files import check_file
 from eval.reporting.format import number, with_interval
 from eval.reporting.report import figure_table
 from eval.runtime.acceptance import Rejection, block, expected_tokens, ratio
 from eval.runtime.engine import Engine, EngineOptions, Request
 from eval.runtime.sampling import RULES, Sampling, check_rule
 from heads.errors import UserError
+from heads.files import check_file
 from heads.tree import Acceptance, Proposal, TreeShape, is_chain
 
 Record = dict[str, Any]

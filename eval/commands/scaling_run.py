@@ -24,12 +24,12 @@ from eval.benchmark.python_source import read_split
 from eval.benchmark.results import SCHEMA_VERSION, Results, own_folder, plain_name, write_results
 from eval.benchmark.settings import ScalingSettings
 from eval.command import draft_shapes
-from eval.files import check_folder
 from eval.reporting.drawing import COLOURS, save, style, title
 from eval.reporting.format import device_text, heading, is_exact, number, sampling_text, short_name, speedup_text
 from eval.reporting.report import figure_table, print_audit
 from heads.base import Drafter
 from heads.errors import UserError, first_line
+from heads.files import check_folder
 from heads.target.frozen import FrozenTarget
 
 

@@ -21,10 +21,10 @@ from eval.benchmark.prompts import split_prompts
 from eval.benchmark.results import Results, figures_of, read_results
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import COMMAND, METRICS, Setting, Sweep, folder_name, ranked, read_sweep
-from eval.files import check_folder, is_file, write_json, write_text
 from eval.reporting.format import MISSING, NOT_RELIABLE, busy_warning, exact_cell, is_exact, number
 from heads.checkpoint import find_head, read_config, weights_hash
 from heads.errors import UserError
+from heads.files import check_folder, is_file, write_json, write_text
 from heads.published import is_published
 from heads.registry import untrained_kind
 

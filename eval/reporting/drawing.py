@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eval.files import write_bytes
+from heads.files import write_bytes
 
 COLOURS = {
     "card": "#ffffff",

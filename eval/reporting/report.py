@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from eval.benchmark.results import Results, folders_of, newest_results, read_results
-from eval.files import write_text
 from eval.reporting import format
 from eval.reporting.card import CARD, check_card, model_card
 from eval.reporting.format import NOT_RELIABLE, TURNS
 from heads.errors import UserError
+from heads.files import write_text
 
 SHOWN_DIVERGENCES = 5
 WIDE = 160

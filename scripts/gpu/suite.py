@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from eval.benchmark.environment import device_facts, versions
-from eval.files import write_json
 from heads.errors import UserError
+from heads.files import write_json
 from scripts.gpu.parts import GROUPS, ROOT, Bench, Part
 from scripts.grown.shapes import SHAPES
 

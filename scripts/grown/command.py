@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from eval.benchmark.loading import load_pair
-from eval.files import check_folder
 from heads.checkpoint import check_fits, find_head, load_head, read_config, save_head, target_record
 from heads.errors import UserError
-from heads.files import whole_folder
+from heads.files import check_folder, whole_folder
 from heads.target.frozen import FrozenTarget
 from scripts.grown.heads import HeadSize, grow_head
 from scripts.grown.shapes import SHAPES, ModelShape

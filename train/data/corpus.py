@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eval.files import write_json
 from heads.checkpoint import file_hash
 from heads.errors import UserError
-from heads.files import whole_folder
+from heads.files import whole_folder, write_json
 
 FORMAT = 1
 """Part of every folder's name, raised by a change of what is written for the same source."""

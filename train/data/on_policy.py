@@ -12,10 +12,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from eval.files import write_text
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.base import DraftHead
 from heads.errors import UserError
+from heads.files import write_text
 from heads.target.frozen import FrozenTarget
 from train.data.answers import Answers, answer_documents
 from train.data.corpus import corpus_of

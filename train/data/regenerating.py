@@ -3,8 +3,8 @@
 import json
 from collections.abc import Sequence
 
-from eval.files import write_text
 from heads.errors import UserError
+from heads.files import write_text
 from train.data.loading import check_data, read_answering
 from train.launch import load_recipe_target, on_main
 from train.opening import open_reader, open_run

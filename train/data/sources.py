@@ -21,8 +21,8 @@ from eval.benchmark.records import (
     read_text,
     read_tools,
 )
-from eval.files import is_file, read_given
 from heads.errors import UserError
+from heads.files import is_file, read_given
 from train.data.chats import (
     Conversation,
     encode_conversations,

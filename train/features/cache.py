@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from eval.files import write_json
 from heads.errors import UserError, first_line
+from heads.files import write_json
 from heads.target.frozen import Features, FrozenTarget
 from train.data.packing import Mixture
 from train.features.base import FeatureSource

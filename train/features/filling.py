@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from safetensors.torch import save
 from torch import Tensor
 
-from eval.files import check_folder, write_bytes, write_json
 from heads.errors import UserError
+from heads.files import check_folder, write_bytes, write_json
 from heads.initial.weights import probe_tokens
 from train.data.loading import load_data
 from train.data.packing import Mixture, Rows, text_rows
