@@ -67,7 +67,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 Divergence = Callable[[Distribution, Distribution], tuple[Tensor, Tensor]]
 """(draft's q, target's p) -> the divergence of each row (C,) and its gradient in the draft's logits (C, Vd), a tensor
-of its own. scripts/bench_losses.py times the one of `kl` against the one that autograd finds."""
+of its own. scripts/bench_losses.py times those of `kl` and `total_variation` against the ones that autograd finds."""
 
 
 def by_autograd(value: Callable[[Tensor, Distribution], Tensor]) -> Divergence:
@@ -101,10 +101,12 @@ def reverse_kl(logq: Tensor, p: Distribution) -> Tensor:
     return value
 
 
-@by_autograd
-def total_variation(logq: Tensor, p: Distribution) -> Tensor:
+def total_variation(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:
     """1 - sum min(p, q), the rate of rejection in rejection sampling (Leviathan et al., arXiv 2211.17192, cor. 3.6)."""
-    return (logq.exp() - p.probs).relu().sum(-1)  # the same sum, with the cheapest gradient
+    excess = (q.probs - p.probs).relu_()
+    distance = excess.sum(-1)
+    above = excess.sign_()
+    return distance, above.sub_(vecdot(q.probs, above)[:, None]).mul_(q.probs)
 
 
 def negative_log_acceptance(q: Distribution, p: Distribution) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""Time of a training step's loss: the gradient of `kl` as it is written out in `heads.losses`, and by autograd; its
-matrix products by oneDNN, and by `@`.
+"""Time of a training step's loss: the gradients of `kl` and `total_variation` as they are written out in
+`heads.losses`, and by autograd; its matrix products by oneDNN, and by `@`.
 
     python scripts/bench_losses.py --repeats 30
 
 At the quickstart's size. Each repeat runs both forms, one after the other. The least time of each counts, so that other
-work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on. The gradient's costs
+work on the machine matters less. A form that costs code is worth having from a ratio of 1.3 on. The gradients cost
 none.
 """
 
@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         value: Tensor = p.negative_entropy - vecdot(p.probs, logq)
         return value
 
+    @by_autograd
+    def plain_total_variation(logq: Tensor, p: Distribution) -> Tensor:
+        return (logq.exp() - p.probs).relu().sum(-1)
+
     K, R, D, V, Vd = 4, 508, 192, 4096, 2048
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(V, D, generator=generator) / math.sqrt(D)
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{torch.get_num_threads()} threads, K = {K}, R = {R}, D = {D}, V = {V}, Vd = {Vd}")
     rows, matrix = states.detach().flatten(0, 1), weight.detach()
     logits = rows @ matrix.T
-    compare("gradient", options.repeats, written_out=partial(grad, LOSSES["kl"]), autograd=partial(grad, plain_kl))
+    for name, plain in (("kl", plain_kl), ("total_variation", plain_total_variation)):
+        compare(f"loss {name}", options.repeats, written_out=partial(grad, LOSSES[name]), autograd=partial(grad, plain))
     for name, pair in (("logits", (rows, matrix.T)), ("gradient of states", (logits, matrix))):
         compare(name, options.repeats, onednn=partial(matmul, *pair), torch=partial(torch.matmul, *pair))
     return 0
