@@ -5,21 +5,22 @@ The recipe says `features: {kind: cache, folder: FOLDER}`. Training by the same 
 the target's decoder layers no more. An interrupted filling goes on where it stopped.
 """
 
-import sys
+from collections.abc import Sequence
 
-from eval.command import asks_usage, exit_status
+from eval.command import asks_usage
+from train.entry import run_script
 from train.usage import recipe_keys
 
 USAGE = "usage: python scripts/cache_features.py RECIPE.yaml [key.sub=value ...]"
 
 
-def main() -> int:
-    if asks_usage(USAGE, sys.argv[1:], keys=recipe_keys):
+def main(arguments: Sequence[str]) -> int:
+    if asks_usage(USAGE, arguments, keys=recipe_keys):
         return 0
     from train.features.filling import fill
 
-    return fill(sys.argv[1:])
+    return fill(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_script(main)

@@ -7,11 +7,10 @@ embeddings and norms by AdamW. The run folder gets `model/` (bfloat16, with toke
 and `checkpoints/`; a run that was stopped goes on from the newest.
 """
 
-import sys
 from collections.abc import Sequence
 
-from eval.command import asks_usage, exit_status
-from train.entry import LAUNCH, end
+from eval.command import asks_usage
+from train.entry import LAUNCH, run_script
 from train.usage import target_recipe_keys
 
 USAGE = f"usage: {LAUNCH} scripts/make_target.py RECIPE.yaml [key.sub=value ...]"
@@ -26,4 +25,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    end(exit_status(lambda: main(sys.argv[1:])))
+    run_script(main)

@@ -4,21 +4,22 @@ Writes OUTPUT_DIR/answers.jsonl, a record an answer: `text` (prompt and answer),
 answers are also kept beside the tokenised data, so no run asks the same target for them again.
 """
 
-import sys
+from collections.abc import Sequence
 
-from eval.command import asks_usage, exit_status
+from eval.command import asks_usage
+from train.entry import run_script
 from train.usage import recipe_keys
 
 USAGE = "usage: python scripts/regenerate.py RECIPE.yaml [key.sub=value ...]"
 
 
-def main() -> int:
-    if asks_usage(USAGE, sys.argv[1:], keys=recipe_keys):
+def main(arguments: Sequence[str]) -> int:
+    if asks_usage(USAGE, arguments, keys=recipe_keys):
         return 0
     from train.data.regenerating import regenerate
 
-    return regenerate(sys.argv[1:])
+    return regenerate(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    run_script(main)

@@ -1,8 +1,9 @@
-"""The shared part of the entries train/*.py: arguments and the end of the process."""
+"""The shared part of the entries train/*.py, and of scripts that `accelerate launch` may start: arguments, and the end
+of the process."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eval.command import asks_usage, exit_status, print_line
 from train.usage import recipe_keys
@@ -29,7 +30,12 @@ KINDS = {
 
 def run_entry(name: str) -> None:
     """Train by the recipe on the command line, measure the head, end the process: 0, 2 user, 130 interrupt, 1 ours."""
-    end(attempt(name, sys.argv[1:]))
+    _end(attempt(name, sys.argv[1:]))
+
+
+def run_script(main: Callable[[Sequence[str]], int]) -> None:
+    """Run a script by the command line, and end the process as a training run ends."""
+    _end(exit_status(lambda: main(sys.argv[1:]), say_why))
 
 
 def attempt(name: str, arguments: Sequence[str]) -> int:
@@ -59,7 +65,7 @@ def say_why(text: str) -> None:
     tell_first(text)
 
 
-def end(status: int) -> None:
+def _end(status: int) -> None:
     """End the process, by `train.launch.leave` where it got as far as needing that."""
     if "accelerate" in sys.modules:
         from train.launch import leave
