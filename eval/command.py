@@ -7,6 +7,7 @@ among them, imports none of them (tests/test_start.py); its run function imports
 
 import argparse
 import io
+import json
 import os
 import select
 import signal
@@ -117,6 +118,21 @@ def draft_shapes(texts: Sequence[str], head: Drafter | None = None) -> list[Tree
     return shapes
 
 
+def template_arguments(text: str) -> dict[str, bool | int | float | str]:
+    """Parse NAME=VALUE, commas between. Values are JSON's true, false and numbers; everything else is text."""
+    arguments = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not (equals and name.isidentifier()):
+            raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {part!r}")
+        try:
+            read = json.loads(value, parse_constant=str)  # NaN is text, too
+        except (ValueError, RecursionError):
+            read = value
+        arguments[name] = read if isinstance(read, bool | int | float) else value
+    return arguments
+
+
 @contextmanager
 def _shown() -> Iterator[None]:
     """Turn a UserError into the error that argparse shows in full; of another ValueError it hides the text."""
@@ -136,6 +152,13 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
     parser.add_argument(
         "--quantize", choices=["none", "int8"], help="the target's layers; by default as the head was trained"
+    )
+    parser.add_argument(
+        "--template",
+        type=template_arguments,
+        metavar="NAME=VALUE",
+        help="arguments of the target's chat template, commas between, such as enable_thinking=false; by default those "
+        "that the head was trained with, '' for none",
     )
 
 

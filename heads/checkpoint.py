@@ -49,8 +49,9 @@ TARGET_TYPES: dict[str, tuple[type, ...]] = {
     "num_layers": (int,),
     "quantize": (str, type(None)),
     "adapter": (dict, type(None)),
+    "template": (dict, type(None)),
 }
-"""Fields of the target in a head's record; the last two may be absent."""
+"""Fields of the target in a head's record; the last three may be absent."""
 
 Found = TypeVar("Found")
 
@@ -69,6 +70,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "num_layers": target.num_layers,
         "adapter": target.adapter,
+        "template": dict(target.template),
         "bos_token_id": getattr(config, "bos_token_id", None),
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
@@ -319,7 +321,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for section in ("config", "target", "provenance"):
         if not isinstance(record.get(section), dict):
             raise UserError(f"{file}: draftsmith.{section} is no JSON object; fetch or train it again")
-    if absent := TARGET_TYPES.keys() - {"quantize", "adapter"} - record["target"].keys():
+    if absent := TARGET_TYPES.keys() - {"quantize", "adapter", "template"} - record["target"].keys():
         raise UserError(f"{file}: draftsmith.target lacks {min(absent)}; fetch or train it again")
     for name, types in TARGET_TYPES.items():
         value = record["target"].get(name)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.environment import contention, setup_line
+from eval.benchmark.templates import with_arguments
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
@@ -27,7 +28,6 @@ from train.checkpointing import (
 )
 from train.data.loading import load_data
 from train.data.on_policy import Samples
-from train.data.templates import with_arguments
 from train.features.base import FeatureSource
 from train.features.opening import open_source
 from train.head_settings import make_head, resolved_head
@@ -67,7 +67,8 @@ def fit(recipe: Recipe, run: Run) -> Outcome:
     # Target. It decides the settings that the recipe leaves out of `head`.
     features, tokenizer = open_source(recipe.features, recipe, accelerator, tracker.say)
     target = features.target
-    asking = with_arguments(tokenizer, recipe.data.template)
+    target.template = recipe.data.template
+    asking = with_arguments(tokenizer, target.template)
     tracker.say(setup_line(target, {"no": "fp32"}.get(accelerator.mixed_precision, "bf16")))
     if accelerator.num_processes == 1:  # one process of a launch would see the others
         print_line(contention(accelerator.device))

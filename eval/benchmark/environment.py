@@ -47,6 +47,7 @@ def target_facts(target: FrozenTarget) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "grown_from": getattr(target.config, "grown_from", None),
         "adapter": target.adapter,
+        "template": dict(target.template),
     }
 
 

@@ -1,7 +1,8 @@
 """Opening a head, its target and prompts, as a command line names them."""
 
 import argparse
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from eval.benchmark.environment import environment, setup_line, target_facts
 from eval.benchmark.prompts import Prompt, follow_up, load_prompts, prompts_hash, split_prompts
 from eval.benchmark.results import Results
 from eval.benchmark.settings import BenchSettings
+from eval.benchmark.templates import arguments_read, with_arguments
 from eval.command import AUTO, print_line
 from eval.runtime.engine import Engine, EngineOptions, Request
 from heads.backends.selection import is_narrow
@@ -53,7 +55,7 @@ def open_target_of(head: str, options: argparse.Namespace) -> tuple[FrozenTarget
     path = options.target or record["name"]
     if not isinstance(path, str):
         raise UserError(f"{folder}: does not say which target it was trained for; give --target")
-    target, tokenizer = open_target(path, options, quantize=record.get("quantize"))
+    target, tokenizer = open_target(path, options, quantize=record.get("quantize"), template=record.get("template"))
     adapt_target(head, target)
     return target, tokenizer
 
@@ -65,14 +67,23 @@ def fitting_head(head: str, target: FrozenTarget) -> Drafter:
     drafter = cast(Drafter, open_any(head, target).to(device=target.device, dtype=target.dtype).eval())
     for line in drafter.origin.differs if drafter.origin else ():
         print_line(f"{head}: {line}")
+    if not is_published(head):
+        trained = read_config(find_head(head))["target"].get("template") or {}
+        if trained != target.template:
+            print_line(f"{head}: was trained with template arguments {trained}, and is given {dict(target.template)}")
     return drafter
 
 
 def open_target(
-    path: str, options: argparse.Namespace, *, quantize: str | None = None
+    path: str,
+    options: argparse.Namespace,
+    *,
+    quantize: str | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> tuple[FrozenTarget, PreTrainedTokenizerBase]:
-    """Load a target as the command line says; `quantize`: how, where it does not. UserError where this machine has no
-    such device."""
+    """Load a target as the command line says; `quantize`, and the arguments of its chat template: those to take where
+    it does not. UserError where this machine has no such device, and for an argument that the template does not
+    read."""
     try:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.ones(1, device=device).item()
@@ -89,7 +100,15 @@ def open_target(
     )
     target.backend = None if options.backend == AUTO else options.backend
     print_line(setup_line(target))
-    return target, tokenizer
+    target.template = (template or {}) if options.template is None else options.template
+    if options.template:
+        known = arguments_read(tokenizer.chat_template or "", tokenizer)
+        for name in options.template:
+            if known is not None and name not in known:
+                raise UserError(
+                    f"--template: the target's chat template reads no {name}, but {', '.join(known) or 'no argument'}"
+                )
+    return target, with_arguments(tokenizer, target.template)
 
 
 def load_pair(

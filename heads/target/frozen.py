@@ -6,7 +6,7 @@ layer's output before the final norm). Hooks read the auxiliary layers only. The
 may see, and sliding windows follow from positions, so that draft trees need no code of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,6 +164,8 @@ class FrozenTarget(LanguageModel):
         self.adapter: dict[str, Any] | None = None
         """Record of the adapter merged into the weights, if there is one. The fingerprint is of the weights without
         it."""
+        self.template: Mapping[str, Any] = {}
+        """Arguments that its chat template is given, such as `enable_thinking`."""
         if quantize:
             quantize_layers(self.layers, quantize, name)
 

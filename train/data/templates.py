@@ -4,7 +4,6 @@ Templates differ in how they want the arguments of a tool call: as a mapping, or
 the template renders the calls of a conversation is taken.
 """
 
-import copy
 import hashlib
 import json
 import re
@@ -14,19 +13,14 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
 
 from eval.benchmark.records import Message, RecordError, apply_template
+from eval.benchmark.templates import arguments_read
 from heads.errors import UserError, shown
 from train.strict_yaml import suggest
 
-GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""The tags around what the model writes, which some templates have and Jinja does not know. They often take in the
-opening of an answer too, which the prompt holds already, so no label is found by them."""
 DATE_CODE = re.compile(r"%-?[A-Za-z]")
-GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
-"""Names that a template reads and that are no arguments of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -78,25 +72,13 @@ class ChatTemplate:
                 f"{name}: the target's tokenizer has no chat template, which chat data needs; "
                 "give the source a chat_template file, or use kind text"
             )
-        known = self.read_arguments()
+        known = arguments_read(self.text or self.tokenizer.chat_template, self.tokenizer)
         for argument in self.arguments:
             if known is not None and argument not in known:
                 raise UserError(
                     f"data.template.{argument}: the chat template reads no such argument"
                     f"{suggest(argument, known) if known else ', and no other'}"
                 )
-
-    def read_arguments(self) -> list[str] | None:
-        """The names that the template reads and does not set; None for one that cannot be analysed."""
-        own = self.text or self.tokenizer.chat_template
-        texts = own.values() if isinstance(own, dict) else [own]
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            trees = [environment.parse(GENERATION.sub("", text)) for text in texts]
-        except TemplateSyntaxError:
-            return None
-        known = frozenset().union(*(meta.find_undeclared_variables(tree) for tree in trees))
-        return sorted(known - GIVEN - self.tokenizer.special_tokens_map.keys())
 
     def prepared(self, messages: Sequence[Message], *, place: str, tools: Any = None) -> Sequence[Message]:
         """The conversation, with its calls of tools in a form that the template renders. RecordError where there is
@@ -121,22 +103,6 @@ class ChatTemplate:
             except RecordError as error:
                 fault = error
         raise fault
-
-
-def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer with those of the arguments that its own chat template reads set in the template, so that prompts
-    are rendered as the training data are."""
-    template = tokenizer.chat_template
-    known = None if template is None else ChatTemplate(tokenizer).read_arguments()
-    read = {name: value for name, value in arguments.items() if name in (known or ())}
-    if not read:
-        return tokenizer
-    given = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in read.items())
-    twin = copy.copy(tokenizer)
-    twin.chat_template = (
-        {name: given + text for name, text in template.items()} if isinstance(template, dict) else given + template
-    )
-    return twin
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eval.benchmark.prompts import render
 from eval.benchmark.records import RecordError, read_messages, read_tools
+from eval.benchmark.templates import with_arguments
 from heads.errors import UserError
 from tests.chats import bracketed, encode_chat
 from train.data.chats import encode_conversations, encode_prompt, encode_text, encode_turn_by_turn, read_conversation
-from train.data.templates import ChatTemplate, with_arguments
+from train.data.templates import ChatTemplate
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"

@@ -1,0 +1,45 @@
+"""Arguments of a tokenizer's own chat template, such as `enable_thinking`."""
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""The tags around what the model writes, which some templates have and Jinja does not know. They often take in the
+opening of an answer too, which the prompt holds already, so no label is found by them."""
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"})
+"""Names that a template reads and that are no arguments."""
+
+
+def arguments_read(template: str | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
+    """The names that a template, or one of several by name, reads and does not set; None for one that cannot be
+    analysed."""
+    texts: Iterable[str] = [template] if isinstance(template, str) else template.values()
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        trees = [environment.parse(GENERATION.sub("", text)) for text in texts]
+    except TemplateSyntaxError:
+        return None
+    known = frozenset[str]().union(*(meta.find_undeclared_variables(tree) for tree in trees))
+    return sorted(known - GIVEN - tokenizer.special_tokens_map.keys())
+
+
+def with_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer with those of the arguments that its chat template reads set in the template, so that prompts are
+    rendered as the training data are."""
+    template = tokenizer.chat_template
+    known = None if template is None else arguments_read(template, tokenizer)
+    read = {name: value for name, value in arguments.items() if name in (known or ())}
+    if not read:
+        return tokenizer
+    given = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in read.items())
+    twin = copy.copy(tokenizer)
+    twin.chat_template = (
+        {name: given + text for name, text in template.items()} if isinstance(template, dict) else given + template
+    )
+    return twin

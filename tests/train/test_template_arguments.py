@@ -1,0 +1,64 @@
+"""The arguments of a chat template: a head is measured on prompts that are rendered as its training data were."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from eval import bench, chat
+from eval.command import exit_status, template_arguments
+from heads.target.frozen import load_tokenizer
+from tests.conftest import CHAT_TEMPLATE
+from tests.runs import Settings, WriteRecipe, measured_run, the_error
+
+CALM = "{% if calm %}so {% endif %}"
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    """The tiny target, whose template begins a calm conversation with a word."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = CALM + CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
+    target: Path, settings: Settings, write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "ten so the sea is near"}]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text((json.dumps({"messages": talk}) + "\n") * 8)
+    settings["target"]["path"] = str(target)
+    settings["data"] |= {"sources": [{"kind": "chat", "path": str(chats)}], "template": {"calm": True}}
+    settings["train"]["max_steps"] = 2
+    run, own = measured_run("medusa", settings, write_recipe)
+    assert own["target"]["template"] == {"calm": True}
+
+    def measured(*options: str) -> tuple[str, object]:
+        out = tmp_path / f"out{len(options)}"
+        words = [str(run), "--prompts", settings["eval"]["prompts"], "--max-new-tokens", "8", "--tree", "chain:2"]
+        assert exit_status(lambda: bench.main([*words, "--repeats", "1", "--out", str(out), *options])) == 0
+        results = json.loads((out / "results.json").read_text())
+        return results["settings"]["prompts_hash"], results["target"]["template"]
+
+    assert measured() == (own["settings"]["prompts_hash"], {"calm": True})
+    assert measured("--template", "calm=true") == measured()
+    assert "trained with" not in capsys.readouterr().err
+    without, arguments = measured("--template", "", "--seed", "1")
+    assert f"{run}: was trained with template arguments {{'calm': True}}, and is given {{}}" in capsys.readouterr().err
+    assert without != own["settings"]["prompts_hash"] and arguments == {}
+    capsys.readouterr()
+    assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "clam=true"])) == 2
+    assert the_error(capsys) == "error: --template: the target's chat template reads no clam, but calm"
+    assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "calm"])) == 2
+    assert "--template: expected NAME=VALUE" in the_error(capsys)
+
+
+def test_arguments_as_they_are_typed() -> None:
+    read = template_arguments("thinking=false,effort=low,budget=12,share=0.5,none=null,nan=NaN,text=a=b")
+    expected = {"thinking": False, "effort": "low", "budget": 12, "share": 0.5, "none": "null", "nan": "NaN"}
+    assert read == {**expected, "text": "a=b"} and template_arguments("") == {}
