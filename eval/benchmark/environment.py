@@ -66,14 +66,15 @@ def head_facts(head: Drafter, path: str) -> dict[str, Any]:
 
 
 def environment(target: FrozenTarget) -> dict[str, Any]:
-    """Return the time and the machine of the measurement."""
-    return {
-        "measured_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "device": device_facts(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "decoder": decoder_facts(target),
-        "versions": versions(),
-    }
+    """Return the time and the machine of a measurement of the target."""
+    dtype, decoder = str(target.dtype).removeprefix("torch."), decoder_facts(target)
+    return {**machine(target.device), "dtype": dtype, "decoder": decoder}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return the time, the device and the versions of a measurement."""
+    measured_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return {"measured_at": measured_at, "device": device_facts(device), "versions": versions()}
 
 
 def num_parameters(module: nn.Module) -> int:

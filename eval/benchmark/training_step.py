@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from eval.benchmark.environment import machine
 from eval.benchmark.results import write_results
 from heads.base import Batch, SharedLayers
 from heads.eagle3 import Eagle3, Eagle3Config
@@ -61,8 +62,9 @@ def compare(options: argparse.Namespace, variants: Sequence[str], labels: Sequen
         f"backward pass, {recomputed / 2**30:.1f} recomputed"
     )
     if options.out:
-        saved = {"kept": kept, "recomputed": recomputed}
-        write_results({"settings": vars(options), "variants": records, "saved_bytes": saved}, options.out)
+        settings = {name: value for name, value in vars(options).items() if name not in ("out", "variant", "labels")}
+        facts = {"settings": settings, "variants": records, "saved_bytes": {"kept": kept, "recomputed": recomputed}}
+        write_results({**machine(torch.device(options.device)), **facts}, options.out)
     for part, by in records.items():
         loss = by["plain"]["loss"]
         for variant, record in by.items():
