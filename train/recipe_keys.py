@@ -93,7 +93,7 @@ def _words(node: dict[str, Any], plural: str = "") -> str:
 
 def _shown(value: Any) -> str:
     """A default as YAML writes it."""
-    return "see below" if isinstance(value, dict) else f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    return "see below" if isinstance(value, dict) and value else f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def _line(text: str) -> str:
