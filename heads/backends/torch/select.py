@@ -20,11 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_CHILDREN = 1024
-"""Draws of a level that C and kernels compare with each other; more take torch's operations."""
-MOST_NODES = 4096
-"""Draws of a tree that C and kernels rank; more take torch's operations."""
-
 
 @dataclass(frozen=True)
 class Nodes:

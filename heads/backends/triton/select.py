@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from heads.backends.torch import select
-from heads.backends.torch.select import MOST_CHILDREN, MOST_NODES, Beam, Level, Nodes, first_node
+from heads.backends.torch.select import Beam, Level, Nodes, first_node
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 
+MOST_CHILDREN = 1024
+"""Draws of a level that a kernel compares with each other; more take torch's operations."""
+MOST_NODES = 4096
+"""Draws of a tree that a kernel ranks; more take torch's operations."""
 COMPARED = 4096
 """Comparisons, or places of paths, that a program holds at once."""
 PLACED = 256
