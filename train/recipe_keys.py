@@ -93,7 +93,9 @@ def _words(node: dict[str, Any], plural: str = "") -> str:
 
 def _shown(value: Any) -> str:
     """A default as YAML writes it."""
-    return "see below" if isinstance(value, dict) and value else f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    if isinstance(value, dict) and value:
+        return "see below"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def _line(text: str) -> str:
