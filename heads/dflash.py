@@ -16,7 +16,6 @@ from heads.block.draft import DraftBlockHead
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
 from heads.labels import LABELS
-from heads.layers import TARGET
 from heads.losses import LOSSES
 
 
@@ -29,9 +28,6 @@ class DFlashSettings(DraftBlockSettings):
     `cross_entropy`, `reverse_kl`, `total_variation`, `negative_log_acceptance`, `jsd` or `kl_tv`."""
     causal: bool = False
     """A row sees none of the rows behind it (JetSpec)."""
-    initial_weights: str = TARGET
-    """Weights before training, as EAGLE-3's: `target`, `copying` or `random`. Copying does not pay here: the rows that
-    draft stand for masks, and know the root from the second layer on."""
 
 
 @dataclass(frozen=True, kw_only=True)

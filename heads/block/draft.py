@@ -29,6 +29,7 @@ from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
 from heads.block.attention import Sight, block_attention
+from heads.block.initial import copy_by_root
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
@@ -91,7 +92,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         defaults = block_settings(target, settings.num_attention_heads)
         own = {"aux_layer_ids": aux_layer_ids, "mask_token_id": mask_token(target, settings.mask_token_id)}
         head = cls(cls.Config(**{**defaults, **given(settings), **own}))
-        begin(head, target, token_counts)
+        begin(head, target, token_counts, closely=True)
         return head
 
     @classmethod
@@ -113,19 +114,14 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start from the target's highest auxiliary layer at unit size; read out by its own final norm."""
-        D, aux_scales = self.config.hidden_size, probe.scales
-        self.fc.weight /= aux_scales.to(self.fc.weight).repeat_interleave(D)
-        self.fc.weight[:, -D:] += torch.eye(D) / aux_scales[-1]
+        """Start from the target's highest auxiliary layer; read out by its own final norm."""
+        D = self.config.hidden_size
+        self.fc.weight[:, -D:] += torch.eye(D)
+        self.fc.weight *= probe.evening
         self.norm.weight.copy_(probe.norm * probe.logit_scale)
 
-    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
-        """Find slots of the context by their token, and write what the target foresaw there: the first layer."""
-        layer = cast(Any, self.layers[0])
-        token = layer.input_layernorm(probe.embeddings.flatten(0, 1))
-        context = self.fuse(probe.aux_hidden_states).flatten(0, 1)
-        highest = probe.aux_hidden_states[..., -self.config.hidden_size :].float().flatten(0, 1) / probe.scales[-1]
-        return layer.self_attn, AttentionProbe(token, context, read=token, before=token, written=highest)
+    def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe] | None:
+        return copy_by_root(self, probe) if len(self.layers) > 1 else None
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""

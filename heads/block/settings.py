@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from heads.errors import UserError
-from heads.layers import BlockConfig, BlockSettings, StartSettings
+from heads.layers import COPYING, BlockConfig, BlockSettings, StartSettings
 from heads.tree import MOST_NODES
 
 EXPONENTIAL, D_PACE = "exponential", "d_pace"
@@ -31,6 +31,10 @@ class DraftBlockSettings(StartSettings, BlockSettings):
     """The k-th draft token, from 0, has the weight exp(-k / gamma) in the loss: 4 for blocks of 7 or 8, 7 for 16."""
     weights: str = EXPONENTIAL
     """Weights of the rows of a block: `exponential`, by gamma, or `d_pace`, by how many drafts get so far."""
+    initial_weights: str = COPYING
+    """Weights before training. `target`: the context is the target's highest auxiliary hidden state, and the head's own
+    states are read out as the target's. `copying`: the first draft is what followed the root before, the others are the
+    frequencies of tokens; a head of one layer begins as with `target`. `random`: PyTorch's, as other trainers begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.layers import Attention
+from heads.layers import Attention, NormedAttention
 
 MATCH = 10.0
 """Score of a key that matches the query, on average, before training."""
@@ -47,19 +47,15 @@ def directions(lm_head: Tensor, tokens: Tensor) -> Tensor:
 def begin_copying(attention: Attention, probe: AttentionProbe, device: torch.device) -> None:
     """Add to the projections of attention, whose weights are small and random, heads that copy; computed on `device`.
 
-    Matched are the rotary dimensions that turn slowest, at any distance alike.
+    Matched are `matched_dimensions`. `attention` is on the CPU.
     """
     d = attention.head_dim
     heads = attention.k_proj.out_features // d  # of keys
-    slow = torch.arange(d // 2 - max(1, 3 * d // 16), d // 2)
-    slots = torch.cat([slow, slow + d // 2])  # (n,)
+    slots = matched_dimensions(d)
     queries, keys, read, before, written = (
         x.to(device) for x in (probe.queries, probe.keys, probe.read, probe.before, probe.written)
     )
-    axes = principal_axes(read, heads * len(slots))
-    mean = torch.nn.functional.normalize(read.mean(0), dim=0)
-    axes = axes - mean[:, None] * (mean @ axes)  # no bias takes the mean away, so it is not looked at
-    axes = axes / (read @ axes).std(0).clamp_min(1e-6)
+    axes = token_axes(attention, read)
     wanted, basis = before @ axes, principal_axes(written, heads * d)  # (N, heads * n), (D, heads * d)
     by_query = least_squares(queries, read @ axes)
     by_key, by_value = least_squares(keys, torch.cat([wanted, written @ basis], 1)).split([axes.shape[1], heads * d], 1)
@@ -70,6 +66,28 @@ def begin_copying(attention: Attention, probe: AttentionProbe, device: torch.dev
         weight[:, 0, slots] += (gain * found).T.reshape(heads, len(slots), -1).cpu()
     attention.v_proj.weight += by_value.T.cpu()
     attention.o_proj.weight.view(-1, heads, q.shape[1], d)[:, :, 0] += basis.view(-1, heads, d).cpu()
+    if isinstance(attention, NormedAttention):  # which undoes the gain: its norms are what sets the score
+        query = attention.q_norm(attention.q_proj(queries.cpu()).view(-1, *q.shape[:2], d)[:, :, 0])
+        key = attention.k_norm(attention.k_proj(keys.cpu()).view(-1, heads, d))
+        attention.q_norm.weight[slots] *= MATCH * d**0.5 / (query * key).sum(-1).mean().clamp_min(1e-6)
+
+
+def matched_dimensions(head_dim: int) -> Tensor:
+    """(n,) the rotary dimensions that turn slowest, at any distance alike."""
+    slow = torch.arange(head_dim // 2 - max(1, 3 * head_dim // 16), head_dim // 2)
+    return torch.cat([slow, slow + head_dim // 2])
+
+
+def token_axes(attention: Attention, read: Tensor) -> Tensor:
+    """(D, heads * n) the axes along which tokens, of embeddings (N, D), differ most, for every key head of attention.
+
+    They are at right angles to the mean, which no bias takes away.
+    """
+    count = attention.k_proj.out_features // attention.head_dim * len(matched_dimensions(attention.head_dim))
+    axes = principal_axes(read, count)
+    mean = torch.nn.functional.normalize(read.mean(0), dim=0)
+    axes = axes - mean[:, None] * (mean @ axes)
+    return axes / (read @ axes).std(0).clamp_min(1e-6)
 
 
 def principal_axes(x: Tensor, count: int) -> Tensor:

@@ -3,6 +3,7 @@
 Letters: B rows, T tokens, D hidden, L auxiliary layers, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,31 +36,46 @@ class TargetProbe:
     norm: Tensor  # (D,), the scale of the final norm
     lm_head_weight: Tensor  # (V, D)
     logit_scale: float
+    token_counts: Tensor  # (V,), labels in the data
+    embed_tokens: Callable[[Tensor], Tensor]
+    """The target's input embeddings."""
+
+    @property
+    def evening(self) -> Tensor:
+        """(L * D,) factors that bring every auxiliary hidden state to the size of the largest.
+
+        For a projection whose output is normed: its own size has no effect but that the optimizer changes it less.
+        """
+        return (self.scales.max() / self.scales).repeat_interleave(self.embeddings.shape[-1])
 
 
 @torch.no_grad()
-def begin(head: Any, target: FrozenTarget, token_counts: Tensor) -> None:
+def begin(head: Any, target: FrozenTarget, token_counts: Tensor, *, closely: bool = False) -> None:
     """Give a new head the weights that `initial_weights` of its config names; token_counts (V,): labels in the data.
 
     A head has two methods for it: `initialise`, which makes it hand on what the target has, from small random weights,
-    and `copying`, which says what its first attention is to find and to write.
+    and `copying`, which says which attention is to copy, and what it is to find and to write, or None. `closely`: from
+    a longer text.
     """
     initial = head.config.initial_weights
     if initial == RANDOM:
         return
-    probe = probe_target(target, head.aux_layer_ids, token_counts)
+    probe = probe_target(target, head.aux_layer_ids, token_counts, closely)
     for module in head.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
     head.initialise(probe)
-    if initial == COPYING:
-        attention, inputs = head.copying(probe)
+    found = head.copying(probe) if initial == COPYING else None
+    if found is not None:
+        attention, inputs = found
         begin_copying(attention, inputs, target.device)
 
 
-def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor) -> TargetProbe:
+def probe_target(
+    target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_counts: Tensor, closely: bool
+) -> TargetProbe:
     """Return the features, on the CPU, of tokens drawn in proportion to their counts as labels."""
-    tokens = probe_tokens(token_counts, target.hidden_size)
+    tokens = probe_tokens(token_counts, probed_rows(target.hidden_size, closely))
     found = []
     for rows in tokens.to(target.device).split(PROBED_AT_ONCE):
         positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
@@ -75,12 +91,17 @@ def probe_target(target: FrozenTarget, aux_layer_ids: tuple[int, ...], token_cou
         norm=final_norm_scale(target.base, target.layers, target.hidden_size),
         lm_head_weight=target.lm_head_weight,
         logit_scale=target.logit_scale,
+        token_counts=token_counts,
+        embed_tokens=target.shared.embed_tokens,
     )
 
 
-def probe_tokens(token_counts: Tensor, hidden_size: int) -> Tensor:
-    """Return (B, 64) tokens, four times as many as the hidden size, drawn in proportion to their counts (V,), always
-    the same ones."""
+def probed_rows(hidden_size: int, closely: bool) -> int:
+    """Number of rows of the probed text: four tokens for each dimension of a hidden state, or more."""
+    return max(96 if closely else 4, hidden_size // 16)
+
+
+def probe_tokens(token_counts: Tensor, rows: int) -> Tensor:
+    """Return (rows, 64) tokens, drawn in proportion to their counts (V,), always the same ones."""
     draw = torch.Generator().manual_seed(0)
-    rows = max(4, hidden_size // 16)
     return torch.multinomial(token_counts.float() + 1e-3, rows * 64, replacement=True, generator=draw).view(rows, 64)

@@ -88,8 +88,18 @@ def random_batch(
 def probe_of(batch: Batch, norm: Tensor, scales: Tensor | None = None) -> TargetProbe:
     """A batch's features as what first weights are made from, with a final norm (D,) and scales of the streams (L,)."""
     assert batch.shared.lm_head_weight is not None
-    streams = batch.tokens, batch.embeddings, batch.aux_hidden_states, batch.hidden
-    return TargetProbe(*streams, norm.new_ones(0) if scales is None else scales, norm, batch.shared.lm_head_weight, 1.0)
+    return TargetProbe(
+        tokens=batch.tokens,
+        embeddings=batch.embeddings,
+        aux_hidden_states=batch.aux_hidden_states,
+        hidden=batch.hidden,
+        scales=norm.new_ones(0) if scales is None else scales,
+        norm=norm,
+        lm_head_weight=batch.shared.lm_head_weight,
+        logit_scale=1.0,
+        token_counts=torch.ones(len(batch.shared.lm_head_weight)),
+        embed_tokens=batch.shared.embed_tokens,
+    )
 
 
 def with_tokens(batch: Batch, tokens: Tensor) -> Batch:

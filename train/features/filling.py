@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.errors import UserError
 from heads.files import check_folder, write_bytes, write_json
-from heads.initial.weights import probe_tokens
+from heads.initial.weights import probe_tokens, probed_rows
 from train.data.loading import load_data
 from train.data.packing import Mixture, Rows, text_rows
 from train.features.base import FeatureSource
@@ -99,9 +99,10 @@ def fill_folder(
         with accelerator.autocast():  # as training computes them
             write(rows)
     if accelerator.is_main_process:  # the draws by which a head's start is scaled
-        V = source.target.vocab_size
+        V, D = source.target.vocab_size, source.target.hidden_size
         for counts in (torch.zeros(V, dtype=torch.int64), mixture.label_counts(V)):
-            write(text_rows(probe_tokens(counts, source.target.hidden_size).tolist()))
+            for count in {probed_rows(D, closely) for closely in (False, True)}:
+                write(text_rows(probe_tokens(counts, count).tolist()))
     writer.close()
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: seal(folder, about))

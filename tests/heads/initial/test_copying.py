@@ -1,5 +1,7 @@
 """Attention that begins by copying: untrained, it drafts what followed the same token before."""
 
+import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import torch
 from torch import Tensor
 
 from heads.base import Batch
+from heads.block.anchors import Blocks
 from heads.errors import UserError
 from heads.registry import build_head
-from heads.target.frozen import FrozenTarget, load_target
+from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
 
 ROOT = Path(__file__).parents[3]
 LENGTH = 48
@@ -61,20 +64,76 @@ def test_a_head_drafts_what_followed_a_token_before(
     assert ranks["copying"] < share * ranks["target"], ranks
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_finds_the_slot_of_its_root(target: FrozenTarget, kind: str) -> None:
+@torch.no_grad()
+def block_logits(head: Any, batch: Batch) -> Tensor:
+    """The logits (B, K, V) of a block whose root is the last token."""
+    last = batch.tokens.shape[1] - 1
+    blocks = Blocks(torch.full((len(batch.tokens), 1), last), torch.ones(len(batch.tokens), 1, dtype=torch.bool))
+    states = head.unroll(batch, blocks, head.config.block_size)[:, 0, head.first_row :]
+    assert batch.shared.lm_head_weight is not None
+    return states @ batch.shared.lm_head_weight.T  # type: ignore[no-any-return]
+
+
+def block_head(kind: str, target: FrozenTarget, counts: Tensor, **settings: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"initial_weights": "copying", "mask_token_id": target.vocab_size - 1, "num_layers": 2}
-    head = build_head(kind, settings, target, torch.ones(target.vocab_size))
-    tokens, _ = repeating_texts(target.vocab_size - 1, 21)
-    batch = batch_of(tokens[:, :-1], target, head.aux_layer_ids)
-    attention, d = head.layers[0].self_attn, head.config.head_dim
-    with torch.no_grad():
-        root = head.layers[0].input_layernorm(target.shared.embed_tokens(tokens[:, -1]))
-        keys = attention.k_norm(attention.k_proj(head.fuse(batch.aux_hidden_states)).unflatten(-1, (-1, d)))[:, :, 0]
-        query = attention.q_norm(attention.q_proj(root).unflatten(-1, (-1, d)))[:, 0]
-    found = (keys @ query[..., None])[..., 0].argmax(-1)  # of positions alike
-    assert (found == LENGTH - 1 - 21).float().mean() > 0.8
+    return build_head(kind, {"mask_token_id": target.vocab_size - 1, **settings}, target, counts)
+
+
+@pytest.fixture(scope="module")
+def source(target: FrozenTarget) -> Tensor:
+    """(B, T) tokens of Python's own source."""
+    tokenizer = load_tokenizer(str(ROOT / "recipes/quickstart/target"))
+    ids = tokenizer(Path(argparse.__file__).read_text(), verbose=False).input_ids
+    return torch.tensor(ids[: 64 * 96]).view(64, 96)
+
+
+def counts_in(tokens: Tensor, vocab_size: int) -> Tensor:
+    return torch.bincount(tokens.flatten(), minlength=vocab_size).float()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_begins_with_what_followed_its_root_before(target: FrozenTarget, source: Tensor, kind: str) -> None:
+    alone = (source[:, :, None] == source[:, None]).sum(-1) == 1
+    place = alone[:, 8:80].float().argmax(1) + 8  # a token that stands in its text once
+    tokens, row = source.clone(), torch.arange(len(source))
+    tokens[:, -1] = source[row, place]
+    following = source[row, place + 1]
+    head = block_head(kind, target, counts_in(source, target.vocab_size))
+    best = block_logits(head, batch_of(tokens, target, head.aux_layer_ids)).argmax(-1) == following[:, None]
+    shares = best[alone[row, place]].float().mean(0)
+    assert shares[0] > 0.35, shares
+    assert shares[1:].max() < 0.1, shares  # the rows behind do not know the root
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_rows_behind_are_read_out_as_the_frequencies_of_tokens(
+    target: FrozenTarget, source: Tensor, kind: str
+) -> None:
+    counts = counts_in(source, target.vocab_size)
+    head = block_head(kind, target, counts)
+    found = block_logits(head, batch_of(source, target, head.aux_layer_ids))[:, 1:].log_softmax(-1)
+    share = counts / counts.sum()
+    entropy = torch.special.entr(share).sum()
+    apart, alike = -(share * found).sum(-1).mean() - entropy, math.log(target.vocab_size) - entropy
+    assert apart < 0.5 * alike, (apart, alike)  # the divergence of the frequencies from what is read out, and from none
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_layers": 1},
+        {"num_attention_heads": 3, "num_key_value_heads": 3},
+        {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2},
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 4},
+    ],
+)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_head_of_any_shape_begins_with_finite_logits(
+    target: FrozenTarget, kind: str, shape: dict[str, int]
+) -> None:
+    tokens, _ = repeating_texts(target.vocab_size - 1, 9)
+    head = block_head(kind, target, torch.ones(target.vocab_size), **{"num_layers": 2, **shape})
+    assert block_logits(head, batch_of(tokens[:4], target, head.aux_layer_ids)).isfinite().all()
 
 
 def test_an_unknown_start_is_refused(target: FrozenTarget) -> None:

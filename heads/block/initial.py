@@ -1,0 +1,148 @@
+"""First weights of a block head that copies: its first draft is what followed the root the last time.
+
+Attention that copies (`heads.initial.copying`) needs a query that knows the root, but the rows that draft stand for
+masks. So three places are prepared, by least squares over the target's features of some text:
+
+1. The context keeps of each slot the token before it, its own token, and the target's highest auxiliary state.
+2. In the first layer a row reads the row that stands `first_row` before it in its block. For the row of the first draft
+   that is the root, whose token it writes where the output head hardly looks. The others read masks, which say nothing.
+3. In the second layer a row that knows the root finds the slots behind the same token, and writes their own tokens.
+
+A row that finds nothing is read out as the frequencies of tokens in the data. Without this the first steps of training
+unlearn what the mask's embedding happens to say, and what was prepared along with it.
+
+Letters: B rows, T tokens, N probed slots, D hidden, L auxiliary layers, V vocabulary, d head dimension, m dimensions
+that tell tokens apart.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heads.initial.copying import (
+    AttentionProbe,
+    directions,
+    least_squares,
+    matched_dimensions,
+    principal_axes,
+    token_axes,
+)
+from heads.initial.weights import TargetProbe
+from heads.layers import Attention
+
+PLACES = 2
+"""Rotary pairs, of those that turn fastest, by which a row finds another by its place."""
+SHARP = 2.5
+"""Scale of the first layer's queries: at d = 64 a row counts its neighbour by e^-5 of the row that it looks for."""
+WRITTEN = 2.0
+"""Size of a copied token beside a residual stream of 1."""
+
+# What a norm undoes, or another matrix: sizes without effect but that the optimizer, whose updates are all of one size,
+# changes these weights less.
+LARGE = 40.0
+"""Size of the first layer's queries and keys before their norms."""
+CONTEXT = 3.0
+"""Size of the context before its norm."""
+VALUE = 4.0
+"""Size of what rows read from each other."""
+
+
+@torch.no_grad()
+def copy_by_root(head: Any, probe: TargetProbe) -> tuple[Attention, AttentionProbe]:
+    """Prepare the context, the first layer and the final norm of a head whose weights are small and random; return the
+    second layer's attention, and what it is to find and to write."""
+    for layer in head.layers:  # nothing is written but what is made here
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    second, D, d = head.layers[1], head.config.hidden_size, head.config.head_dim
+    attention: Attention = second.self_attn
+    heads = attention.k_proj.out_features // d
+    attention.q_proj.weight.view(heads, -1, d, D)[:, 0, matched_dimensions(d)] = 0  # without a root nothing is sought
+
+    read = head.layers[0].input_layernorm(probe.embeddings[:, :-1]).flatten(0, 1)  # (N, D), by slot the token before
+    written = WRITTEN * directions(probe.lm_head_weight, probe.tokens[:, 1:].flatten())
+    by_token = read @ token_axes(attention, read)
+    keep_in_context(head, probe, torch.cat([by_token, written @ principal_axes(written, heads * d)], 1))
+    context = head.fuse(probe.aux_hidden_states[:, 1:]).flatten(0, 1)
+
+    prior, scale = frequencies(probe)
+    head.norm.weight.copy_(probe.norm * probe.logit_scale * scale)
+    rows = read_root(head, probe, by_token[:, : min(D // 4, heads * d - 2)], context, prior)
+    return attention, AttentionProbe(second.input_layernorm(rows), context, read=read, before=read, written=written)
+
+
+def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
+    """Set `fc` so that `wanted` (N, W), of all slots but the first of a text, can be read from the context: in at most
+    half of its D dimensions. The others hold the target's highest auxiliary state."""
+    D, B = head.config.hidden_size, len(probe.tokens)
+    aux = probe.aux_hidden_states.float() / probe.scales.repeat_interleave(D)  # (B, T, L * D)
+    slots = aux[:, 1:].flatten(0, 1)
+    found = least_squares(slots, wanted)  # (L * D, W)
+    found = found @ principal_axes(slots @ found, min(wanted.shape[1], D // 2))
+    highest = principal_axes(aux[..., -D:].flatten(0, 1), D - found.shape[1])
+    weights = torch.cat([found, pad(highest, (0, 0, len(found) - D, 0))], 1)  # (L * D, D)
+    sizes = (aux.view(B * aux.shape[1], -1) @ weights).square().mean(0).sqrt().clamp_min(1e-6)
+    head.fc.weight.copy_(CONTEXT * (weights / sizes).T * probe.evening)
+
+
+def frequencies(probe: TargetProbe) -> tuple[Tensor, float]:
+    """(D,) a state of unit size, and a factor of the final norm by which it is read out nearly as the frequencies of
+    tokens in the data."""
+    share = probe.token_counts.float() + 0.5
+    share = share / share.sum()
+    readout = probe.lm_head_weight.float().cpu() * (probe.norm * probe.logit_scale)  # (V, D)
+    state = torch.zeros(readout.shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([state], max_iter=60, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = -(share * (readout @ state).log_softmax(-1)).sum() + 1e-3 * state.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    found = state.detach()
+    scale = float(found.square().mean().sqrt().clamp_min(1e-6))
+    return found / scale, scale
+
+
+def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, prior: Tensor) -> Tensor:
+    """Let the first layer's rows read the row `first_row` before them; return the residual stream (N, D) behind it of
+    the row of the first draft, by root.
+
+    by_token (N, m): what tells the roots apart; context (N, D); prior (D,): what stands in a mask's place afterwards.
+    """
+    layer, D, d = head.layers[0], head.config.hidden_size, head.config.head_dim
+    attention, (N, m) = layer.self_attn, by_token.shape
+    roots = probe.embeddings[:, :-1].flatten(0, 1)
+    mask_id = torch.tensor([head.config.mask_token_id], device=probe.lm_head_weight.device)
+    mask = probe.embed_tokens(mask_id)[0].float().cpu()
+    root = layer.input_layernorm(roots)
+    rows = torch.cat([root, layer.input_layernorm(mask).expand(N // 2, -1)])  # of blocks: roots and masks
+    ones, masked = torch.ones(len(rows), 1), (torch.arange(len(rows)) >= N).float()[:, None]
+    always, is_mask = least_squares(rows, torch.cat([ones, masked], 1)).T
+    of_block = least_squares(torch.cat([rows, context]), torch.cat([ones, -torch.ones(N, 1)]))[:, 0]
+
+    # The pair that turns slowest tells rows of blocks from the context, and the fastest ones tell the places of rows.
+    heads, still = attention.k_proj.out_features // d, d // 2 - 1
+    places = torch.arange(min(PLACES, still))
+    angle = head.first_row * head.config.rope_theta ** (-2 * places / d)
+    q, k = (proj.weight.view(heads, -1, d, D)[:, 0] for proj in (attention.q_proj, attention.k_proj))
+    k[:, still] = k[:, places] = LARGE * of_block
+    q[:, still] = LARGE * always
+    q[:, places] = LARGE * angle.cos()[:, None] * always
+    q[:, places + d // 2] = -LARGE * angle.sin()[:, None] * always
+    attention.q_norm.weight *= SHARP
+
+    token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): of a mask nothing
+    values = torch.cat([token, always[:, None], (always if head.first_row else is_mask)[:, None]], 1)  # (D, m + 2)
+    readout = probe.lm_head_weight.float().cpu() * probe.norm
+    quiet = torch.linalg.eigh(readout.T @ readout).eigenvectors[:, :m]
+    into = torch.cat([quiet, prior[:, None], -mask[:, None]], 1)  # (D, m + 2)
+    attention.v_proj.weight[: m + 2] = VALUE * values.T
+    by_head = pad(into / VALUE, (0, heads * d - m - 2)).view(D, heads, d)
+    attention.o_proj.weight.view(D, heads, -1, d)[:, :, 0] = by_head
+    return (mask if head.first_row else roots) + root @ values @ into.T  # type: ignore[no-any-return]
