@@ -176,7 +176,7 @@ def test_speeds_of_an_audit_that_failed_are_refused(failed_results: dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore:Creating legend")  # said where the machine is busy
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(250, marks=pytest.mark.slow)])
 def test_mutated_results_are_rendered_or_refused_in_one_line(
     count: int, results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
