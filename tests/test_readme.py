@@ -25,7 +25,9 @@ from eval.benchmark.records import read_messages, read_records
 from eval.benchmark.settings import to_settings
 from eval.benchmark.sweep_file import KEYS
 from heads.checkpoint import save_head, target_record
-from heads.formats.base import ENGINES
+from heads.formats.base import ENGINES, SGLANG, VLLM
+from heads.formats.dflash import TARGETS as BLOCK_TARGETS
+from heads.formats.eagle3 import EAGLE3
 from heads.formats.medusa import OLD_VLLM
 from heads.registry import HEADS, build_head
 from heads.target.frozen import load_target, load_tokenizer
@@ -279,6 +281,19 @@ def test_the_words_for_engines_are_those_of_the_loader_contract(kind: str) -> No
     first, heads = FIRST.read_text(), (ROOT / "heads/README.md").read_text()
     assert re.search(row, heads, re.MULTILINE)
     assert all(engine.removesuffix(".0") in first and engine in heads for engine in ENGINES)
+
+
+def test_the_table_of_targets_is_that_of_the_loader_contract() -> None:
+    page = (ROOT / "heads/README.md").read_text()
+    engines = [EAGLE3[VLLM].targets, BLOCK_TARGETS[VLLM], EAGLE3[SGLANG].targets, BLOCK_TARGETS[SGLANG]]
+    rows = re.findall(r"^\| ([^|]+) \| (yes|no) \| (yes|no) \| (yes|no) \|$", page, re.MULTILINE)
+    assert len(rows) > 3
+    for names, vllm, eagle3, block in rows:
+        for name in names.split(", "):
+            plain = re.sub(r"\W", "", name).lower().replace("glm45", "glm4moe")
+            for said, targets in zip((vllm, vllm, eagle3, block), engines, strict=True):
+                known = {target.lower().replace("_", "") for target in targets}
+                assert (f"{plain}forcausallm" in known) == (said == "yes"), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
