@@ -106,7 +106,7 @@ def open_target(
         for name in options.template:
             if known is not None and name not in known:
                 raise UserError(
-                    f"--template: the target's chat template reads no {name}, but {', '.join(known) or 'no argument'}"
+                    f"--template: the chat template has no argument {name!r}; it has {', '.join(known) or 'none'}"
                 )
     return target, with_arguments(tokenizer, target.template)
 

@@ -53,7 +53,7 @@ def test_a_head_is_measured_with_the_arguments_that_it_was_trained_with(
     assert without != own["settings"]["prompts_hash"] and arguments == {}
     capsys.readouterr()
     assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "clam=true"])) == 2
-    assert the_error(capsys) == "error: --template: the target's chat template reads no clam, but calm"
+    assert the_error(capsys) == "error: --template: the chat template has no argument 'clam'; it has calm"
     assert exit_status(lambda: chat.main([str(run), "--prompt", "the sea", "--template", "calm"])) == 2
     assert "--template: expected NAME=VALUE" in the_error(capsys)
 
