@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from heads.block.draft import DraftBlockHead
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
+from heads.initial.bigrams import bigrams
 from heads.initial.weights import TargetProbe
 from heads.labels import LABELS
 
@@ -98,10 +99,11 @@ class DSpark(DraftBlockHead):
 
     @torch.no_grad()
     def initialise(self, probe: TargetProbe) -> None:
-        """Start as a head without the Markov head, which adds nothing yet."""
+        """Start the Markov head as the target's own bigrams, too."""
         super().initialise(probe)
-        nn.init.normal_(self.markov_head.markov_w1.weight, std=self.config.markov_rank**-0.5)
-        nn.init.zeros_(self.markov_head.markov_w2.weight)
+        w1, w2 = bigrams(probe, self.config.markov_rank)
+        self.markov_head.markov_w1.weight.copy_(w1)
+        self.markov_head.markov_w2.weight.copy_(w2)
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
