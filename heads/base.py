@@ -28,7 +28,8 @@ class SharedLayers:
     """The embeddings and output head of the frozen target that heads share: token ids in, logits out."""
 
     embed_tokens: Callable[[Tensor], Tensor]
-    """(...) int64 token ids -> (..., D) rows of the embedding table; heads norm them: a family's scaling drops out."""
+    """(...) int64 token ids -> (..., D) rows of the embedding table, with the factor that some families' tables have.
+    Heads that norm them do not see it; block heads begin with them as they are."""
     lm_head: Callable[[Tensor], Tensor]
     """(..., D) hidden state after the final norm -> (..., V) float32 logits, soft cap and scaling applied."""
     lm_head_weight: Tensor | None = None
@@ -139,9 +140,14 @@ class Drafter(Protocol):
     aux_layer_ids: tuple[int, ...] = ()
     """The residual streams it reads, by the number of the layer they enter; empty if none."""
 
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        """UserError for a tree that it does not draft, or for sequences of more positions than it reads. None unless a
+        class says otherwise."""
+        return
+
     def new_state(self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Any) -> Any:
         """Caches for `batch_size` sequences of at most `capacity` positions, drafting trees of `shape` by a
-        `heads.backends.base.Backend`."""
+        `heads.backends.base.Backend`. UserError as `check_draft` gives it."""
 
     def reset_rows(self, state: Any, rows: Tensor) -> None:
         """Forget sequences: `rows` (B,) bool, True where a new sequence begins."""

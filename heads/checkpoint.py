@@ -39,6 +39,8 @@ WEIGHTS: list[str] = sorted({method.format.weights_file for method in HEADS.valu
 """Names of the file with a head's tensors."""
 NOT_ITS_OWN = ("_name_or_path", "grown_from")
 """Keys of a target's config that say where it comes from."""
+NOT_SAVED = ("config", "trust_remote_code")
+"""Keys of a target's record that no head's files repeat."""
 MOST_NESTED = 64
 """Levels of a config.json."""
 TARGET_TYPES: dict[str, tuple[type, ...]] = {
@@ -57,8 +59,8 @@ Found = TypeVar("Found")
 
 
 def target_record(target: FrozenTarget) -> dict[str, Any]:
-    """Return the record of the target in a head's files, and under `config` the target's own config.json, which is
-    saved only if a head's format needs it."""
+    """Return the record of the target in a head's files, and what a head's format may need beside it (`NOT_SAVED`):
+    under `config` the target's own config.json."""
     config = target.config
     whole: dict[str, Any] = json.loads(target.checkpoint_config.to_json_string())
     return {
@@ -75,6 +77,7 @@ def target_record(target: FrozenTarget) -> dict[str, Any]:
         "eos_token_id": getattr(config, "eos_token_id", None),
         "pad_token_id": getattr(config, "pad_token_id", None),
         "config": {key: value for key, value in whole.items() if key not in NOT_ITS_OWN},
+        "trust_remote_code": target.trust_remote_code,
     }
 
 
@@ -102,7 +105,7 @@ def save_head(
         "format": FORMAT,
         "kind": kind,
         "config": with_names(asdict(head.config)),
-        "target": {key: value for key, value in target.items() if key != "config"},
+        "target": {key: value for key, value in target.items() if key not in NOT_SAVED},
         "provenance": with_names({key: value for key, value in (provenance or {}).items() if key != "command"}),
     }
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")

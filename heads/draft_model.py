@@ -305,16 +305,19 @@ class Draft(nn.Module, DraftHead):
         right = best.view(batch.tokens.shape) == batch.tokens.roll(-1, dims=1)  # (B, T), by the slot that guesses
         return torch.stack([right.roll(-1 - k, dims=1) for k in range(depth)])
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> DraftState:
-        device = self.output.head.weight.device
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
         check_width(shape, self.config.common_size)
         if capacity > round_up(self.context_length):
             raise UserError(
                 f"the draft model reads {self.context_length} positions, the sequences may have {capacity}; ask for "
                 "shorter ones"
             )
+
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> DraftState:
+        self.check_draft(shape, capacity)
+        device = self.output.head.weight.device
         behind = max(shape.depth, scratch_slots(shape))
         spec = CacheSpec(
             batch_size=batch_size,

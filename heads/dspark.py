@@ -12,13 +12,14 @@ tokens drafted before. Loss of a row = ce_weight * cross-entropy of the label + 
 Letters: V vocabulary, D hidden, M blocks, K depth, r rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from heads.block.draft import DraftBlockHead
+from heads.base import RoundReads
+from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.settings import DraftBlockConfig, DraftBlockSettings
 from heads.errors import UserError
 from heads.initial.bigrams import bigrams
@@ -117,6 +118,12 @@ class DSpark(DraftBlockHead):
     def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
         markov = self.markov_head
         return logits + markov.markov_w2(markov.markov_w1(previous).to(logits.dtype))  # type: ignore[no-any-return]
+
+    def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
+        """The same, but of W1 a few rows alone, and W2 once for each level of the tree."""
+        reads, markov = super().bytes_per_round(state), self.markov_head
+        more = (state.shape.depth - 1) * markov.markov_w2.weight.numel() - markov.markov_w1.weight.numel()
+        return replace(reads, propose=reads.propose + state.steps.lm_head.product.weight_bytes * more)
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
         if self.confidence_head is None:

@@ -262,13 +262,17 @@ class Medusa(nn.Module, DraftHead):
         metrics = chain_metrics(torch.cat(correct), valid, torch.cat(overlap), row, slots, batch.tokens.shape)
         return HeadLoss(torch.stack(total).sum(), torch.cat(sums), metrics)
 
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        depth = self.config.depth
+        if shape.depth > depth:
+            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {depth} heads; ask for no more")
+        check_width(shape, self.config.draft_vocab_size)
+
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> MedusaState:
+        self.check_draft(shape, capacity)
         config, weight = self.config, self.heads[0][-1].weight
-        if shape.depth > config.depth:
-            raise UserError(f"tree {shape}: {shape.depth} levels, the head has {config.depth} heads; ask for no more")
-        check_width(shape, config.draft_vocab_size)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=self.kept.device)
         hidden = torch.zeros(batch_size, config.hidden_size, dtype=weight.dtype, device=self.kept.device)
         levels = [Level(head, backend) for head in self.heads[: shape.depth]]

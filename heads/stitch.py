@@ -213,8 +213,9 @@ def _add(checkpoint: Checkpoint, modules: Mapping[str, Tensor], fresh: Path) -> 
         (fresh / only).rename(fresh / ONLY)
         index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.entries, ONLY)}
     sizes = [entry.size for entry in checkpoint.entries.values()] + [value.nbytes for value in modules.values()]
+    said = {key: value for key, value in index["metadata"].items() if key != "total_parameters"}  # no longer true
     whole = {
-        "metadata": index["metadata"] | {"total_size": sum(sizes)},
+        "metadata": said | {"total_size": sum(sizes)},
         "weight_map": index["weight_map"] | dict.fromkeys(modules, ADDED),
     }
     (fresh / INDEX).write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")

@@ -212,7 +212,9 @@ def shard(folder: Path) -> None:
     for name in names:
         own = {key: value for key, value in weights.items() if lies[key] == name}
         save_file(own, folder / name, metadata={"format": "pt", "of": name})
-    index = {"metadata": {"total_size": sum(value.nbytes for value in weights.values())}, "weight_map": lies}
+    sizes = {"total_size": sum(value.nbytes for value in weights.values())}
+    sizes["total_parameters"] = sum(value.numel() for value in weights.values())
+    index = {"metadata": sizes, "weight_map": lies}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -223,14 +223,15 @@ def _unpartitioned(accelerator: Accelerator) -> Iterator[None]:
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Do something on the main process; all get its result, UserError or interruption, so that none is left waiting."""
+    """Do something on the main process; all get its result, or the error that a user can mend or the interruption, so
+    that none is left waiting."""
     if accelerator.num_processes == 1:
         return action()
     outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             outcome[0] = action()
-        except (UserError, Interrupted) as error:
+        except (UserError, torch.OutOfMemoryError, Interrupted) as error:
             outcome[1] = error
     broadcast_object_list(outcome)
     if outcome[1] is not None:

@@ -15,6 +15,7 @@ from eval.benchmark.templates import with_arguments
 from eval.command import print_line
 from heads.base import DraftHead
 from heads.checkpoint import save_head, target_record
+from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
 from train.adapter import Joint, add_adapters, check_adapter
 from train.averages import Interval, Pace
@@ -244,7 +245,11 @@ class Training:
             with self.interrupts.released():
                 return self.evaluation.measure(self.measured) if self.stepper.features.measures else None
 
-        found, state = on_main(self.accelerator, act), self.state
+        try:
+            found, state = on_main(self.accelerator, act), self.state
+        except (UserError, torch.OutOfMemoryError):
+            self._checkpoint()  # the steps made so far are kept
+            raise
         if found is None:
             found = self._estimate()
         if state.best_tau is None or found.tau > state.best_tau:

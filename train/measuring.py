@@ -26,6 +26,7 @@ from eval.runtime.sampling import Sampling
 from heads.base import HEAD_TREE, Batch, DraftHead, most_nodes, shape_for
 from heads.errors import UserError
 from heads.target.frozen import FrozenTarget
+from heads.target.packed import TILE
 from heads.tree import is_chain, parse_shape
 from train.data.packing import Mixture, text_rows
 from train.features.base import FeatureSource
@@ -67,6 +68,9 @@ class Evaluation:
                 target.check_shape(None if tree == HEAD_TREE else parse_shape(tree))
         nodes = max(LARGEST_TREE if tree == AUTO else most_nodes(tree, head) for tree in trees)
         self.requests = load_requests(settings, tokenizer, target.context_length, nodes)
+        longest = max(len(request.prompt) for request in self.requests) + settings.max_new_tokens
+        for shape in map(parse_shape, set(trees) - {AUTO, HEAD_TREE}):
+            head.check_draft(shape, longest + shape.nodes)
 
     def measure(self, head: nn.Module) -> Measured:
         """tau and acceptance by depth over all requests, on the main process."""
@@ -173,13 +177,14 @@ def answer_batches(
     first_label: int = 0,
 ) -> Iterator[Batch]:
     """Prompts with their answers, `rows` texts to a batch, in the head's dtype. The labels are the answers' tokens from
-    number `first_label` on."""
+    number `first_label` on. All batches are padded to one length: attention is compiled for each shape that it gets."""
     dtype = next(cast(nn.Module, head).parameters()).dtype
-    for start in range(0, len(requests), rows):
-        part = slice(start, start + rows)
-        pairs = [(r.prompt, output.tokens) for r, output in zip(requests[part], outputs[part], strict=True)]
-        packed = text_rows([[*prompt, *answer] for prompt, answer in pairs])
-        for n, (prompt, answer) in enumerate(pairs):
+    pairs = [(request.prompt, output.tokens) for request, output in zip(requests, outputs, strict=True)]
+    tiles = max(-(-(len(prompt) + len(answer)) // TILE) for prompt, answer in pairs)
+    for start in range(0, len(pairs), rows):
+        part = pairs[start : start + rows]
+        packed = text_rows([[*prompt, *answer] for prompt, answer in part], tiles * TILE)
+        for n, (prompt, answer) in enumerate(part):
             packed.loss_mask[n, len(prompt) + first_label : len(prompt) + len(answer)] = True
         yield make_batch(target, packed, head.aux_layer_ids, dtype)
 

@@ -75,7 +75,7 @@ class Target(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the target's weights. `auto`: as it was saved, but float32 on a CPU."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the target."""
+    """Run Python code that comes with the target, or with the draft model that `head.path` names."""
     quantize: Literal["int8"] | None = None
     """`int8` stores the matrices of the decoder layers in a quarter of float32's memory; needs torchao."""
     adapter: Adapter | None = None

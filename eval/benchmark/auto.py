@@ -30,7 +30,6 @@ from eval.benchmark.settings import BenchSettings
 from eval.command import AUTO
 from eval.runtime.sampling import check_rule
 from heads.backends.base import Backend
-from heads.backends.selection import select_backend
 from heads.base import Drafter, Observation, Pick, SharedLayers
 from heads.errors import UserError
 from heads.growth import DEPTH_PENALTY
@@ -347,7 +346,7 @@ def can_draft(head: Drafter, target: FrozenTarget, shape: TreeShape, rule: str) 
     try:
         check_rule(rule, shape)
         target.check_shape(shape)
-        head.new_state(target.shared, batch_size=1, capacity=shape.nodes, shape=shape, backend=select_backend(target))
+        head.check_draft(shape, shape.nodes)
     except UserError:
         return False
     return True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.labels import supervised
+from heads.target.packed import document_starts
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,14 +21,11 @@ class Blocks:
     """N blocks in each row of a batch, in ascending order."""
 
     anchors: Tensor  # (B, N) int64, the slot of each root
-    live: Tensor  # (B, N) bool; False for a block without an anchor, which stands at slot 0 and has no labels
+    live: Tensor  # (B, N) bool; False for a block without an anchor: in the last slot, it sees and predicts nothing
 
     def starts(self, documents: Tensor) -> Tensor:
-        """(B, N) int64: the first slot of each root's document, documents (B, T)."""
-        slots = torch.arange(documents.shape[1], device=documents.device)
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        return (slots * begins).cummax(1).values.gather(1, self.anchors)
+        """(B, N) int64: the first slot that each block sees, its root's document's, documents (B, T)."""
+        return torch.where(self.live, document_starts(documents).gather(1, self.anchors), self.anchors)
 
     def labels(self, loss_mask: Tensor, documents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """The slots of the tokens that each block predicts, (B, N, K) int64, clamped to the row, and (B, N, K) bool:
@@ -53,9 +51,8 @@ def draw_blocks(loss_mask: Tensor, documents: Tensor, count: int) -> Blocks:
     draw = torch.Generator().manual_seed(torch.initial_seed())
     lots = torch.rand(B, T, generator=draw, dtype=torch.float64).to(may.device)
     drawn = lots.masked_fill(~may, -1).topk(min(count, T), dim=1)
-    anchors = drawn.indices.masked_fill(drawn.values < 0, T).sort(dim=1).values
-    live = anchors < T
-    return Blocks(anchors.masked_fill(~live, 0), live)
+    anchors = drawn.indices.masked_fill(drawn.values < 0, T - 1).sort(dim=1).values
+    return Blocks(anchors, anchors < T - 1)  # the last token has no next one, so that no root stands there
 
 
 def all_blocks(documents: Tensor) -> Blocks:

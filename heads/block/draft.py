@@ -133,9 +133,12 @@ class DraftBlockHead(nn.Module, DraftHead):
             x = layer(x, cos_sin, attend)
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def mask_tokens(self, like: Tensor, rows: int) -> Tensor:
-        """(..., rows) of the mask token behind tokens (...)."""
-        return like.new_full((*like.shape, rows), self.config.mask_token_id)
+    def behind(self, roots: Tensor, rows: int, embed_tokens: Callable[[Tensor], Tensor]) -> Tensor:
+        """(..., rows, D): blocks as the layers read them, of roots (..., D) and masks behind them."""
+        # Filled on its device: a copy from the host could not be captured.
+        mask_id = roots.new_full((1,), self.config.mask_token_id, dtype=torch.int64)
+        mask = embed_tokens(mask_id).to(roots.dtype)
+        return torch.cat([roots[..., None, :], mask.expand(*roots.shape[:-1], rows - 1, -1)], -2)
 
     # Training
 
@@ -159,8 +162,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         context = self.fuse(batch.aux_hidden_states)  # (B, T, D)
         # Residuals in the dtype of autocast, where there is one, as in drafting.
         roots = batch.embeddings.gather(1, anchors[..., None].expand(-1, -1, config.hidden_size))
-        masks = batch.shared.embed_tokens(self.mask_tokens(anchors, rows - 1)).to(roots.dtype)
-        x = torch.cat([roots[:, :, None], masks], 2).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
+        x = self.behind(roots, rows, batch.shared.embed_tokens).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
         row = torch.arange(rows, device=anchors.device)
         own_positions = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
         known, own = (
@@ -236,17 +238,20 @@ class DraftBlockHead(nn.Module, DraftHead):
 
     # Drafting
 
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        if shape.depth > self.depth:
+            raise UserError(
+                f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of "
+                f"{self.config.block_size}; ask for no more"
+            )
+        check_width(shape, self.config.columns)
+
     @torch.no_grad()
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> DraftBlockState:
+        self.check_draft(shape, capacity)
         config, weight = self.config, self.norm.weight
-        if shape.depth > self.depth:
-            raise UserError(
-                f"tree {shape}: {shape.depth} levels, the head drafts {self.depth} in a block of {config.block_size}; "
-                "ask for no more"
-            )
-        check_width(shape, config.columns)
         assert shared.lm_head_weight is not None
         lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
         slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
@@ -285,8 +290,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         extent = state.extent(rows)
         last = positions if self.causal else positions[:, -1:].expand_as(positions)
         visible = state.slot[:extent] <= last[..., None]  # (B, R, E)
-        tokens = torch.cat([state.root[:, None], self.mask_tokens(state.root, rows - 1)], 1)
-        out = state.steps.run(state.embed_tokens(tokens).to(self.norm.weight.dtype), positions, visible)
+        x = self.behind(state.embed_tokens(state.root), rows, state.embed_tokens).to(self.norm.weight.dtype)
+        out = state.steps.run(x, positions, visible)
         return out[:, self.first_row :]
 
     @torch.no_grad()

@@ -90,15 +90,13 @@ def keep_in_context(head: Any, probe: TargetProbe, wanted: Tensor) -> None:
 def frequencies(probe: TargetProbe) -> tuple[Tensor, float]:
     """(D,) a state of unit size, and a factor of the final norm by which it is read out nearly as the frequencies of
     tokens in the data."""
-    share = probe.token_counts.float() + 0.5
-    share = share / share.sum()
-    readout = probe.lm_head_weight.float().cpu() * (probe.norm * probe.logit_scale)  # (V, D)
-    state = torch.zeros(readout.shape[1], requires_grad=True)
+    state = torch.zeros_like(probe.norm, requires_grad=True)
     optimizer = torch.optim.LBFGS([state], max_iter=60, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value: Tensor = -(share * (readout @ state).log_softmax(-1)).sum() + 1e-3 * state.square().sum()
+        read = (probe.readout @ (probe.norm * state)).log_softmax(-1)
+        value: Tensor = -(probe.frequency * read).sum() + 1e-3 * state.square().sum()
         value.backward()
         return value
 
@@ -139,8 +137,8 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
 
     token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): of a mask nothing
     values = torch.cat([token, always[:, None], (always if head.first_row else is_mask)[:, None]], 1)  # (D, m + 2)
-    readout = probe.lm_head_weight.float().cpu() * probe.norm
-    quiet = torch.linalg.eigh(readout.T @ readout).eigenvectors[:, :m]
+    gram = probe.norm[:, None] * (probe.readout.T @ probe.readout) * probe.norm
+    quiet = torch.linalg.eigh(gram).eigenvectors[:, :m]
     into = torch.cat([quiet, prior[:, None], -mask[:, None]], 1)  # (D, m + 2)
     attention.v_proj.weight[: m + 2] = VALUE * values.T
     by_head = pad(into / VALUE, (0, heads * d - m - 2)).view(D, heads, d)

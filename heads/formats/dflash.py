@@ -48,6 +48,9 @@ Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
 """
 TARGETS = {VLLM: hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM), SGLANG: hooked("", HOOKS_OF_SGLANG)}
 """Classes of targets that hand their residual streams to such a head."""
+SCALED = re.compile(r"Gemma\d")
+"""Beginnings of targets' classes whose embeddings are multiplied as they are looked up."""
+UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"
 
 
 QWEN3_FIELDS: dict[str, Any] = {
@@ -150,6 +153,8 @@ class BlockForm:
         config, target = folder.config, folder.target
         name = str(target.get("architecture"))
         lacks = None if name in TARGETS[reader] else f"hands no residual streams of a {name} to a head of this kind"
+        if lacks is None and reader == VLLM and SCALED.match(name):
+            lacks = UNSCALED
         faults = fields(config, {"architectures": [self.architecture]} | QWEN3_FIELDS)
         faults += sizes(config, SIZES + self.sizes)
         own = config.get("dflash_config") if self.nested else config
@@ -294,7 +299,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     else:
         config["causal"] = causal
     form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
-    return Reading(form, config, weights, tuple(block_misread(source, config)))
+    return Reading(form, config, weights, tuple(block_misread(source, config, target)))
 
 
 def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_layers: int) -> tuple[int, ...]:
@@ -333,9 +338,11 @@ def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[st
     return weights
 
 
-def block_misread(source: Source, config: Mapping[str, Any]) -> list[str]:
+def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget) -> list[str]:
     """Return a line for each thing that engines read otherwise than `read_block`."""
     raw, said = source.config, []
+    if SCALED.match(type(target.model).__name__):
+        said.append(f"{VLLM} {UNSCALED}")
     if config["num_target_layers"] in config["aux_layer_ids"]:
         said.append(f"{SGLANG} never captures the output of the last layer")
     if 0 in config["aux_layer_ids"]:

@@ -16,7 +16,8 @@ def draft_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict
 
 def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
     """The tokenizer's files, so that the folder is a whole model."""
-    load_tokenizer(target["name"]).save_pretrained(folder)
+    tokenizer = load_tokenizer(target["name"], trust_remote_code=target["trust_remote_code"])
+    tokenizer.save_pretrained(folder)
 
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:

@@ -5,6 +5,7 @@ Letters: B rows, T tokens, D hidden, L auxiliary layers, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,6 +41,17 @@ class TargetProbe:
     embed_tokens: Callable[[Tensor], Tensor]
     """The target's input embeddings."""
 
+    @cached_property
+    def frequency(self) -> Tensor:
+        """(V,) float32 on the CPU: how often each token is a label, as a share; above 0 for those that never are."""
+        count = self.token_counts.cpu().float() + 0.5
+        return count / count.sum()
+
+    @cached_property
+    def readout(self) -> Tensor:
+        """(V, D) float32 on the CPU: the output head with the family's factor of its logits."""
+        return self.lm_head_weight.cpu().float() * self.logit_scale
+
     @property
     def evening(self) -> Tensor:
         """(L * D,) factors that bring every auxiliary hidden state to the size of the largest.
@@ -55,10 +67,10 @@ def begin(head: Any, target: FrozenTarget, token_counts: Tensor, *, closely: boo
 
     A head has two methods for it: `initialise`, which makes it hand on what the target has, from small random weights,
     and `copying`, which says which attention is to copy, and what it is to find and to write, or None. `closely`: from
-    a longer text.
+    a longer text. Without any label, for a head that is asked for its shape alone, the weights stay PyTorch's.
     """
     initial = head.config.initial_weights
-    if initial == RANDOM:
+    if initial == RANDOM or not token_counts.any():
         return
     probe = probe_target(target, head.aux_layer_ids, token_counts, closely)
     for module in head.modules():

@@ -201,14 +201,20 @@ class Recurrent(nn.Module, DraftHead):
         """Return a description of the modules for kernels, or None if none applies."""
         return None
 
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        check_width(shape, self.config.draft_vocab_size)
+        if self.sliding_window is not None and shape.depth >= self.sliding_window:
+            raise UserError(
+                f"tree {shape}: {shape.depth} levels, a head whose window is {self.sliding_window} drafts fewer tokens "
+                "than that; ask for no more"
+            )
+
     @torch.no_grad()
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> RecurrentState:
+        self.check_draft(shape, capacity)
         config, weight = self.config, next(self.parameters())
-        check_width(shape, config.draft_vocab_size)
-        if self.sliding_window is not None and shape.depth >= self.sliding_window:
-            raise UserError(f"{shape}: a head whose window is {self.sliding_window} drafts fewer tokens than that")
         slots = round_up(capacity + max(shape.depth, scratch_slots(shape)) + 1)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         return RecurrentState(

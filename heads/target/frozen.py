@@ -134,6 +134,8 @@ class FrozenTarget(LanguageModel):
         self.model = model.requires_grad_(False)
         self.checkpoint_config: Any = model.config
         """The whole config of its checkpoint, where the model is the language model of a multimodal one."""
+        self.trust_remote_code = False
+        """True if the user lets Python code run that comes with its files."""
         config = model.config.get_text_config()
         check_layers(model, config, name)
         base, head = find_base(model, name), untyped.get_output_embeddings()
@@ -324,7 +326,7 @@ def load_target(
             f"its config.json describes, {unused[0]} first; mend config.json, or take them out of the checkpoint"
         )
     target = FrozenTarget(model, path, quantize=quantize)  # on the CPU, so that a device never holds it whole
-    target.checkpoint_config = config
+    target.checkpoint_config, target.trust_remote_code = config, trust_remote_code
     if place is None:
         model.to(device)
     else:

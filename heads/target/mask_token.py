@@ -34,7 +34,8 @@ def unused_id(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int | None
 def mask_token(target: FrozenTarget, given: int | None) -> int:
     """The id of the mask token, chosen where none is given. UserError for one that has no embedding."""
     if given is None:
-        given = unused_id(load_tokenizer(target.name), target.vocab_size)
+        tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+        given = unused_id(tokenizer, target.vocab_size)
         if given is None:
             raise UserError(
                 f"head.mask_token_id: {target.name} has a use for each of its {target.vocab_size} tokens; name one "

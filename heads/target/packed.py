@@ -13,6 +13,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 TILE = 128
 """Number of queries, and of keys, in a tile of FlexAttention."""
+SHAPES = 64
+"""Most shapes that FlexAttention is compiled for."""
+
+
+def document_starts(documents: Tensor) -> Tensor:
+    """(B, T) int64: the first slot of each slot's document, documents (B, T)."""
+    slot = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(begins, slot, 0).cummax(1).values
 
 
 def packed_visible(documents: Tensor) -> Tensor:
@@ -27,9 +37,7 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
     one piece, at consecutive positions."""
     T, device = documents.shape[1], documents.device
     slot = torch.arange(T, dtype=torch.int64, device=device)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    least = torch.where(begins, slot, 0).cummax(1).values  # (B, T) the first slot that each row sees
+    least = document_starts(documents)  # (B, T) the first slot that each row sees
     if window is not None:
         least = torch.maximum(least, slot - window + 1)
 
@@ -47,5 +55,7 @@ def packed_mask(documents: Tensor, window: int | None = None) -> BlockMask:
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention as the kernels that it is compiled into."""
+    """Return FlexAttention as the kernels that it is compiled into, for each shape its own. Beyond dynamo's limit it
+    would make all scores, without a word; 8 are too few for training, measurements and a target of several windows."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     return torch.compile(flex_attention, dynamic=False)

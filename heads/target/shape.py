@@ -49,6 +49,7 @@ def load_shape(path: str, *, dtype: torch.dtype | None = None, trust_remote_code
             f"{path}: its config.json describes no causal language model ({first_line(error)}); name another"
         ) from error
     target = ShapeTarget(model, path)
+    target.trust_remote_code = trust_remote_code
     model.to_empty(device="cpu").tie_weights()
     target.shared = replace(target.shared, lm_head_weight=target.lm_head_weight)
     return target

@@ -24,14 +24,15 @@ DECIDED = frozenset(
 
 
 def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
-    """Load the causal LM at `path` in float32. UserError if it cannot take the masks of a draft, or has another
-    tokenizer."""
+    """Load the causal LM at `path` in float32, and run code that comes with it if the target's may run. UserError if it
+    cannot take the masks of a draft, or has another tokenizer."""
     loaded: FrozenTarget
+    trusted = target.trust_remote_code
     if isinstance(target, ShapeTarget):
-        loaded = load_shape(path, dtype=torch.float32)
+        loaded = load_shape(path, dtype=torch.float32, trust_remote_code=trusted)
     else:
-        check_tokenizers(path, target.name)
-        loaded = load_target(path, dtype=torch.float32)
+        check_tokenizers(path, target.name, trust_remote_code=trusted)
+        loaded = load_target(path, dtype=torch.float32, trust_remote_code=trusted)
     if loaded.start_token not in (None, target.start_token):
         raise UserError(
             f"{path}: its answers begin with token {loaded.start_token}, those of {target.name} "
@@ -43,9 +44,10 @@ def load_smaller(path: str, target: FrozenTarget) -> PreTrainedModel:
     return model
 
 
-def check_tokenizers(path: str, target: str) -> None:
+def check_tokenizers(path: str, target: str, *, trust_remote_code: bool) -> None:
     """Refuse a draft whose token ids are not the target's. UserError names the first that differs."""
-    vocabularies = [load_tokenizer(name).get_vocab() for name in (target, path)]
+    tokenizers = [load_tokenizer(name, trust_remote_code=trust_remote_code) for name in (target, path)]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
     ours, theirs = ({number: token for token, number in vocabulary.items()} for vocabulary in vocabularies)
     for number in sorted(ours.keys() | theirs.keys()):
         if ours.get(number) != theirs.get(number):

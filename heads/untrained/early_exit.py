@@ -72,6 +72,9 @@ class EarlyExit(Drafter):
         model: Any = FirstLayers(target, number)
         return cls(EarlyExitConfig(number), Draft(config, model))
 
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
+        self.draft.check_draft(shape, capacity)
+
     def new_state(
         self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
     ) -> DraftState:

@@ -57,13 +57,16 @@ class Lookup(Drafter):
         """Make a drafter whose longest match has `number` tokens. Any target will do."""
         return cls(LookupConfig(number), target.device)
 
-    def new_state(
-        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
-    ) -> LookupState:
+    def check_draft(self, shape: TreeShape, capacity: int) -> None:
         if not is_chain(shape):
             raise UserError(
                 f"tree {shape}: lookup has one guess at a time; ask for a chain, such as chain:{shape.depth}"
             )
+
+    def new_state(
+        self, shared: SharedLayers, *, batch_size: int, capacity: int, shape: TreeShape, backend: Backend
+    ) -> LookupState:
+        self.check_draft(shape, capacity)
         tokens = torch.full((batch_size, capacity + 1), NOTHING, dtype=torch.int64, device=self.device)
         return LookupState(shape, tokens, torch.zeros(batch_size, dtype=torch.int64, device=self.device))
 

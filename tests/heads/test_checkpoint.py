@@ -95,7 +95,7 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
     config = SimpleNamespace(bos_token_id=0, eos_token_id=1)
     sizes = {"hidden_size": 16, "vocab_size": 40, "num_layers": 12}
     loaded: dict[str, Any] = {"config": config, "fingerprint": "abcd-int8", "quantize": "int8"}
-    loaded |= {"adapter": {"rank": 4}, "template": {"calm": True}}
+    loaded |= {"adapter": {"rank": 4}, "template": {"calm": True}, "trust_remote_code": False}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     model.config.grown_from = "/home/somebody"
     target: Any = SimpleNamespace(name="t", model=model, checkpoint_config=model.config, **loaded, **sizes)
@@ -109,6 +109,7 @@ def test_the_target_record_names_what_check_fits_compares(tmp_path: Path) -> Non
         "quantize": "int8",
         "adapter": {"rank": 4},
         "template": {"calm": True},
+        "trust_remote_code": False,
         **sizes,
         "bos_token_id": 0,
         "eos_token_id": 1,

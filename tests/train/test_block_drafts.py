@@ -90,10 +90,15 @@ def test_bad_input_is_refused_in_one_line(
     assert said in the_error(capsys)
 
 
-def test_a_tree_deeper_than_the_block_is_refused(
-    small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("report", [False, True])
+def test_a_tree_deeper_than_the_block_is_refused_before_training(
+    report: bool, small: Settings, write_recipe: WriteRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = of_kind(small, "dflash")
-    settings["eval"]["tree"] = "chain:4"
+    if report:
+        settings["eval"]["report"]["trees"] = ["chain:3", "chain:4"]
+    else:
+        settings["eval"]["tree"] = "chain:4"
     assert attempt("dflash", [str(write_recipe(settings))]) == 2
     assert "tree chain:4: 4 levels, the head drafts 3 in a block of 4; ask for no more" in the_error(capsys)
+    assert not list(Path(settings["output_dir"]).rglob("metrics.jsonl"))

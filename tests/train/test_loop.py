@@ -75,19 +75,30 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         assert ours | timings == whole | timings
 
 
-def test_an_interrupted_measurement_is_made_again(
-    settings: Settings, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+def stopped(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("the signal comes first")
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize(("failure", "error"), [(stopped, Interrupted), (out_of_memory, torch.OutOfMemoryError)])
+def test_a_measurement_that_fails_is_made_again_by_a_run_that_lost_no_step(
+    failure: Any,
+    error: type[BaseException],
+    settings: Settings,
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings["train"] |= {"eval_every": 3, "checkpoint_every": 100}
-
-    def stop(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("the signal comes first")
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("train.loop.Evaluation.measure", stop)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr("train.loop.Evaluation.measure", failure)
         run(settings, write_recipe)
     folder = run(settings, write_recipe)
+    assert "checkpoints/step-3" in capsys.readouterr().err
     assert [line["step"] for line in lines(folder, "eval")] == [3, 6]
 
 

@@ -44,9 +44,9 @@ def empty_rows(B: int, T: int) -> Rows:
     )
 
 
-def text_rows(texts: Sequence[Sequence[int]]) -> Rows:
-    """One text a row, padded, without labels."""
-    rows = empty_rows(len(texts), max(map(len, texts)))
+def text_rows(texts: Sequence[Sequence[int]], length: int | None = None) -> Rows:
+    """One text a row, padded to `length`, by default that of the longest, without labels."""
+    rows = empty_rows(len(texts), length or max(map(len, texts)))
     for n, text in enumerate(texts):
         T = len(text)
         rows.tokens[n, :T], rows.positions[n, :T] = torch.tensor(text), torch.arange(T)

@@ -174,6 +174,13 @@ def test_an_engine_without_the_hook_for_a_target_serves_no_head_of_it(
     assert (why_unfit([*found.values()]) is None) == bool(readers)  # what serves nowhere says so
 
 
+def test_a_block_head_is_served_where_its_embeddings_are_the_targets(target: FrozenTarget, tmp_path: Path) -> None:
+    folder = save(tmp_path / "head", target, "dflash")
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+    found = verdicts(folder, architecture="Gemma4ForCausalLM")
+    assert serving(found) == {SGLANG} and "without their factor" in str(found[VLLM].lacks)
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.initial.bigrams import SHARE, bigrams
+from heads.initial.bigrams import PART, bigrams
 from heads.initial.weights import TargetProbe
 from tests.heads.small_heads import probe_of, random_batch
 
@@ -31,7 +31,7 @@ def expected_logits(probe: TargetProbe) -> tuple[Tensor, Tensor]:
 def test_at_full_rank_the_bias_is_a_share_of_the_logits_behind_each_token(probe: TargetProbe) -> None:
     w1, w2 = bigrams(probe, 16)
     expected, _ = expected_logits(probe)
-    torch.testing.assert_close((w1 @ w2.T).double(), SHARE * expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((w1 @ w2.T).double(), PART * expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
@@ -44,7 +44,7 @@ def test_at_a_lower_rank_it_is_the_best_one_by_the_frequencies_of_both_tokens(pr
         return share.sqrt()[:, None] * (logits - (logits @ frequency)[:, None]) * frequency.sqrt()
 
     w1, w2 = bigrams(probe, rank)
-    error = weigh((w1 @ w2.T).double() / SHARE - expected).square().sum()
+    error = weigh((w1 @ w2.T).double() / PART - expected).square().sum()
     least = torch.linalg.svdvals(weigh(expected))[rank:].square().sum()  # Eckart and Young, 1936
     torch.testing.assert_close(error, least, rtol=1e-3, atol=1e-6)
 

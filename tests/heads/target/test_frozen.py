@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, BertModel, PreTrainedConfig
 
+from heads.checkpoint import save_head, target_record
+from heads.registry import build_head
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids, shallow_aux_layer_ids
 from heads.target.families import attention_masks, unused_weights
 from heads.target.frozen import FrozenTarget, load_target, load_tokenizer
@@ -346,6 +348,26 @@ def test_code_in_a_model_folder_does_not_run_unasked(llama_dir: Path, tmp_path: 
     assert "target.trust_remote_code=true" in text and "--trust-remote-code" in text
     refused(load_tokenizer, str(path.parent))
     assert not ran.exists()
+
+
+def test_code_that_the_user_lets_run_makes_every_tokenizer_of_the_target(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = copy(tiny_target_dir, tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "Homemade"}
+    path.write_text(json.dumps(config | {"auto_map": {"AutoTokenizer": [None, "homemade.Homemade"]}}))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Homemade(PreTrainedTokenizerFast):\n    pass\n"
+    (folder / "homemade.py").write_text(code)
+    assert "target.trust_remote_code=true" in refused(load_tokenizer, str(folder))
+    target = load_target(str(folder), trust_remote_code=True)
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    assert build_head("dflash", {}, target, counts).config.mask_token_id < target.vocab_size
+    draft = build_head("draft", {"path": str(folder)}, target, counts)
+    save_head(draft, tmp_path / "head", target=target_record(target))
+    assert (tmp_path / "head/tokenizer.json").is_file()
+    assert "trust_remote_code" not in (tmp_path / "head/config.json").read_text()
 
 
 def test_tokenizers(tiny_target_dir: Path, llama_dir: Path, tmp_path: Path) -> None:
