@@ -56,7 +56,7 @@ class Proposal:
     tokens: Tensor  # (B, N) int64, target ids; node 0 is the root
     parents: Tensor  # (B, N) int64; parents[:, 0] = 0, parents[:, j] < j
     depths: Tensor  # (B, N) int64; 0 for the root
-    scores: Tensor  # (B, N) float32, log-probability of the path by the draft's distributions; 0 for the root
+    scores: Tensor  # (B, N) float32, log-probability of the path by the distributions of `Pick`; 0 for the root
     expanded: Tensor | None = None
     """(B, N) int64: the index of each node among those that `grow` expanded, in order; -1 for the root and nodes that
     were not expanded. None for a chain, where node j is number j - 1, and the last is not expanded."""
@@ -144,7 +144,8 @@ class Pick(Protocol):
         """`count` (R) children of each of W nodes, best first.
 
         logits (B, W, Vx); positions (B, W) of the tokens to be drawn; token_ids (Vx,) the target ids of the columns,
-        None where they are 0 .. Vx - 1. Returns target ids (B, W, R) and log-probabilities by which trees rank them.
+        None where they are 0 .. Vx - 1. Returns target ids (B, W, R) and log-probabilities by which trees rank them:
+        the draft's own, or, where the target takes its likeliest token, sharper ones.
         """
 
 

@@ -99,10 +99,9 @@ def fill_folder(
         with accelerator.autocast():  # as training computes them
             write(rows)
     if accelerator.is_main_process:  # the draws by which a head's start is scaled
-        V, D = source.target.vocab_size, source.target.hidden_size
-        for counts in (torch.zeros(V, dtype=torch.int64), mixture.label_counts(V)):
-            for count in {probed_rows(D, closely) for closely in (False, True)}:
-                write(text_rows(probe_tokens(counts, count).tolist()))
+        counts = mixture.label_counts(source.target.vocab_size)
+        for count in {probed_rows(source.target.hidden_size, closely) for closely in (False, True)}:
+            write(text_rows(probe_tokens(counts, count).tolist()))
     writer.close()
     accelerator.wait_for_everyone()
     on_main(accelerator, lambda: seal(folder, about))

@@ -187,8 +187,9 @@ static inline float exponential(float x)
     return x < -87.0f ? 0 : (p * r * r + r + 1.0f) * power.f;
 }
 
-/* The `count` best of V scores, falling, lowest columns first on ties, and their log-probabilities. */
-static void take_best(const float *score, int64_t V, int64_t count, int64_t *columns, float *logp)
+/* The `count` best of V scores, falling, lowest columns first on ties, and the logarithms of softmax(sharpness * score).
+ */
+static void take_best(const float *score, float sharpness, int64_t V, int64_t count, int64_t *columns, float *logp)
 {
     float sum = 0;
     int64_t held = 0;
@@ -208,14 +209,14 @@ static void take_best(const float *score, int64_t V, int64_t count, int64_t *col
     const float top = logp[0];
 #pragma omp simd reduction(+ : sum)
     for (int64_t v = 0; v < V; v++)
-        sum += exponential(score[v] - top);
+        sum += exponential(sharpness * (score[v] - top));
     const float rest = logf(sum);
     for (int64_t i = 0; i < count; i++)
-        logp[i] = (logp[i] - top) - rest;
+        logp[i] = sharpness * (logp[i] - top) - rest;
 }
 
 /* A draft's best columns, by logits / T + G, or by logits where T is 0: logits (R, V), which stand for the target ids
- * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count). */
+ * `ids` (V) or NULL; positions (R) -> picked (R, count) ids, logp (R, count), sharper where T is 0. */
 void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,
           float *logp, int64_t B, int64_t W, int64_t V, int64_t count)
 {
@@ -229,7 +230,7 @@ void pick(const Sampling *sampling, const float *logits, const int64_t *position
                 warm[v] = score[v] / temperature + noise.noise[v];
             score = warm;
         }
-        take_best(score, V, count, picked, logp);
+        take_best(score, temperature > 0 ? 1 : sampling->sharpness, V, count, picked, logp);
         for (int64_t i = 0; ids && i < count; i++)
             picked[i] = ids[picked[i]];
     }

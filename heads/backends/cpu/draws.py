@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads.backends.cpu.library import ChainStruct, SamplingStruct, loaded
-from heads.backends.torch.sampling import RowSampling
+from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from heads.tree import Proposal
 
 SERIAL_VALUES = 1 << 16
@@ -54,7 +54,7 @@ class CompiledPick:
 
     def __init__(self, library: ctypes.CDLL, temperature: Tensor, seeds: Tensor) -> None:
         self.library, self.held = library, (temperature, seeds)
-        self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr())
+        self.struct = SamplingStruct(temperature.data_ptr(), seeds.data_ptr(), SHARPNESS)
         self.reference = ctypes.byref(self.struct)
 
     def __call__(

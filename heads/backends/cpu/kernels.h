@@ -53,6 +53,7 @@ void move_slots(float *keys, float *values, const int64_t *from, const int64_t *
 typedef struct { /* how children are drawn: by logits / T + Gumbel noise, or by logits where T is 0 */
     const float *temperatures; /* (B) */
     const int64_t *seeds;      /* (B) */
+    double sharpness;          /* of the logarithms where T is 0 */
 } Sampling;
 
 void pick(const Sampling *sampling, const float *logits, const int64_t *positions, const int64_t *ids, int64_t *picked,

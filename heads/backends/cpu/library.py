@@ -85,7 +85,7 @@ class ModelStruct(ctypes.Structure):
 class SamplingStruct(ctypes.Structure):
     """`Sampling`."""
 
-    _fields_ = (("temperatures", POINTER), ("seeds", POINTER))
+    _fields_ = (("temperatures", POINTER), ("seeds", POINTER), ("sharpness", ctypes.c_double))
 
 
 class ChainStruct(ctypes.Structure):

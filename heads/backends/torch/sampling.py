@@ -22,6 +22,12 @@ from torch import Tensor
 from heads.backends.torch import noise
 from heads.tree import Pick
 
+SHARPNESS = 1.5
+"""Factor of a greedy row's logits in the probabilities that rank the nodes of trees. The target takes its likeliest
+token every time, so that a draft's likeliest is right more often than its probability says. tau of tree:4x4x12 with 1
+and with 1.5, 80 prompts, quickstart: EAGLE-3 3.18 and 3.27, DSpark 2.81 and 2.88, DFlash 2.51 and 2.53; of sampled
+rows 2.33 and 2.32, 2.30 and 2.27, 2.06 and 2.01."""
+
 
 class Settings(Protocol):
     """Sampling settings of a request; a temperature of 0 is greedy, and 0, 1 and 0 turn the filters off."""
@@ -107,8 +113,10 @@ class RowSampling:
         self, logits: Tensor, positions: Tensor, count: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`pick_likeliest` of nodes with a distribution each."""
-        scores = self.perturb(logits, positions, token_ids) if self.random else logits
-        return best_columns(scores, count, token_ids)
+        if not self.random:
+            return best_columns(logits, SHARPNESS, count, token_ids)
+        sharpness = torch.where(self.temperature > 0, 1.0, SHARPNESS)[:, None, None]
+        return best_columns(self.perturb(logits, positions, token_ids), sharpness, count, token_ids)
 
     def perturb(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the scores by which a draft ranks its candidates, with the noise that `choose` will use at the same
@@ -171,9 +179,13 @@ def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     return torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
-def best_columns(scores: Tensor, count: int, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64 and the log-softmax of
-    their scores, float32. Which of equal ones stands first is not said."""
-    distribution = scores.float().log_softmax(-1)
-    logp, columns = distribution.max(-1, keepdim=True) if count == 1 else distribution.topk(count, dim=-1)
+def best_columns(
+    scores: Tensor, sharpness: Tensor | float, count: int, token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` (R) best columns of scores (B, W, Vx), best first: target ids (B, W, R) int64, and the log-softmax of
+    sharpness (B, 1, 1) * scores, float32. Which of equal ones stands first is not said."""
+    scores = scores.float()
+    best, columns = scores.max(-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1)
+    top = best[..., :1]
+    logp = sharpness * (best - top) - (sharpness * (scores - top)).logsumexp(-1, keepdim=True)
     return columns if token_ids is None else token_ids[columns], logp

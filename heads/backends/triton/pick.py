@@ -2,10 +2,11 @@
 
     score_v = logit_v / T + G(seed, position, id_v)        the logit alone at T = 0
 
-and what is given is the log-softmax of the scores of the R best, by which trees rank them. A program takes BLOCK
-columns of all nodes that stand at one position, whose noise is the same, and keeps the best few of each beside the
-block's share of its softmax; a second pass compares the blocks' best. Among equal scores the lowest column stands
-first; one that is not a number stands last. The twin is `heads.backends.torch.sampling.RowSampling.pick_of_each`.
+and what is given is the log-softmax of the scores of the R best, SHARPNESS times as large at T = 0, by which trees rank
+them. A program takes BLOCK columns of all nodes that stand at one position, whose noise is the same, and keeps the best
+few of each beside the block's share of its softmax; a second pass compares the blocks' best. Among equal scores the
+lowest column stands first; one that is not a number stands last. The twin is
+`heads.backends.torch.sampling.RowSampling.pick_of_each`.
 
 Letters: B rows of the batch, W nodes, V columns, R columns picked.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backends.torch.sampling import RowSampling
+from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from heads.backends.triton.availability import constexpr, jit, next_power_of_2, tl, triton
 from heads.backends.triton.noise import key_of, noise_of
 
@@ -74,12 +75,14 @@ def best_columns(
     _best_of_block[(B, triton.cdiv(W, nodes), blocks)](
         logits, logits.stride(0), logits.stride(1), positions, positions.stride(0), positions.stride(1),
         temperature, seeds, named, tops[0], tops[1], values, columns, W, V, blocks,
-        COUNT=count, NAMED=token_ids is not None, NOISY=noise is not None, NODES=nodes, BLOCK=block,
+        COUNT=count, NAMED=token_ids is not None, NOISY=noise is not None, SHARPNESS=SHARPNESS,
+        NODES=nodes, BLOCK=block,
         num_warps=8 if nodes * block > 2048 else 4,
     )  # fmt: skip
     _best_of_blocks[(B * W,)](
-        tops[0], tops[1], values, columns, named, ids, logp, V, blocks,
-        COUNT=count, NAMED=token_ids is not None, PAD=next_power_of_2(blocks), ALL=next_power_of_2(blocks * count),
+        tops[0], tops[1], values, columns, temperature, named, ids, logp, W, V, blocks,
+        COUNT=count, NAMED=token_ids is not None, NOISY=noise is not None, SHARPNESS=SHARPNESS,
+        PAD=next_power_of_2(blocks), ALL=next_power_of_2(blocks * count),
         num_warps=4 if blocks * count <= 2048 else 16,
     )  # fmt: skip
     return ids, logp
@@ -88,7 +91,7 @@ def best_columns(
 @jit
 def _best_of_block(  # type: ignore[no-untyped-def]
     LOGITS, l_b, l_w, POSITIONS, p_b, p_w, TEMPERATURE, SEEDS, TOKEN_IDS, TOPS, MASSES, VALUES, COLUMNS, W, V, blocks,
-    COUNT: constexpr, NAMED: constexpr, NOISY: constexpr, NODES: constexpr, BLOCK: constexpr,
+    COUNT: constexpr, NAMED: constexpr, NOISY: constexpr, SHARPNESS: constexpr, NODES: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     b, group, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     w, v = group * NODES + tl.arange(0, NODES), block * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +110,8 @@ def _best_of_block(  # type: ignore[no-untyped-def]
     top = tl.max(x, 1)
     row = (b * W + w) * blocks + block
     tl.store(TOPS + row, top, mask=live)
-    tl.store(MASSES + row, tl.sum(tl.exp(x - _finite(top)[:, None]), 1), mask=live)
+    sharpness = _sharpness(TEMPERATURE + b, NOISY, SHARPNESS)
+    tl.store(MASSES + row, tl.sum(tl.exp(sharpness * (x - _finite(top)[:, None])), 1), mask=live)
     best, first = tl.full([NODES], float("inf"), tl.float32), tl.full([NODES], -1, tl.int32)
     for r in range(0, COUNT):
         after = (x < best[:, None]) | ((x == best[:, None]) & (v[None] > first[:, None]))
@@ -120,16 +124,17 @@ def _best_of_block(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_of_blocks(  # type: ignore[no-untyped-def]
-    TOPS, MASSES, VALUES, COLUMNS, TOKEN_IDS, IDS, LOGP, V, blocks,
-    COUNT: constexpr, NAMED: constexpr, PAD: constexpr, ALL: constexpr,
+    TOPS, MASSES, VALUES, COLUMNS, TEMPERATURE, TOKEN_IDS, IDS, LOGP, W, V, blocks,
+    COUNT: constexpr, NAMED: constexpr, NOISY: constexpr, SHARPNESS: constexpr, PAD: constexpr, ALL: constexpr,
 ):  # fmt: skip
     """One node: the blocks' best against each other."""
     row, block, j = tl.program_id(0).to(tl.int64), tl.arange(0, PAD), tl.arange(0, ALL)
     tops = tl.load(TOPS + row * blocks + block, mask=block < blocks, other=-float("inf"))
     masses = tl.load(MASSES + row * blocks + block, mask=block < blocks, other=0.0)
     top = _finite(tl.max(tops, 0))
-    mass = tl.sum(masses * tl.exp(tops - top), 0)
-    whole = top + tl.log(tl.where(mass > 0, mass, 1.0))
+    sharpness = _sharpness(TEMPERATURE + row // W, NOISY, SHARPNESS)
+    mass = tl.sum(masses * tl.exp(sharpness * (tops - top)), 0)
+    whole = tl.log(tl.where(mass > 0, mass, 1.0))
     kept = j < blocks * COUNT
     values = tl.load(VALUES + row * blocks * COUNT + j, mask=kept, other=-float("inf"))
     columns = tl.load(COLUMNS + row * blocks * COUNT + j, mask=kept, other=V)
@@ -141,8 +146,17 @@ def _best_of_blocks(  # type: ignore[no-untyped-def]
         if NAMED:
             token = tl.load(TOKEN_IDS + first)
         tl.store(IDS + row * COUNT + r, token)
-        tl.store(LOGP + row * COUNT + r, best - whole)
+        tl.store(LOGP + row * COUNT + r, sharpness * (best - top) - whole)
         left = left & (columns != first)
+
+
+@jit
+def _sharpness(AT, NOISY: constexpr, SHARPNESS: constexpr):  # type: ignore[no-untyped-def]
+    """Return the factor of a row's scores, whose temperature stands at AT."""
+    if NOISY:
+        return tl.where(tl.load(AT) > 0, 1.0, SHARPNESS)
+    else:
+        return SHARPNESS
 
 
 @jit

@@ -10,7 +10,7 @@ from eval.runtime.sampling import Sampling
 from heads.backends.cpu import library
 from heads.backends.cpu.draws import CpuSampling
 from heads.backends.torch import noise
-from heads.backends.torch.sampling import RowSampling
+from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from tests.samplings import GOLDEN, MASK, rows_of, splitmix
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="no C compiler")
@@ -126,7 +126,7 @@ def test_ties_are_picked_lowest_first() -> None:
     logits[..., 150:] = 1.0
     tokens, logp = rows_of(CpuSampling, Sampling()).pick(logits, torch.zeros(1, 1, dtype=torch.int64), 4)
     assert tokens.tolist() == [[[150, 151, 152, 153]]]
-    torch.testing.assert_close(logp, logits.log_softmax(-1)[..., 150:154])
+    torch.testing.assert_close(logp, (SHARPNESS * logits).log_softmax(-1)[..., 150:154])
 
 
 def test_other_numbers_take_tensor_operations() -> None:

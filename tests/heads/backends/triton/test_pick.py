@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eval.runtime.sampling import Sampling
 from heads.backends.torch.noise import gumbel
-from heads.backends.torch.sampling import RowSampling
+from heads.backends.torch.sampling import SHARPNESS, RowSampling
 from heads.backends.triton.availability import constexpr, jit, tl
 from heads.backends.triton.noise import key_of, noise_of
 from heads.backends.triton.pick import Noise, TritonSampling, best_columns
@@ -68,7 +68,7 @@ def test_of_equal_scores_the_lowest_column_stands_first(V: int, count: int) -> N
     )
     order = (-logits).argsort(dim=-1, stable=True)[..., :count]
     assert torch.equal(tokens, order)
-    torch.testing.assert_close(logp, logits.log_softmax(-1).gather(-1, order))
+    torch.testing.assert_close(logp, (SHARPNESS * logits).log_softmax(-1).gather(-1, order))
 
 
 def test_what_is_no_number_is_picked_last() -> None:
