@@ -194,3 +194,15 @@ def test_a_level_at_one_position_is_picked_as_its_nodes_would_be_alone(shared: b
         alone = rows.pick(logits[:, w : w + 1].clone(), positions[:, w : w + 1].clone(), 3, ids)
         for part, expected in zip(found, alone, strict=True):
             assert torch.equal(part[:, w : w + 1], expected)
+
+
+def test_greedy_rows_are_ranked_by_sharper_probabilities_and_sampled_ones_by_their_scores() -> None:
+    settings = Sampling(), Sampling(temperature=0.8, seed=3)
+    logits = 3 * torch.randn(2, 3, 13, generator=torch.Generator().manual_seed(2))
+    positions = torch.tensor([[4, 4, 4], [9, 9, 9]])
+    noise = gumbel(torch.tensor([0, 3]), positions, torch.arange(13))
+    scores = torch.stack([1.5 * logits[0], logits[1] / 0.8 + noise[1]])
+    expected = scores.log_softmax(-1).topk(4)
+    ids, logp = rows_of(RowSampling, *settings).pick(logits, positions, 4)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(logp, expected.values)
