@@ -17,27 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.backends.recurrent_parts import HeadParts, ModuleParts
 from heads.base import SharedLayers, from_plain, given
-from heads.errors import UserError, first_line
+from heads.errors import UserError
 from heads.formats.base import check_tensors
 from heads.initial.copying import AttentionProbe, directions
 from heads.initial.weights import TargetProbe, begin
 from heads.layers import MLP, MOST, Attend, Attention, BlockConfig, BlockSettings, CosSin, RMSNorm, StartSettings
 from heads.losses import check_loss_settings
 from heads.recurrent.draft import Recurrent
+from heads.rotary import RotarySettings, scaled_rotary
 from heads.target.aux_layers import check_aux_layer_ids, default_aux_layer_ids
-from heads.target.families import FIXED_ROTATIONS
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
 from heads.vocab import build_vocab, read_vocab, vocab_tables
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Settings(StartSettings, BlockSettings):
+class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     """Settings of the head in a recipe."""
 
     aux_layer_ids: tuple[int, ...] | None = None
@@ -62,9 +60,6 @@ class Eagle3Settings(StartSettings, BlockSettings):
     """Positions that attention sees, the token's own included, for drafts whose time and memory do not grow with the
     text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all. Drafted by torch, without
     kernels."""
-    rope_scaling: dict[str, Any] | None = None
-    """Scaled rotary positions, as transformers has them in `rope_parameters`, without the base: `{rope_type: yarn,
-    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: plain positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,25 +107,6 @@ class Eagle3Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
 
 
-def scaled_rotary(config: Eagle3Config) -> nn.Module:
-    """The rotary positions of a Llama with this config's scaling. UserError for one that there is not."""
-    scaling = config.rope_scaling or {}
-    if scaling.get("rope_type") not in FIXED_ROTATIONS:
-        kinds = ", ".join(FIXED_ROTATIONS)
-        raise UserError(f"head.rope_scaling: expected a rope_type of {kinds}, got {scaling.get('rope_type')!r}")
-    try:
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters={**scaling, "rope_theta": config.rope_theta},
-        )
-        return LlamaRotaryEmbedding(llama)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
-        raise UserError(f"head.rope_scaling: {first_line(error)}") from error
-
-
 class Eagle3(Recurrent):
     """The head. Its tensors bear the names that SGLang, vLLM and the EAGLE repository read."""
 
@@ -153,8 +129,7 @@ class Eagle3(Recurrent):
         self.embed_tokens: nn.Embedding | None = None
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, D).requires_grad_(False)
-        if config.rope_scaling is not None:
-            self.rotary = (scaled_rotary(config),)
+        self.rotary = scaled_rotary(config)
         self.register_buffer("kept", kept, persistent=False)
 
     @classmethod

@@ -41,6 +41,8 @@ class BlockSettings:
     """Base of the rotary positions. Null: the target's."""
 
 
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Attention of a layer, as transformers names it."""
 COPYING, TARGET, RANDOM = INITIAL_WEIGHTS = ("copying", "target", "random")
 
 

@@ -9,7 +9,7 @@ vocabulary, Vd draft vocabulary, J modules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -207,9 +207,9 @@ class BlockSteps(ABC):
         """Take in the context of true features (B, M, L * D)."""
 
     @abstractmethod
-    def run(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """The rows of a block x (B, R, D) at positions (B, R), over the slots that they see (B, R, E) -> (B, R, D)
-        after the final norm."""
+    def run(self, x: Tensor, positions: Tensor, visible: Sequence[Tensor]) -> Tensor:
+        """The rows of a block x (B, R, D) at positions (B, R), over the slots that they see in each layer, (B, R, E)
+        -> (B, R, D) after the final norm."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,16 @@ PIECE = 256
 """Number of rows in a piece."""
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Bounds of what the rows of a layer see."""
+
+    causal: bool = False
+    """True if a row sees none of the rows behind it."""
+    window: int | None = None
+    """Positions that a row sees, its own included; as many as a block has rows, or more. None: all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sight:
     """The keys that the rows of some blocks see: slots starts .. anchors - 1 of the context, and their own block."""
@@ -34,8 +44,16 @@ class Sight:
     """R"""
     context: int
     """T"""
-    causal: bool
-    """True if a row sees none of the rows behind it."""
+    reach: Reach
+
+    @cached_property
+    def first(self) -> Tensor:
+        """The first slot of the context that each row sees, at most its anchor: (B, N, R), or (B, N, 1) if all rows of
+        a block see the same."""
+        if self.reach.window is None:
+            return self.starts[..., None]
+        row = torch.arange(self.rows, device=self.anchors.device)
+        return torch.maximum(self.starts[..., None], self.anchors[..., None] + row - (self.reach.window - 1))
 
     @cached_property
     def pieces(self) -> list[tuple[slice, int, int]]:
@@ -46,27 +64,27 @@ class Sight:
         for first in range(0, N, step):
             part = slice(first, min(first + step, N))
             stop = int(self.anchors[:, part].max())
-            found.append((part, min(int(self.starts[:, part].min()), stop), stop))
+            found.append((part, min(int(self.first[:, part].min()), stop), stop))
         return found
 
     @cached_property
     def block_mask(self) -> BlockMask:
         """FlexAttention's mask over keys [context ; blocks], from the tiles that hold anything visible."""
-        starts, anchors, R, T, causal = self.starts, self.anchors, self.rows, self.context, self.causal
+        first, anchors, R, T, causal = self.first, self.anchors, self.rows, self.context, self.reach.causal
         N = anchors.shape[1]
         device = anchors.device
 
         def visible(b: Tensor, h: Tensor, q: Tensor, key: Tensor) -> Tensor:
             block, own = q // R, key - T
-            before = (key >= starts[b, block]) & (key < anchors[b, block])
+            before = (key >= first[b, block, q % first.shape[2]]) & (key < anchors[b, block])
             inside = (own >= 0) & (own // R == block)
             return before | (inside & (own % R <= q % R) if causal else inside)
 
-        first = torch.arange(0, N * R, TILE, device=device)  # the first row of each tile of queries
-        low, high = first // R, (first + TILE - 1).clamp_max(N * R - 1) // R  # and its first and last block
+        row = torch.arange(0, N * R, TILE, device=device)  # the first one of each tile of queries
+        low, high = row // R, (row + TILE - 1).clamp_max(N * R - 1) // R  # and its first and last block
         span = torch.arange(N, device=device)
         held = (span >= low[:, None]) & (span <= high[:, None])  # (tiles, N)
-        least = starts[:, None].masked_fill(~held, T).amin(2)  # (B, tiles): the context that any block of it sees
+        least = first[:, None, :, 0].masked_fill(~held, T).amin(2)  # (B, tiles): the context that any block of it sees
         most = anchors[:, None].masked_fill(~held, 0).amax(2)
         key = torch.arange(0, T + N * R, TILE, device=device)  # the first key of each tile of keys
         before = (key < most[..., None]) & (key + TILE > least[..., None])  # (B, tiles, key tiles)
@@ -93,10 +111,10 @@ def by_pieces(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Ten
     for blocks, start, stop in sight.pieces:
         rows = slice(blocks.start * sight.rows, blocks.stop * sight.rows)
         slot = torch.arange(start, stop, device=q.device)
-        hidden = (slot < sight.starts[:, blocks, None]) | (slot >= sight.anchors[:, blocks, None])  # (B, C, E)
+        hidden = (slot < sight.first[:, blocks, :, None]) | (slot >= sight.anchors[:, blocks, None, None])
         own = (x[:, :, rows] for x in (q, k, v))
         context = (x[:, :, start:stop] for x in (context_k, context_v))
-        made = (*own, *context, hidden, sight.causal)
+        made = (*own, *context, hidden, sight.reach.causal)
         outs.append(checkpoint(_piece, *made, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(outs, 2)
 
@@ -104,15 +122,16 @@ def by_pieces(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Ten
 def _piece(
     q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, hidden: Tensor, causal: bool
 ) -> Tensor:
-    """One piece: q (B, H, C * R, d), k and v (B, H / G, C * R, d), context (B, H / G, E, d), hidden (B, C, E)."""
-    (B, H, rows, d), Hkv, (C, E) = q.shape, k.shape[1], hidden.shape[1:]
+    """One piece: q (B, H, C * R, d), k and v (B, H / G, C * R, d), context (B, H / G, E, d), hidden (B, C, R or 1,
+    E)."""
+    (B, H, rows, d), Hkv, C, E = q.shape, k.shape[1], hidden.shape[1], hidden.shape[3]
     G = H // Hkv
     R = rows // C
     q = q.reshape(B, Hkv, -1, d) * (1 / math.sqrt(d))  # (B, H / G, G * C * R, d)
     k, v = (x.reshape(B, Hkv, 1, C, R, d) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     before = (q @ context_k.mT).to(wide).view(B, Hkv, G, C, R, E)
-    before = before.masked_fill(hidden[:, None, None, :, None], -torch.inf)
+    before = before.masked_fill(hidden[:, None, None], -torch.inf)
     own = (q.view(B, Hkv, G, C, R, d) @ k.mT).to(wide)  # (B, H / G, G, C, R, R)
     if causal:
         behind = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)

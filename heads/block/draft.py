@@ -28,7 +28,7 @@ from heads.backends.base import Backend, BlockSpec, BlockSteps, StepsState
 from heads.backends.slot_mapping import Observed, round_up
 from heads.base import Batch, DraftHead, HeadLoss, Observation, Pick, RoundReads, SharedLayers, from_plain, given
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import Sight, block_attention
+from heads.block.attention import Reach, Sight, block_attention
 from heads.block.initial import copy_by_root
 from heads.block.loss import BlockTask, block_loss
 from heads.block.settings import D_PACE, DraftBlockConfig, DraftBlockSettings
@@ -38,6 +38,7 @@ from heads.growth import grow
 from heads.initial.copying import AttentionProbe
 from heads.initial.weights import TargetProbe, begin
 from heads.layers import Attend, Attention, CosSin, DecoderLayer, NormedAttention, RMSNorm, rotation
+from heads.rotary import rotation_by, scaled_rotary
 from heads.target.aux_layers import check_aux_layer_ids, spread_layer_ids
 from heads.target.frozen import FrozenTarget
 from heads.target.head_shape import block_settings, check_one_width
@@ -78,6 +79,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config, NormedAttention(config)) for _ in range(config.num_layers))
         self.norm = RMSNorm(D, config.rms_norm_eps)
+        self.reaches = config.reaches(self.causal)
+        self.rotary = scaled_rotary(config)
         self.kept: Tensor | None
         self.register_buffer("kept", kept, persistent=False)
 
@@ -123,6 +126,12 @@ class DraftBlockHead(nn.Module, DraftHead):
     def copying(self, probe: TargetProbe) -> tuple[Attention, AttentionProbe] | None:
         return copy_by_root(self, probe) if len(self.layers) > 1 else None
 
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
+        """Cosines and sines of rotary positions (B, T)."""
+        if self.rotary:
+            return rotation_by(self.rotary[0], positions, dtype)
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
+
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D), the context."""
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.norm.weight.dtype)))  # type: ignore[no-any-return]
@@ -165,12 +174,13 @@ class DraftBlockHead(nn.Module, DraftHead):
         x = self.behind(roots, rows, batch.shared.embed_tokens).to(context.dtype).flatten(1, 2)  # (B, N * R, D)
         row = torch.arange(rows, device=anchors.device)
         own_positions = (batch.positions.gather(1, anchors)[..., None] + row).flatten(1)
-        known, own = (
-            rotation(positions, config.head_dim, config.rope_theta, x.dtype)
-            for positions in (batch.positions, own_positions)
-        )
-        sight = Sight(blocks.starts(batch.documents), anchors, rows, T, self.causal)
-        attends = [self.attend_in_training(layer, context, known, sight) for layer in self.layers]
+        known, own = (self.cos_sin(positions, x.dtype) for positions in (batch.positions, own_positions))
+        starts = blocks.starts(batch.documents)
+        sights = {reach: Sight(starts, anchors, rows, T, reach) for reach in set(self.reaches)}
+        attends = [
+            self.attend_in_training(layer, context, known, sights[reach])
+            for layer, reach in zip(self.layers, self.reaches, strict=True)
+        ]
         return self.run(x, own, attends).view(B, N, rows, -1)
 
     @staticmethod
@@ -255,7 +265,7 @@ class DraftBlockHead(nn.Module, DraftHead):
         assert shared.lm_head_weight is not None
         lm_head_weight = shared.lm_head_weight if self.kept is None else shared.lm_head_weight[self.kept]
         slot = torch.arange(round_up(capacity + config.block_size + 1), device=weight.device)
-        cos, sin = rotation(slot[None], config.head_dim, config.rope_theta, weight.dtype)
+        cos, sin = self.cos_sin(slot[None], weight.dtype)
         ids = torch.zeros(2, batch_size, dtype=torch.int64, device=weight.device)
         spec = BlockSpec(
             head=self,
@@ -288,10 +298,15 @@ class DraftBlockHead(nn.Module, DraftHead):
         rows = state.shape.depth + self.first_row
         positions = state.length[:, None] + state.slot[:rows]  # (B, R)
         extent = state.extent(rows)
-        last = positions if self.causal else positions[:, -1:].expand_as(positions)
-        visible = state.slot[:extent] <= last[..., None]  # (B, R, E)
+        own, slot = positions[..., None], state.slot[:extent]
+
+        def visible(reach: Reach) -> Tensor:
+            last = own if reach.causal else own[:, -1:].expand_as(own)
+            return slot <= last if reach.window is None else (slot <= last) & (slot > own - reach.window)
+
+        shown = {reach: visible(reach) for reach in set(self.reaches)}  # (B, R, E) each
         x = self.behind(state.embed_tokens(state.root), rows, state.embed_tokens).to(self.norm.weight.dtype)
-        out = state.steps.run(x, positions, visible)
+        out = state.steps.run(x, positions, [shown[reach] for reach in self.reaches])
         return out[:, self.first_row :]
 
     @torch.no_grad()

@@ -127,12 +127,12 @@ def read_root(head: Any, probe: TargetProbe, by_token: Tensor, context: Tensor, 
     # The pair that turns slowest tells rows of blocks from the context, and the fastest ones tell the places of rows.
     heads, still = attention.k_proj.out_features // d, d // 2 - 1
     places = torch.arange(min(PLACES, still))
-    angle = head.first_row * head.config.rope_theta ** (-2 * places / d)
+    cos, sin = (x[0, 0, 0, places] for x in head.cos_sin(torch.tensor([[head.first_row]]), torch.float32))
     q, k = (proj.weight.view(heads, -1, d, D)[:, 0] for proj in (attention.q_proj, attention.k_proj))
     k[:, still] = k[:, places] = LARGE * of_block
     q[:, still] = LARGE * always
-    q[:, places] = LARGE * angle.cos()[:, None] * always
-    q[:, places + d // 2] = -LARGE * angle.sin()[:, None] * always
+    q[:, places] = LARGE * cos[:, None] * always
+    q[:, places + d // 2] = -LARGE * sin[:, None] * always
     attention.q_norm.weight *= SHARP
 
     token = least_squares(rows, torch.cat([by_token, torch.zeros(len(rows) - N, m)]))  # (D, m): of a mask nothing

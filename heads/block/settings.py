@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, field
 
+from heads.block.attention import Reach
 from heads.errors import UserError
-from heads.layers import COPYING, BlockConfig, BlockSettings, StartSettings
+from heads.layers import COPYING, FULL, LAYER_TYPES, MOST, SLIDING, BlockConfig, BlockSettings, StartSettings
+from heads.rotary import RotarySettings
 from heads.tree import MOST_NODES
 
 EXPONENTIAL, D_PACE = "exponential", "d_pace"
@@ -12,13 +14,19 @@ MOST_LAYERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftBlockSettings(StartSettings, BlockSettings):
+class DraftBlockSettings(RotarySettings, StartSettings, BlockSettings):
     """The settings that heads of this form share in a recipe."""
 
     block_size: int = 8
     """Rows of a block, the root's with them. It is best drafted with as many as it was trained with."""
     num_layers: int = 5
     """Decoder layers."""
+    sliding_window: int | None = None
+    """Positions that a row of a sliding layer sees, its own included; none of the rows behind it. Null: no layer
+    slides."""
+    layer_types: tuple[str, ...] | None = None
+    """Each layer's attention, `full_attention` or `sliding_attention`. Null: with a window all layers slide but the
+    last."""
     aux_layer_ids: tuple[int, ...] | None = None
     """Auxiliary hidden states to read, each named by the layer it enters, ascending. Null: one for each layer of the
     head, spread from layer 2 to layer n - 2 of a target of n layers; n/2 + 1 for a head of one."""
@@ -45,6 +53,20 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
     mask_token_id: int = field()
     draft_vocab_size: int | None = None
     """Published heads: tokens that are drafted, read by their rows of the target's output head. Null: all."""
+    sliding_causal: bool = True
+    """Published heads: False if rows of sliding layers see all rows of their block."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Each layer's attention."""
+        if self.layer_types is not None:
+            return self.layer_types
+        return (FULL if self.sliding_window is None else SLIDING,) * (self.num_layers - 1) + (FULL,)
+
+    def reaches(self, causal: bool) -> list[Reach]:
+        """Bounds of what each layer's rows see; `causal`: none sees a row behind it."""
+        slides = Reach(causal or self.sliding_causal, self.sliding_window)
+        return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
 
     @property
     def columns(self) -> int:
@@ -64,6 +86,21 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
             )
         if not 1 <= self.num_layers <= MOST_LAYERS:
             raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
+        types = self.layer_types
+        if types is not None and (len(types) != self.num_layers or not set(types) <= set(LAYER_TYPES)):
+            raise UserError(
+                f"head.layer_types: expected {' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers, got "
+                f"{list(types)}"
+            )
+        window = self.sliding_window
+        if window is not None and not (isinstance(window, int) and self.block_size <= window < MOST):
+            raise UserError(
+                f"head.sliding_window: expected a whole number from head.block_size ({self.block_size}) to below 2^53, "
+                f"got {window!r}"
+            )
+        if (window is not None) is not (SLIDING in self.kinds):
+            has = "a window, and no layer slides" if window else "layers that slide, and no window"
+            raise UserError(f"head.sliding_window, head.layer_types: expected both or none, got {has}")
         if not self.num_anchors >= 1:
             raise UserError(f"head.num_anchors: expected 1 or more, got {self.num_anchors}")
         if not 0 < self.gamma < math.inf:

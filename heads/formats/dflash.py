@@ -39,6 +39,7 @@ from heads.formats.base import (
 from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
 from heads.formats.eagle3 import HOOKS_OF_BOTH, HOOKS_OF_VLLM, hooked, sort_vocab
 from heads.formats.source import Source
+from heads.layers import FULL, LAYER_TYPES, SLIDING
 from heads.target.aux_layers import spread_layer_ids
 from heads.target.frozen import FrozenTarget
 
@@ -58,7 +59,6 @@ QWEN3_FIELDS: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "attention_bias": False,
-    "rope_scaling": None,
 }
 
 
@@ -68,9 +68,10 @@ def qwen3_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, A
         **QWEN3_FIELDS,
         **decoder_config(config, target, dtype),
         "num_hidden_layers": config.num_layers,
-        "layer_types": ["full_attention"] * config.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": [*config.kinds],
+        "use_sliding_window": SLIDING in config.kinds,
+        "sliding_window": config.sliding_window,
+        "rope_scaling": config.rope_scaling,
         "attention_dropout": 0.0,
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
@@ -87,13 +88,19 @@ def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     return {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(config, target, dtype),
-        "is_causal": config.causal,
+        **by_default({"is_causal": config.causal}, config),
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": left_layer_ids(config),
-            "causal": config.causal,
+            **by_default({"causal": config.causal}, config),
         },
     }
+
+
+def by_default(causality: dict[str, bool], config: Any) -> dict[str, bool]:
+    """The fields that say what all layers do, or none where each does what engines expect of its type: rows of sliding
+    layers see none behind them, those of the others do."""
+    return {} if SLIDING in config.kinds and config.sliding_causal and not any(causality.values()) else causality
 
 
 def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -101,6 +108,7 @@ def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     return {
         "architectures": ["Qwen3DSparkModel"],
         **qwen3_config(config, target, dtype),
+        **({} if config.sliding_causal else {"is_causal": False}),
         "target_layer_ids": left_layer_ids(config),
         "mask_token_id": config.mask_token_id,
         "num_anchors": config.num_anchors,
@@ -165,7 +173,14 @@ class BlockForm:
             return lacks, faults
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += fields(config, {"num_target_layers": target["num_layers"]})
-        faults += fields(config, {"layer_types": ["full_attention"] * config["num_hidden_layers"]})
+        types = config.get("layer_types")
+        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or not set(types) <= {*LAYER_TYPES}:
+            faults.append(f"config.json: layer_types: expected {FULL} or {SLIDING} for each layer, found {types!r}")
+            return lacks, faults
+        if SLIDING in types:
+            faults += fields(config, {"use_sliding_window": True}) + sizes(config, ["sliding_window"])
+            if reader == SGLANG and False in (config.get("is_causal"), own.get("causal")):
+                faults.append("config.json: is_causal: rows of sliding layers would see none of the rows behind them")
         if self.markov:
             faults += fields(config, {"markov_head_type": "vanilla"})
             if config.get("sample_from_anchor", True) is not True:
@@ -217,7 +232,7 @@ CLASSES = {
 OWN_FIELDS = {
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
     *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
-    *("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
+    *("use_swa", "swa_window_size", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
 }
 """Fields of `dflash_config` that are read, or change nothing. Any other may be another head's."""
 UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
@@ -248,13 +263,11 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     width = own.get("target_hidden_size") or qwen.hidden_size
     check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
     spark = kind == DSPARK_KIND
-    causal = bool(own.get("causal") if own.get("is_causal") is None else own["is_causal"])
+    causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
     refuse_settings(
         source,
         {
-            "layer_types": set(getattr(qwen, "layer_types", None) or ()) - {"full_attention"},
             "attention_bias": getattr(qwen, "attention_bias", False),
-            "rope_parameters": block.pop("rope_scaling"),
             "target_hidden_size": width != qwen.hidden_size,
             "is_neox_style": own.get("is_neox_style") is False,
             "use_gemma_norm": own.get("use_gemma_norm"),
@@ -281,6 +294,7 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
         "block_size": own["block_size"],
         "aux_layer_ids": ids,
         "mask_token_id": mask,
+        **sliding_layers(source, own, qwen, causal),
     }
     drafted = own.get("draft_vocab_size") or qwen.vocab_size
     if type(drafted) is not int or not 0 < drafted <= qwen.vocab_size:
@@ -297,9 +311,33 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
         if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
             weights[name] = pad(weights[name], (0, rank))
     else:
-        config["causal"] = causal
+        config["causal"] = bool(causal)
     form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
     return Reading(form, config, weights, tuple(block_misread(source, config, target)))
+
+
+def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bool | None) -> dict[str, Any]:
+    """The settings of sliding layers; none if no layer slides. `causal`: what the config says of all layers, or None.
+    As vLLM reads it, `use_swa` alone makes all of them slide."""
+    types = list(getattr(qwen, "layer_types", None) or [FULL] * qwen.num_hidden_layers)
+    if len(types) != qwen.num_hidden_layers or not set(types) <= {*LAYER_TYPES}:
+        raise UserError(
+            f"{source.path}: config.json: layer_types: expected {FULL} or {SLIDING} for each of "
+            f"{qwen.num_hidden_layers} layers, found {shown(types)}"
+        )
+    if SLIDING in types:
+        sliding_causal = causal is not False and not own.get("sliding_window_non_causal")
+    elif own.get("use_swa"):
+        types, sliding_causal = [SLIDING] * len(types), bool(causal)
+    else:
+        return {}
+    window = own.get("swa_window_size", getattr(qwen, "sliding_window", None))
+    if type(window) is not int or window < 1:
+        raise UserError(
+            f"{source.path}: config.json: sliding_window: layers slide; expected a number of positions, beside "
+            f"use_sliding_window, found {shown(window)}"
+        )
+    return {"layer_types": types, "sliding_window": window, "sliding_causal": sliding_causal}
 
 
 def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_layers: int) -> tuple[int, ...]:
@@ -349,8 +387,11 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
         said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
     if config.get("causal") and not raw.get("is_causal"):
         said.append(f"{SGLANG} reads no causal but is_causal beside the other fields: another head would run")
+    full = FULL in config.get("layer_types", [FULL])
+    if not config.get("sliding_causal", True):
+        said.append(f"{SGLANG} lets no row of a sliding layer see the rows behind it: another head would run")
     if "transformer_layer_config" in raw:
-        if "causal" in config and raw.get("sliding_window_non_causal") is False:
+        if "causal" in config and full and raw.get("sliding_window_non_causal") is False:
             said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")
         return [*said, f"{SGLANG} does not read speculators' form"]
     if "DSparkDraftModel" in raw["architectures"]:

@@ -35,6 +35,7 @@ from heads.labels import chain_metrics, counts_by_depth, label_slots
 from heads.layers import Attend, CosSin, rotation
 from heads.losses import draft_loss
 from heads.recurrent.attention import causal_attention
+from heads.rotary import rotation_by
 from heads.tree import Proposal, TreeShape, check_width, is_chain, scratch_slots
 
 AHEAD = 2
@@ -110,11 +111,7 @@ class Recurrent(nn.Module, DraftHead):
         """Cosines and sines of rotary positions (B, T)."""
         if not self.rotary:
             return rotation(positions, self.config.head_dim, self.config.rope_theta, dtype)
-        like, maker = torch.empty((), dtype=dtype, device=positions.device), self.rotary[0].to(positions.device)
-        if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
-            positions = positions.expand(3, -1, -1)
-        cos, sin = maker(like, positions)  # (B, T, d)
-        return cos[:, None], sin[:, None]
+        return rotation_by(self.rotary[0], positions, dtype)
 
     def counts(self, loss_mask: Tensor, documents: Tensor) -> Tensor:
         return counts_by_depth(loss_mask, documents, AHEAD, self.config.depth)

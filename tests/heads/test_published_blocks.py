@@ -3,6 +3,7 @@ whatever does not fit is refused."""
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from heads.target.frozen import FrozenTarget
 from tests.conftest import make_tiny_tokenizer
 from tests.heads.published_heads import (
     DEEPSPEC,
+    LLAMA3,
     SPECFORGE_DSPARK,
     SPECULATORS_DFLASH,
     SPECULATORS_DSPARK,
@@ -82,6 +84,9 @@ def test_a_draft_vocabulary_is_read_in_any_order_and_by_rows_of_the_targets_outp
 
 
 LAST = {"mask_token_id": 5, "target_layer_ids": [1, 3, 7]}
+ALL_SLIDE = ("sliding_attention",) * 2
+SLIDING = {"layer_types": ("sliding_attention", "full_attention")}
+WINDOW = {"layer_types": list(SLIDING["layer_types"]), "use_sliding_window": True, "sliding_window": 9}
 ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("block size inside", {}, {"block_size": None, "dflash_config": ZLAB["dflash_config"] | {"block_size": 4}}, False),
     ("default layers", {"aux_layer_ids": (2, 6)}, {"dflash_config": {"mask_token_id": 5}}, False),
@@ -89,8 +94,26 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("causal", {"causal": True}, {"dflash_config": ZLAB["dflash_config"] | {"causal": True}}, True),
     ("is causal", {"causal": True}, {"is_causal": True}, False),
     ("last", {"aux_layer_ids": (2, 4, 8)}, {"dflash_config": LAST}, True),
+    ("window", SLIDING | {"sliding_window": 9}, WINDOW, False),
+    ("window of all", SLIDING | {"sliding_window": 7, "sliding_causal": False, "layer_types": ALL_SLIDE},
+     {"dflash_config": ZLAB["dflash_config"] | {"use_swa": True, "swa_window_size": 7}}, True),
+    ("window, not causal", SLIDING | {"sliding_window": 9, "sliding_causal": False}, WINDOW | {"is_causal": False},
+     True),
+    ("scaled", {"rope_scaling": LLAMA3}, {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 7e4}}, False),
     ("dtype", {}, {"dtype": None, "torch_dtype": "float32", "num_target_layers": None}, False),
 ]  # fmt: skip
+
+
+def test_windows_in_speculators_form(target: FrozenTarget, tmp_path: Path) -> None:
+    """vLLM reads what is said of the sliding layers as said of all."""
+    for bidirectional, types in product((True, False), (SLIDING["layer_types"], ALL_SLIDE)):
+        head = dflash(sliding_window=9, layer_types=types, sliding_causal=not bidirectional)
+        layer = SPECULATORS_DFLASH["transformer_layer_config"] | WINDOW | {"layer_types": list(types)}
+        said = {"transformer_layer_config": layer, "sliding_window_non_causal": bidirectional}
+        found = read_published(write(tmp_path / "head", SPECULATORS_DFLASH | said, head.to_checkpoint()), target)
+        drafts_equal(found, head, target)
+        misread = any("makes all layers causal" in line for line in found.origin.differs)
+        assert misread is (not bidirectional and types != ALL_SLIDE)
 
 
 @pytest.mark.parametrize(("settings", "config", "differs"), [odd[1:] for odd in ODD], ids=[odd[0] for odd in ODD])
@@ -152,9 +175,12 @@ BAD: dict[str, tuple[Change, str]] = {
     "no mask": (set_inside(mask_token_id=None), "mask_token_id"),
     "no block size": (set_in(block_size=None), "block_size"),
     "block of one": (set_in(block_size=1), "block_size"),
-    "sliding windows": (set_in(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    "windows of no size": (set_in(layer_types=["full_attention", "sliding_attention"]), "sliding_window"),
+    "windows switched off": (set_in(layer_types=["sliding_attention"] * 2, sliding_window=9), "use_sliding_window"),
+    "attention in chunks": (set_in(layer_types=["full_attention", "chunked_attention"]), "layer_types"),
+    "attention sinks": (set_inside(use_swa=True, swa_window_size=9, attention_sink_bias=True), "attention_sink_bias"),
     "biases": (set_in(attention_bias=True), "attention_bias"),
-    "scaled positions": (set_in(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_parameters"),
+    "growing positions": (set_in(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_parameters"),
     "convolutions": (set_inside(conv_kernel_size=2, conv_group_size=16), "conv_kernel_size"),
     "selector": (set_inside(selector_rank=256, selector_top_k=16), "selector_rank"),
     "Domino": (set_inside(projector_type="domino"), "projector_type"),

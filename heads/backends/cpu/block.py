@@ -6,6 +6,8 @@ Letters: B batch, M observed tokens, R rows of a block, L layers of the head, D 
 cache slots, E of them shown.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from heads.backends.torch.attention import GroupedAttention, rotate_
 from heads.backends.torch.block import output_head, with_products
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product, unit
+from heads.layers import FULL, SLIDING
 from heads.target.families import additive
 
 
@@ -28,16 +31,17 @@ class CpuBlock(BlockSteps):
         """Return the steps of a head, or None where the kernels do not know it."""
         if spec.lm_head_weight.dtype != torch.float32:
             return None
+        config = spec.head.config
         blocks = [
             (
                 Norm(layer.input_layernorm),
-                in_c(GroupedAttention(layer.self_attn, "full_attention", draft=True), draft=True),
+                in_c(GroupedAttention(layer.self_attn, kind, draft=True), draft=True),
                 Norm(layer.post_attention_layernorm),
                 in_c(GatedMLP(layer.mlp, draft=True), draft=True),
             )
-            for layer in spec.head.layers
+            for layer, kind in zip(spec.head.layers, config.kinds, strict=True)
         ]
-        stack = CpuStack.of(blocks)
+        stack = CpuStack.of(blocks, config.sliding_window)
         return None if stack is None else cls(stack, spec)
 
     def __init__(self, stack: CpuStack, spec: BlockSpec) -> None:
@@ -45,6 +49,7 @@ class CpuBlock(BlockSteps):
         self.stack = stack
         self.head = with_products(spec.head, spec.product, without="layers")
         self.lm_head = output_head(spec)
+        self.kinds = spec.head.config.kinds
         self.norm = CompiledNorm(Norm(spec.head.norm))
         attentions = [layer.self_attn for layer in spec.head.layers]
         made = [projection.weight.detach() for a in attentions for projection in (a.k_proj, a.v_proj)]
@@ -65,9 +70,17 @@ class CpuBlock(BlockSteps):
         self.cache.keys[:, self.row, :, slots // block, :, slots % block] = keys
         self.cache.values[..., :d][:, self.row, :, slots] = values
 
-    def run(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor, visible: Sequence[Tensor]) -> Tensor:
         rows = x.flatten(0, 1).clone()  # the kernels work in place
-        self.cache.aim(positions, extent=visible.shape[2])
-        mask = additive(visible, torch.float32)
-        self.stack.run(rows, self.cache, positions=positions, cos_sin_table=self.signed, mask=mask)
+        self.cache.aim(positions, extent=visible[0].shape[2])
+        shown = dict(zip(self.kinds, visible, strict=True))
+        masks = {kind: additive(seen, torch.float32) for kind, seen in shown.items()}
+        self.stack.run(
+            rows,
+            self.cache,
+            positions=positions,
+            cos_sin_table=self.signed,
+            mask=masks.get(FULL),
+            near_mask=masks.get(SLIDING),
+        )
         return self.norm(rows).view(x.shape)

@@ -4,7 +4,7 @@ Letters: B batch, M observed tokens, R rows of a block, L auxiliary layers, D hi
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,17 +64,17 @@ class TorchBlock(BlockSteps):
             keys[self.row, :, slots] = k.transpose(1, 2)
             values[self.row, :, slots] = v.transpose(1, 2)
 
-    def run(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        extent = visible.shape[2]
+    def run(self, x: Tensor, positions: Tensor, visible: Sequence[Tensor]) -> Tensor:
+        extent = visible[0].shape[2]
 
-        def attend_by(keys: Tensor, values: Tensor) -> Attend:
+        def attend_by(keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
             def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 keys[self.row, :, positions] = k.transpose(1, 2)
                 values[self.row, :, positions] = v.transpose(1, 2)
-                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], visible)
+                return masked_attention(q, keys[:, :, :extent], values[:, :, :extent], seen)
 
             return attend
 
-        attends = [attend_by(*cache) for cache in zip(self.keys, self.values, strict=True)]
+        attends = [attend_by(*cache) for cache in zip(self.keys, self.values, visible, strict=True)]
         made: Tensor = self.head.run(x, self.cos_sin(positions), attends)
         return made

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from heads.backends.selection import TORCH
 from heads.base import Batch
 from heads.block.anchors import Blocks, all_blocks, draw_blocks
-from heads.block.attention import Sight, by_pieces, by_tiles
+from heads.block.attention import Reach, Sight, by_pieces, by_tiles
 from heads.block.draft import DraftBlockHead, DraftBlockState
 from heads.block.loss import BlockTask, block_loss
 from heads.dflash import DFlash, DFlashConfig
@@ -26,6 +26,7 @@ from heads.tree import parse_shape
 from tests.heads.small_heads import BLOCK_SIZES, greedy, observe, random_batch, seen
 
 V, D = 40, 16
+SCALED = {"rope_type": "linear", "factor": 3.0}
 ROWS = [[11, 3, 7], [2, 1, 18]]
 
 
@@ -51,10 +52,11 @@ def lm_head(batch: Batch) -> Tensor:
     return batch.shared.lm_head_weight
 
 
-def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rope(x: Tensor, positions: Tensor, config: Any) -> Tensor:
     """x (H, T, d) at positions (T,)."""
     d = x.shape[-1]
-    angle = positions[:, None] * theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+    inverse = config.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = positions[:, None] * (inverse if config.rope_scaling is None else inverse / config.rope_scaling["factor"])
     turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([turned.real, turned.imag], -1)
 
@@ -71,7 +73,7 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
     positions = torch.cat([batch.positions[b, before], at])
     G, d = config.num_attention_heads // config.num_key_value_heads, config.head_dim
     layers: Any = head.layers
-    for layer in layers:
+    for i, layer in enumerate(layers):
         attention = layer.self_attn
         u = layer.input_layernorm(x)
 
@@ -79,13 +81,16 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
             return y.view(len(y), -1, d).transpose(0, 1)
 
         both = torch.cat([context, u])
-        q = rope(attention.q_norm(heads(attention.q_proj(u))), at, config.rope_theta)
-        k = rope(attention.k_norm(heads(attention.k_proj(both))), positions, config.rope_theta).repeat_interleave(G, 0)
+        q = rope(attention.q_norm(heads(attention.q_proj(u))), at, config)
+        k = rope(attention.k_norm(heads(attention.k_proj(both))), positions, config).repeat_interleave(G, 0)
         v = heads(attention.v_proj(both)).repeat_interleave(G, 0)
         scores = q @ k.mT / math.sqrt(d)
-        if head.causal:
-            hidden = torch.ones(rows, rows).triu(1).bool()
-            scores = scores.masked_fill(torch.cat([torch.zeros(rows, len(before)).bool(), hidden], 1), -torch.inf)
+        window = config.sliding_window if config.kinds[i] == "sliding_attention" else None
+        for j in range(rows):
+            if head.causal or (window and config.sliding_causal):
+                scores[:, j, len(before) + j + 1 :] = -torch.inf
+            if window:  # its own position and window - 1 before it
+                scores[:, j, positions <= at[j] - window] = -torch.inf
         x = x + attention.o_proj((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     out: Tensor = head.norm(x)
@@ -142,6 +147,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {}),
     ("dflash", {"loss": "labels", "causal": True}),
     ("dflash", {"weights": "d_pace"}),
+    ("dflash", {"sliding_window": 5}),
+    ("dflash", {"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention"), "sliding_causal": False}),
+    ("dspark", {"sliding_window": 4}),
     ("dspark", {}),
     ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
 ]
@@ -284,8 +292,8 @@ def test_blocks_without_labels_or_context_give_no_nan() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("causal", [False, True])
-def test_both_forms_of_attention_are_a_dense_mask_s(causal: bool) -> None:
+@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(True, 25), Reach(False, 7)], ids=str)
+def test_both_forms_of_attention_are_a_dense_mask_s(reach: Reach) -> None:
     B, H, Hkv, T, N, R, d = 2, 4, 2, 150, 50, 7, 8
     torch.manual_seed(3)
     q, k, v = (torch.randn(B, heads, N * R, d, dtype=torch.float64, requires_grad=True) for heads in (H, Hkv, Hkv))
@@ -293,11 +301,13 @@ def test_both_forms_of_attention_are_a_dense_mask_s(causal: bool) -> None:
     anchors = torch.stack([torch.randperm(T)[:N].sort().values for _ in range(B)])
     anchors[1, :5] = 0  # blocks that there are no anchors for
     starts = anchors // 40 * 40
-    sight = Sight(starts, anchors, R, T, causal)
+    sight = Sight(starts, anchors, R, T, reach)
     key, row = torch.arange(T + N * R), torch.arange(N * R)
     block = row // R
     before = (key >= starts[:, block, None]) & (key < anchors[:, block, None])
-    own = (key >= T) & ((key - T) // R == block[:, None]) & (((key - T) % R <= (row % R)[:, None]) | (not causal))
+    own = (key >= T) & ((key - T) // R == block[:, None]) & (((key - T) % R <= (row % R)[:, None]) | (not reach.causal))
+    if reach.window is not None:
+        before &= key > anchors[:, block, None] + (row % R)[:, None] - reach.window
     seen = before | own  # (B, N * R, T + N * R)
     dense = torch.nn.functional.scaled_dot_product_attention(
         q, torch.cat([ck, k], 2), torch.cat([cv, v], 2), attn_mask=seen[:, None], enable_gqa=True
@@ -331,7 +341,7 @@ def test_no_scores_of_all_rows_and_keys_are_made(largest_tensor: Callable[[Calla
     q, k, v = (torch.randn(1, 1, N * R, 4, requires_grad=True) for _ in range(3))
     context = torch.randn(1, 1, T, 4)
     anchors = torch.arange(200, 400)[None]
-    sight = Sight(torch.zeros_like(anchors), anchors, R, T, False)
+    sight = Sight(torch.zeros_like(anchors), anchors, R, T, Reach())
     most = largest_tensor(lambda: by_pieces(q, k, v, context, context, sight).sum().backward())
     assert most < N * R * T / 2
 
@@ -344,11 +354,22 @@ def new_state(head: DraftBlockHead, batch: Batch, shape: str) -> DraftBlockState
     return head.new_state(batch.shared, batch_size=B, capacity=T + 8, shape=parse_shape(shape), backend=TORCH)
 
 
-@pytest.mark.parametrize(("kind", "causal"), [("dflash", False), ("dflash", True), ("dspark", False)])
+DRAFTING: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"causal": True}),
+    ("dflash", {"sliding_window": 5}),
+    ("dflash", {"rope_scaling": SCALED, "sliding_window": 6, "sliding_causal": False}),
+    ("dspark", {}),
+    ("dspark", {"rope_scaling": SCALED}),
+    ("dspark", {"sliding_window": 4, "layer_types": ("sliding_attention", "sliding_attention")}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), DRAFTING)
 @pytest.mark.parametrize("depth", [3, 2])
-def test_a_drafting_pass_is_a_training_pass(kind: str, causal: bool, depth: int) -> None:
+def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], depth: int) -> None:
     """At one anchor in each row, also of a chain shorter than the block."""
-    head, batch = make_head(kind, **({"causal": True} if causal else {})), make_batch([[20], [20]])
+    head, batch = make_head(kind, **changes), make_batch([[20], [20]])
     lengths = [9, 13]
     state = seen(head, batch, f"chain:{depth}", lengths)
     drafted = head.draft_states(state)
@@ -358,7 +379,8 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, causal: bool, depth: int)
     torch.testing.assert_close(drafted, trained, atol=1e-12, rtol=0)
     for b, n in enumerate(lengths):
         plain = plain_block(head, batch, b, n, depth + head.first_row)[head.first_row :]
-        torch.testing.assert_close(drafted[b], plain)
+        # transformers makes scaled positions in float32
+        torch.testing.assert_close(drafted[b], plain, rtol=0, atol=1e-6 if "rope_scaling" in changes else 1e-10)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -473,6 +495,12 @@ def test_default_layers_are_those_of_the_published_heads(layers: int, count: int
         ("dflash", {"weights": "none"}, "weights"),
         ("dflash", {"gamma": 0.0}, "gamma"),
         ("dflash", {"num_layers": 0}, "num_layers"),
+        ("dflash", {"sliding_window": 3}, "sliding_window: expected a whole number from head.block_size"),
+        ("dflash", {"sliding_window": 9, "num_layers": 1}, "sliding_window, head.layer_types: .* no layer slides"),
+        ("dflash", {"layer_types": ("sliding_attention",) * 2}, "sliding_window, head.layer_types: .* no window"),
+        ("dflash", {"layer_types": ("full_attention",)}, "layer_types: .* each of 2 layers"),
+        ("dspark", {"layer_types": ("full_attention", "chunked_attention")}, "layer_types"),
+        ("dspark", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("dflash", {"num_anchors": 0}, "num_anchors"),
         ("dspark", {"markov_rank": 0}, "markov_rank"),
         ("dspark", {"ce_weight": 0.0, "l1_weight": 0.0}, "ce_weight"),

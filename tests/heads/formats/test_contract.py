@@ -113,6 +113,23 @@ def test_causality_is_said_where_each_engine_reads_it(target: FrozenTarget, tmp_
     assert serving(verdicts(folder)) == set()
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_sliding_layers_are_causal_where_nothing_is_said_of_all_layers(
+    kind: str, target: FrozenTarget, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "head", target, kind, block_size=5, num_layers=2, sliding_window=9)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert "is_causal" not in config and "causal" not in config.get("dflash_config", {})
+    assert serving(verdicts(folder)) == {VLLM, SGLANG}
+    change_config(folder, lambda c: c.update(is_causal=False))
+    found = verdicts(folder)
+    assert serving(found) == {VLLM} and "is_causal" in found[SGLANG].reason
+    for change in ({"use_sliding_window": False}, {"sliding_window": None}, {"layer_types": ["sliding_attention"]}):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        assert all(next(iter(change)) in verdict.reason for verdict in verdicts(folder).values())
+
+
 @pytest.mark.parametrize("settings", [{"draft_vocab_size": 128}, {"draft_vocab_size": 100}, {}])
 def test_an_eagle3_head_is_what_every_reader_loads(
     settings: dict[str, Any], target: FrozenTarget, tmp_path: Path

@@ -20,9 +20,12 @@ CONFIG: dict[str, Any] = {
     **{name: value for name, value in SMALL.items() if name != "draft_vocab_size"},
     **dict(aux_layer_ids=(2, 4, 5), mask_token_id=SMALL["vocab_size"] - 1, block_size=6, num_layers=3),
 }
+ALL_SLIDE: dict[str, Any] = dict(sliding_window=6, layer_types=("sliding_attention",) * 3, sliding_causal=False)
 HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash": lambda: DFlash(DFlashConfig(**CONFIG)),
     "dflash that is causal": lambda: DFlash(DFlashConfig(**CONFIG, causal=True)),
+    "dflash with windows": lambda: DFlash(DFlashConfig(**CONFIG, sliding_window=7)),
+    "dflash with windows alone": lambda: DFlash(DFlashConfig(**CONFIG, **ALL_SLIDE)),
     "dspark": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16)),
 }
 

@@ -1,0 +1,53 @@
+"""Scaled rotary positions, as transformers makes them (YaRN, Llama 3's, linear)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from heads.errors import UserError, first_line
+from heads.layers import CosSin
+from heads.target.families import FIXED_ROTATIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotarySettings:
+    """The setting of heads whose rotary positions may be scaled."""
+
+    rope_scaling: dict[str, Any] | None = None
+    """Scaled rotary positions, as transformers has them in `rope_parameters`, without the base: `{rope_type: yarn,
+    factor: 4.0, original_max_position_embeddings: 8192}`. Kinds: `yarn`, `llama3`, `linear`. Null: plain positions."""
+
+
+def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
+    """The rotary positions of a Llama with this config's scaling; none for plain positions. UserError for a scaling
+    that there is not. In a tuple: no module of a head, whose frequencies `to` would round."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return ()
+    if scaling.get("rope_type") not in FIXED_ROTATIONS:
+        kinds = ", ".join(FIXED_ROTATIONS)
+        raise UserError(f"head.rope_scaling: expected a rope_type of {kinds}, got {scaling.get('rope_type')!r}")
+    try:
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters={**scaling, "rope_theta": config.rope_theta},
+        )
+        return (LlamaRotaryEmbedding(llama),)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
+        raise UserError(f"head.rope_scaling: {first_line(error)}") from error
+
+
+def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:
+    """Cosines and sines (B, 1, T, d) of rotary positions (B, T), by a module of transformers."""
+    like, maker = torch.empty((), dtype=dtype, device=positions.device), maker.to(positions.device)
+    if hasattr(maker, "mrope_section"):  # positions in time, height and width, which are one in text
+        positions = positions.expand(3, -1, -1)
+    cos, sin = maker(like, positions)  # (B, T, d)
+    return cos[:, None], sin[:, None]
