@@ -70,6 +70,8 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
     draft_vocab_size: int = field()
     norm_before_residual: bool = False
     """Published heads: the layer's residual is the normed state."""
+    norm_before_fc: bool = False
+    """Published heads: one RMSNorm over all auxiliary hidden states before they are fused, in place of `fc_norm`."""
     own_embeddings: bool = False
     """Published heads: the file has an embedding table that is not the target's; it is read, and not trained."""
 
@@ -77,6 +79,8 @@ class Eagle3Config(BlockConfig, Eagle3Settings):
         check_loss_settings(self)
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")
+        if self.fc_norm and self.norm_before_fc:
+            raise UserError("head.fc_norm, head.norm_before_fc: expected one of them at most")
         self.check_block()
         self.check_start()
         window = self.sliding_window
@@ -123,6 +127,7 @@ class Eagle3(Recurrent):
         self.fc_norm = (
             nn.ModuleList(RMSNorm(D, config.rms_norm_eps) for _ in config.aux_layer_ids) if config.fc_norm else None
         )
+        self.input_norm = RMSNorm(L * D, config.rms_norm_eps) if config.norm_before_fc else None
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size, bias=False)
@@ -186,12 +191,18 @@ class Eagle3(Recurrent):
     def shared_layers(self, shared: SharedLayers) -> SharedLayers:
         return shared if self.embed_tokens is None else replace(shared, embed_tokens=self.embed_tokens)
 
+    @property
+    def aux_norms(self) -> list[RMSNorm]:
+        """Norms of the auxiliary hidden states before they are fused: one for each, one for all of them, or none."""
+        norms = [self.input_norm] if self.fc_norm is None else self.fc_norm
+        return [norm for norm in norms if isinstance(norm, RMSNorm)]
+
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         """(..., L * D) auxiliary hidden states -> (..., D)."""
         aux_hidden_states = aux_hidden_states.to(self.fc.weight.dtype)
-        if self.fc_norm is not None:
-            parts = aux_hidden_states.chunk(len(self.fc_norm), dim=-1)
-            aux_hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if norms := self.aux_norms:
+            parts = aux_hidden_states.chunk(len(norms), dim=-1)
+            aux_hidden_states = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
         return self.fc(aux_hidden_states)  # type: ignore[no-any-return]
 
     def start(self, aux_hidden_states: Tensor, hidden: Tensor) -> Tensor:
@@ -223,4 +234,4 @@ class Eagle3(Recurrent):
             leave_norm=self.norm if again else None,
             read_norm=None if again else self.norm,
         )
-        return HeadParts(modules=[module], fuse=self.fc, aux_norms=[*self.fc_norm] if self.fc_norm is not None else [])
+        return HeadParts(modules=[module], fuse=self.fc, aux_norms=self.aux_norms)

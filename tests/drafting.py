@@ -29,6 +29,7 @@ AUX_LAYER_IDS = {"aux_layer_ids": (2, 4, 5)}
 HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "eagle3": (Eagle3, Eagle3Config, AUX_LAYER_IDS),
     "eagle3.1": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"fc_norm": True, "norm_output": True}),
+    "eagle3 with one norm": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"norm_before_fc": True}),
     "mtp": (Mtp, MtpConfig, {}),
     "mtp, token first": (Mtp, MtpConfig, {"layout": "deepseek"}),
     "mtp of three": (Mtp, MtpConfig, {"num_modules": 3, "layout": "deepseek"}),

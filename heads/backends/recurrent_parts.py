@@ -56,7 +56,7 @@ class HeadParts:
     """(D, L * D): makes the first step's state of the auxiliary hidden states; None where that is the target's last
     hidden state."""
     aux_norms: Sequence[RMSNorm] = ()
-    """L of them or none: each auxiliary layer's norm before they are fused."""
+    """As `heads.eagle3.Eagle3.aux_norms`."""
 
     @property
     def weight(self) -> Tensor:

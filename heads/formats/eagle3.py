@@ -70,6 +70,7 @@ def eagle3_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         **({} if config.sliding_window is None else {"sliding_window": config.sliding_window, **SLIDING}),
         "draft_vocab_size": config.draft_vocab_size,
         "own_embeddings": config.own_embeddings,  # read by none: they go by the file
+        "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "norm_before_residual": config.norm_before_residual,
@@ -120,7 +121,7 @@ def hooked(reader: str, *texts: str) -> frozenset[str]:
     return frozenset(text | {f"{name}ForConditionalGeneration" for name in MULTIMODAL.get(reader, "").split()})
 
 
-EAGLE_3_1 = frozenset({"fc_norm", "norm_output"})
+EAGLE_3_1 = frozenset({"norm_before_fc", "fc_norm", "norm_output"})
 EAGLE3 = {
     VLLM: Eagle3Loader(
         targets=hooked(VLLM, HOOKS_OF_BOTH, HOOKS_OF_VLLM),
@@ -151,6 +152,8 @@ def eagle3_tensors(c: Mapping[str, Any]) -> Shapes:
         "norm.weight": (D,),
         "lm_head.weight": (Vd, D),
     }
+    if c.get("norm_before_fc"):
+        shapes |= {"input_norm.weight": (L * D,)}
     if c.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (D,) for i in range(L)}
     if c.get("own_embeddings"):
@@ -235,7 +238,6 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
     said = raw.get("eagle_config")
     nested: dict[str, Any] = said if isinstance(said, dict) else {}
     unread = {
-        "norm_before_fc": raw.get("norm_before_fc"),
         "eagle_config.use_aux_hidden_state": nested.get("use_aux_hidden_state") is False,
         "target_hidden_size": llama.hidden_size != target.hidden_size,
     }
@@ -257,6 +259,7 @@ def read_eagle3(source: Source, target: FrozenTarget) -> Reading | None:
         "draft_vocab_size": Vd,
         "own_embeddings": EMBEDDING in weights,
         **{name: bool(raw.get(name)) for name in ("fc_norm", "norm_output", "norm_before_residual")},
+        "norm_before_fc": bool(raw.get("norm_before_fc") or nested.get("norm_before_fc")),  # NVIDIA's is nested
         "sliding_window": decoder.get("sliding_window")
         if decoder.get("layer_types") == SLIDING["layer_types"]
         else None,

@@ -84,6 +84,16 @@ def test_each_option_changes_the_function() -> None:
     assert torch.equal(plain[0], normed_output[0])  # the first step recycles nothing yet
 
 
+def test_one_norm_of_all_auxiliary_states() -> None:
+    head, batch = eagle3_head(norm_before_fc=True), random_batch([[20]])
+    assert head.input_norm is not None
+    together = batch.aux_hidden_states  # (B, T, L * D)
+    size = (together.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).sqrt()
+    torch.testing.assert_close(head.fuse(together), head.fc(together / size * head.input_norm.weight))
+    with pytest.raises(UserError, match=r"head\.fc_norm, head\.norm_before_fc"):
+        eagle3_head(norm_before_fc=True, fc_norm=True)
+
+
 @pytest.mark.parametrize("fc_norm", [False, True])
 def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
     head, batch, scales = eagle3_head(fc_norm=fc_norm), random_batch([[20]]), torch.tensor([3.0, 30.0, 300.0]).double()

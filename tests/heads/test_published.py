@@ -73,6 +73,8 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("window", {"sliding_window": 9}, {"sliding_window": 9, "layer_types": ["sliding_attention"]}, True),
     ("window of no layer", {}, {"sliding_window": 9, "layer_types": ["full_attention"]}, False),
     ("EAGLE-3.1", {"fc_norm": True, "norm_output": True}, {"fc_norm": True, "norm_output": True}, False),
+    ("norm of all", {"norm_before_fc": True}, {"norm_before_fc": True}, False),
+    ("norm of all, nested", {"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}, False),
     ("residual", {"norm_before_residual": True}, {"norm_before_residual": True}, True),
     ("architecture", {}, {"architectures": ["LlamaForCausalLM"]}, True),
 ]
@@ -152,6 +154,16 @@ def test_speculators_form(target: FrozenTarget, tmp_path: Path) -> None:
     drafts_equal(found, head, target)
     trained_as_drafted(found, target)
     assert any("speculators" in line for line in found.origin.differs)
+
+
+def test_what_speculators_trains_by_default(target: FrozenTarget, tmp_path: Path) -> None:
+    settings = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+    head = eagle3(aux_layer_ids=(1, 3, 6), sliding_window=9, rope_scaling=LLAMA3, **settings)
+    layer = SPECULATORS["transformer_layer_config"] | {"sliding_window": 9, "layer_types": ["sliding_attention"]}
+    config = SPECULATORS | settings | {"transformer_layer_config": layer}
+    found = read_published(write(tmp_path / "head", config, layers_0(head.to_checkpoint())), target)
+    drafts_equal(found, head, target)
+    trained_as_drafted(found, target)
 
 
 def test_the_normed_state_is_the_residual() -> None:

@@ -27,6 +27,7 @@ Make = Callable[[], Recurrent]
 MAKERS: dict[str, Make] = {
     "eagle3": eagle3_head,
     "eagle3.1": lambda: eagle3_head(fc_norm=True, norm_output=True),
+    "eagle3 with a normed residual": lambda: eagle3_head(norm_before_fc=True, norm_before_residual=True),
     "eagle3 with a window": lambda: eagle3_head(sliding_window=7),
     "eagle3 with yarn": lambda: eagle3_head(rope_scaling=YARN),
     "mtp, one module for all steps": mtp_head,
