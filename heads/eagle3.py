@@ -58,8 +58,8 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     the two."""
     sliding_window: int | None = None
     """Positions that attention sees, the token's own included, for drafts whose time and memory do not grow with the
-    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all. Drafted by torch, without
-    kernels."""
+    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all. On a GPU drafted by torch,
+    without kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +221,7 @@ class Eagle3(Recurrent):
     def logits(self, normed: Tensor, lm_head_weight: Tensor) -> Tensor:
         return self.lm_head(normed)  # type: ignore[no-any-return]
 
-    def parts(self) -> HeadParts | None:
-        if self.config.norm_before_residual or self.config.sliding_window is not None:
-            return None
+    def parts(self) -> HeadParts:
         block, again = self.midlayer, self.config.norm_output
         module = ModuleParts(
             attention=block.self_attn,
@@ -233,5 +231,7 @@ class Eagle3(Recurrent):
             state_norm=block.hidden_norm,
             leave_norm=self.norm if again else None,
             read_norm=None if again else self.norm,
+            normed_residual=self.config.norm_before_residual,
+            window=self.config.sliding_window,
         )
         return HeadParts(modules=[module], fuse=self.fc, aux_norms=self.aux_norms)

@@ -26,10 +26,12 @@ SMALL: dict[str, Any] = dict(
     vocab_size=60, num_target_layers=8, draft_vocab_size=40, rope_theta=100.0, max_position_embeddings=256,
 )  # fmt: skip
 AUX_LAYER_IDS = {"aux_layer_ids": (2, 4, 5)}
+NORMS = ("norm_before_fc", "norm_before_residual", "norm_output")
 HEADS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "eagle3": (Eagle3, Eagle3Config, AUX_LAYER_IDS),
     "eagle3.1": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"fc_norm": True, "norm_output": True}),
-    "eagle3 with one norm": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"norm_before_fc": True}),
+    "eagle3 as speculators has it": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {name: True for name in NORMS}),
+    "eagle3 with a window": (Eagle3, Eagle3Config, AUX_LAYER_IDS | {"sliding_window": 21}),
     "mtp": (Mtp, MtpConfig, {}),
     "mtp, token first": (Mtp, MtpConfig, {"layout": "deepseek"}),
     "mtp of three": (Mtp, MtpConfig, {"num_modules": 3, "layout": "deepseek"}),

@@ -5,6 +5,7 @@ One description serves the kernels of a CPU (`heads.backends.cpu.recurrent`) and
 
     x = [token_norm(e); state_norm(s)]                      side by side; `state_first`: the other way round
     stream, x = s, x     or, with a projection,     stream = project(x), x = input_norm(stream)
+                         or, with a normed residual, stream = state_norm(s)
     stream = stream + attention(x);  stream = stream + mlp(norm(stream))
     recycled = leave_norm(stream);   what the output head reads = read_norm(recycled)
 
@@ -42,6 +43,9 @@ class ModuleParts:
     state_first: bool = False
     zero_first: bool = False
     """True if e is zero for the token at position 0."""
+    normed_residual: bool = False
+    window: int | None = None
+    """Positions that attention sees, the token's own included. None: all."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return (part for part in vars(self).values() if isinstance(part, nn.Module))

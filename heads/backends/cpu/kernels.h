@@ -81,6 +81,7 @@ typedef struct { /* a step of a head that recycles its state */
     const float *leave_norm, *read_norm;          /* (D) or NULL: of the state to recycle, and of what is read of it */
     float token_eps, state_eps, leave_eps, read_eps;
     int64_t state_first, zero_first;              /* which half comes first; is the token at position 0 read as zeros */
+    int64_t normed_residual;                      /* is the residual the normed state */
 } Module;
 
 typedef struct { /* a draft model */

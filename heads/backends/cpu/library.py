@@ -69,7 +69,7 @@ class ModuleStruct(ctypes.Structure):
         *(("layer", LayerStruct), ("project", ProductStruct), ("output", ProductStruct)),
         *((name, POINTER) for name in ("token_norm", "state_norm", "leave_norm", "read_norm")),
         *((name, FLOAT) for name in ("token_eps", "state_eps", "leave_eps", "read_eps")),
-        *((name, INT) for name in ("state_first", "zero_first")),
+        *((name, INT) for name in ("state_first", "zero_first", "normed_residual")),
     )
 
 

@@ -28,7 +28,9 @@ void recycle(const Module *m, const Pass *given, const int64_t *tokens, const fl
     if (m->project.K)
         multiply(&m->project, halves, 2 * D, NULL, made, R, p.threads);
     else
-        memcpy(made, states, R * D * sizeof(float));
+        for (int64_t r = 0; r < R; r++)
+            memcpy(made + r * D, m->normed_residual ? halves + r * 2 * D + D - first : states + r * D,
+                   D * sizeof(float));
     p.x = made, p.input = halves, p.scratch = halves + R * 2 * D;
     decoder_layers(&m->layer, 1, &p, keys, 0, values, 0, NULL, 0, NULL);
     if (m->leave_norm)

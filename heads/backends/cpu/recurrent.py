@@ -26,6 +26,7 @@ from heads.backends.torch.attention import GroupedAttention
 from heads.backends.torch.feedforward import GatedMLP
 from heads.backends.torch.linear import Norm, Product
 from heads.base import Observation
+from heads.layers import FULL, SLIDING
 from heads.target.families import additive
 from heads.tree import Pick, Proposal
 
@@ -69,9 +70,10 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
         for norm in (parts.token_norm, parts.state_norm, parts.leave_norm, parts.read_norm)
     ]
     entering = None if parts.input_norm is None else Norm(parts.input_norm)
-    attention = in_c(GroupedAttention(parts.attention, "full_attention", draft=True), draft=True)
+    kind = FULL if parts.window is None else SLIDING
+    attention = in_c(GroupedAttention(parts.attention, kind, draft=True), draft=True)
     mlp = in_c(GatedMLP(parts.mlp, draft=True), draft=True)
-    stack = CpuStack.of([(entering, attention, Norm(parts.norm), mlp)])
+    stack = CpuStack.of([(entering, attention, Norm(parts.norm), mlp)], parts.window)
     projection = None if parts.project is None else pack(parts.project.weight, half=True)
     reading = pack(output, half=True)
     if stack is None or reading is None:
@@ -84,6 +86,7 @@ def kernel_module(parts: ModuleParts, output: Tensor) -> KernelModule | None:
         *(0.0 if n is None else n.eps for n in norms),
         parts.state_first,
         parts.zero_first,
+        parts.normed_residual,
     )
     return KernelModule(struct, stack, (norms, projection, reading))
 
@@ -140,7 +143,9 @@ class CpuRecurrent(RecurrentSteps):
         D = states.shape[2]
         if rows is not None:
             states = states.gather(1, rows[..., None].expand(-1, -1, D))
-        visible = mapping.visible(module, extent)
+        visible, window = mapping.visible(module, extent), self.draft.parts.modules[module].window
+        if visible is not None and window is not None:  # drafted tokens, in slots of their own, are nearer
+            visible = visible & (mapping.positions[..., None] - torch.arange(extent) < window)
         reference, cache = self.references[module], self.caches[module]
         mask = None if visible is None else additive(visible, torch.float32)
         held = [tensor.contiguous() for tensor in (states, mapping.positions, mapping.slots(self.padding_slot))]
@@ -207,6 +212,6 @@ class CpuRecurrent(RecurrentSteps):
         if room is None:
             room = self.rooms[shape] = torch.empty(self.library.module_room(self.references[module], *shape))
         return PassStruct(
-            *(None, None, *self.where, positions, slots, mask, None, room.data_ptr()),
+            *(None, None, *self.where, positions, slots, mask, mask, room.data_ptr()),
             *(B, 0, W, D, extent, self.caches[module].capacity, torch.get_num_threads()),
         )

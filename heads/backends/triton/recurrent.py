@@ -36,12 +36,14 @@ class TritonRecurrent(RecurrentSteps):
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
-        """Return the steps of one module, normed once after its layer, of numbers that the kernels take; else None."""
+        """Return the steps of one module without a window, normed once after its layer, of numbers that the kernels
+        take; else None."""
         parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
-        once = (parts.modules[0].leave_norm is None) != (parts.modules[0].read_norm is None)
-        return cls(parts, spec) if once else None
+        (module,) = parts.modules
+        once = (module.leave_norm is None) != (module.read_norm is None)
+        return cls(parts, spec) if once and module.window is None else None
 
     def __init__(self, parts: HeadParts, spec: RecurrentSpec) -> None:
         (module,), like = parts.modules, parts.weight
@@ -61,6 +63,7 @@ class TritonRecurrent(RecurrentSteps):
             None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
         )
         self.state_first, self.zero_first = module.state_first, module.zero_first
+        self.normed_residual = module.normed_residual
         half = cos_sin_table[0].shape[3] // 2
         self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
         self.behind = max(shape.depth, scratch_slots(shape))
@@ -100,6 +103,8 @@ class TritonRecurrent(RecurrentSteps):
             behind=self.behind, state_first=self.state_first, zero_first=self.zero_first,
         )  # fmt: skip
         x, stream = entry.x, entry.stream
+        if self.normed_residual:
+            stream = x.chunk(2, 1)[0 if self.state_first else 1].contiguous()
         if self.project is not None and self.input_norm is not None:
             stream = self.products(x, self.project.weight, self.project.bias)
             x = add_norm(stream, None, self.input_norm.weight, self.input_norm.eps)
