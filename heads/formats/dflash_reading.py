@@ -1,0 +1,203 @@
+"""DFlash and DSpark heads of other projects: z-lab's, DeepSpec's, SpecForge's and speculators' folders in our terms.
+
+Fields may stand in `dflash_config` or beside the others. Layers are named by the stream that leaves them, one less than
+ours; speculators alone names them as we do.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heads.errors import UserError, shown
+from heads.formats.base import SGLANG, VLLM, Reading, check_same
+from heads.formats.decoder import check_streams, decoder_settings, is_same_table, refuse_settings
+from heads.formats.eagle3 import sort_vocab
+from heads.formats.source import Source
+from heads.layers import FULL, LAYER_TYPES, SLIDING
+from heads.target.aux_layers import spread_layer_ids
+from heads.target.frozen import FrozenTarget
+
+SCALED = re.compile(r"Gemma\d")
+"""Beginnings of targets' classes whose embeddings are multiplied as they are looked up."""
+UNSCALED = "reads the embeddings of a Gemma without their factor: another head would run"
+
+DFLASH_KIND, DSPARK_KIND = "dflash", "dspark"
+CLASSES = {
+    "DFlashDraftModel": DFLASH_KIND,
+    "DFlashSpeculator": DFLASH_KIND,
+    "Qwen3DSparkModel": DSPARK_KIND,
+    "DSparkDraftModel": DSPARK_KIND,
+    "DSparkSpeculator": DSPARK_KIND,
+}
+"""Classes that config.json names, of z-lab's, DeepSpec's, SpecForge's and speculators' forms."""
+OWN_FIELDS = {
+    *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "sample_from_anchor"),
+    *("projector_type", "attention_mode", "markov_rank", "markov_head_type", "num_anchors"),
+    *("use_swa", "swa_window_size", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"),
+}
+"""Fields of `dflash_config` that are read, or change nothing. Any other may be another head's."""
+UNUSED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
+"""Tensors of the target, and of no meaning, that files hold."""
+
+
+def block_kind(source: Source) -> str | None:
+    """The kind of the head that a folder holds; None for none that drafts a block."""
+    speculators = source.config.get("speculators_model_type")
+    names = [str(name) for name in source.config.get("architectures") or ()]
+    if speculators in (DFLASH_KIND, DSPARK_KIND):
+        return str(speculators)
+    name = next((name for name in names if re.search("dflash|dspark", f"{name} {speculators}", re.IGNORECASE)), None)
+    if name is not None and (speculators or name not in CLASSES):
+        raise UserError(f"{source.path}: config.json: a {name} is not read here; these are: {', '.join(CLASSES)}")
+    return None if name is None else CLASSES[name]
+
+
+def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | None:
+    """A head that drafts a block. Every field may stand in `dflash_config` or beside the others."""
+    if block_kind(source) != kind:
+        return None
+    raw, path = source.config, source.path
+    nested: Mapping[str, Any] = raw.get("dflash_config") or {}
+    own = {**raw, **nested}
+    layer = raw.get("transformer_layer_config")
+    qwen, block = decoder_settings(source, raw if layer is None else layer, "qwen3", target)
+    width = own.get("target_hidden_size") or qwen.hidden_size
+    check_same(source, target, width=width, vocabulary=qwen.vocab_size, number_of_layers=own.get("num_target_layers"))
+    spark = kind == DSPARK_KIND
+    causal = own.get("causal") if own.get("is_causal") is None else own["is_causal"]
+    refuse_settings(
+        source,
+        {
+            "attention_bias": getattr(qwen, "attention_bias", False),
+            "target_hidden_size": width != qwen.hidden_size,
+            "is_neox_style": own.get("is_neox_style") is False,
+            "use_gemma_norm": own.get("use_gemma_norm"),
+            "causal": spark and causal,
+            # speculators' first DSpark heads knew no such field, and did not.
+            "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
+            "projector_type": own.get("projector_type") not in (None, kind),
+            "markov_rank": spark and not own.get("markov_rank"),
+            "markov_head_type": spark and own.get("markov_head_type", "vanilla") != "vanilla",
+            **{f"dflash_config.{name}": value for name, value in nested.items() if name not in OWN_FIELDS},
+        },
+    )
+    ids, mask = captured(source, own, target, qwen.num_hidden_layers), own.get("mask_token_id")
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
+        raise UserError(
+            f"{path}: config.json: mask_token_id: expected an id below {target.vocab_size}, the rows of the target's "
+            f"embedding, found {shown(mask)}"
+        )
+    if type(own.get("block_size")) is not int:
+        raise UserError(f"{path}: config.json: block_size: expected a number of rows, found {own.get('block_size')!r}")
+    config = {
+        **block,
+        "num_layers": qwen.num_hidden_layers,
+        "block_size": own["block_size"],
+        "aux_layer_ids": ids,
+        "mask_token_id": mask,
+        **sliding_layers(source, own, qwen, causal),
+    }
+    drafted = own.get("draft_vocab_size") or qwen.vocab_size
+    if type(drafted) is not int or not 0 < drafted <= qwen.vocab_size:
+        raise UserError(
+            f"{path}: config.json: draft_vocab_size: expected 1 to {qwen.vocab_size}, the target's tokens, found "
+            f"{shown(drafted)}"
+        )
+    if drafted < qwen.vocab_size:
+        config["draft_vocab_size"] = drafted
+    weights = block_weights(source, target, drafted)
+    if spark:
+        name, rank = "confidence_head.proj.weight", own["markov_rank"]
+        config |= {"markov_rank": rank, "confidence_weight": float(own.get("enable_confidence_head", name in weights))}
+        if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
+            weights[name] = pad(weights[name], (0, rank))
+    else:
+        config["causal"] = bool(causal)
+    form = ("" if layer is None else "speculators' ") + ("DSpark" if spark else "DFlash")
+    return Reading(form, config, weights, tuple(block_misread(source, config, target)))
+
+
+def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bool | None) -> dict[str, Any]:
+    """The settings of sliding layers; none if no layer slides. `causal`: what the config says of all layers, or None.
+    As vLLM reads it, `use_swa` alone makes all of them slide."""
+    types = list(getattr(qwen, "layer_types", None) or [FULL] * qwen.num_hidden_layers)
+    if len(types) != qwen.num_hidden_layers or not set(types) <= {*LAYER_TYPES}:
+        raise UserError(
+            f"{source.path}: config.json: layer_types: expected {FULL} or {SLIDING} for each of "
+            f"{qwen.num_hidden_layers} layers, found {shown(types)}"
+        )
+    if SLIDING in types:
+        sliding_causal = causal is not False and not own.get("sliding_window_non_causal")
+    elif own.get("use_swa"):
+        types, sliding_causal = [SLIDING] * len(types), bool(causal)
+    else:
+        return {}
+    window = own.get("swa_window_size", getattr(qwen, "sliding_window", None))
+    if type(window) is not int or window < 1:
+        raise UserError(
+            f"{source.path}: config.json: sliding_window: layers slide; expected a number of positions, beside "
+            f"use_sliding_window, found {shown(window)}"
+        )
+    return {"layer_types": types, "sliding_window": window, "sliding_causal": sliding_causal}
+
+
+def captured(source: Source, own: Mapping[str, Any], target: FrozenTarget, num_layers: int) -> tuple[int, ...]:
+    """The residual streams that a head reads, by the layer that each enters."""
+    name, offset = "target_layer_ids", 1
+    if "transformer_layer_config" in own:
+        name, offset = "aux_hidden_state_layer_ids", 0
+    elif own.get(name) is None:
+        return spread_layer_ids(target.num_layers, num_layers)
+    ids = own.get(name)
+    if not isinstance(ids, list) or not all(type(k) is int for k in ids) or sorted(set(ids)) != ids or not ids:
+        raise UserError(f"{source.path}: config.json: {name}: expected ascending numbers of layers, found {shown(ids)}")
+    entered = tuple(k + offset for k in ids)
+    check_streams(source, entered, target)
+    return entered
+
+
+def block_weights(source: Source, target: FrozenTarget, drafted: int) -> dict[str, Tensor]:
+    """A head's own tensors, under their names, with the tables of a vocabulary of `drafted` tokens. UserError for
+    embeddings or an output head that are not the target's."""
+    embed: Any = target.shared.embed_tokens
+    found, lm_head = source.read(), target.lm_head_weight
+    sort_vocab(source.path, found, target.vocab_size, drafted)
+    if drafted < target.vocab_size and "t2d" in found:
+        lm_head = lm_head[found["t2d"].to(lm_head.device)]
+    shared = {"embed_tokens.weight": embed.weight, "lm_head.weight": lm_head}
+    weights = {}
+    for name, value in found.items():
+        if name in shared and not is_same_table(value, shared[name]):
+            raise UserError(
+                f"{source.path}: {name} is not the target's own; only heads that share the target's embeddings and "
+                "output head are read"
+            )
+        if name not in shared and not UNUSED.fullmatch(name):
+            weights[name.removeprefix("logit_head.")] = value  # SpecForge's earliest had it
+    return weights
+
+
+def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarget) -> list[str]:
+    """Return a line for each thing that engines read otherwise than `read_block`."""
+    raw, said = source.config, []
+    if SCALED.match(type(target.model).__name__):
+        said.append(f"{VLLM} {UNSCALED}")
+    if config["num_target_layers"] in config["aux_layer_ids"]:
+        said.append(f"{SGLANG} never captures the output of the last layer")
+    if 0 in config["aux_layer_ids"]:
+        said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
+    if config.get("causal") and not raw.get("is_causal"):
+        said.append(f"{SGLANG} reads no causal but is_causal beside the other fields: another head would run")
+    full = FULL in config.get("layer_types", [FULL])
+    if not config.get("sliding_causal", True):
+        said.append(f"{SGLANG} lets no row of a sliding layer see the rows behind it: another head would run")
+    if "transformer_layer_config" in raw:
+        if "causal" in config and full and raw.get("sliding_window_non_causal") is False:
+            said.append(f"{VLLM} makes all layers causal where sliding_window_non_causal is false, the full ones too")
+        return [*said, f"{SGLANG} does not read speculators' form"]
+    if "DSparkDraftModel" in raw["architectures"]:
+        said.append(f"{VLLM} takes a DSparkDraftModel for DeepSeek-V4's: Qwen3DSparkModel is its name of this one")
+    return said
