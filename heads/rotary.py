@@ -28,9 +28,8 @@ def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
     scaling = config.rope_scaling
     if scaling is None:
         return ()
-    if scaling.get("rope_type") not in FIXED_ROTATIONS:
-        kinds = ", ".join(FIXED_ROTATIONS)
-        raise UserError(f"head.rope_scaling: expected a rope_type of {kinds}, got {scaling.get('rope_type')!r}")
+    if not isinstance(scaling, dict) or scaling.get("rope_type") not in FIXED_ROTATIONS:
+        raise UserError(f"head.rope_scaling: expected a rope_type of {', '.join(FIXED_ROTATIONS)}, got {scaling!r}")
     try:
         llama = LlamaConfig(
             hidden_size=config.hidden_size,
@@ -39,9 +38,13 @@ def scaled_rotary(config: Any) -> tuple[nn.Module, ...]:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters={**scaling, "rope_theta": config.rope_theta},
         )
-        return (LlamaRotaryEmbedding(llama),)
+        made = LlamaRotaryEmbedding(llama)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:  # each kind has settings of its own
         raise UserError(f"head.rope_scaling: {first_line(error)}") from error
+    frequencies: Any = made.inv_freq
+    if not (frequencies.isfinite() & (frequencies > 0)).all():
+        raise UserError(f"head.rope_scaling: expected factors above 0, got {scaling}")
+    return (made,)
 
 
 def rotation_by(maker: nn.Module, positions: Tensor, dtype: torch.dtype) -> CosSin:

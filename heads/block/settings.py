@@ -87,7 +87,7 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
         if not 1 <= self.num_layers <= MOST_LAYERS:
             raise UserError(f"head.num_layers: expected 1 to {MOST_LAYERS}, got {self.num_layers}")
         types = self.layer_types
-        if types is not None and (len(types) != self.num_layers or not set(types) <= set(LAYER_TYPES)):
+        if types is not None and (len(types) != self.num_layers or any(kind not in LAYER_TYPES for kind in types)):
             raise UserError(
                 f"head.layer_types: expected {' or '.join(LAYER_TYPES)} for each of {self.num_layers} layers, got "
                 f"{list(types)}"

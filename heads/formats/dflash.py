@@ -160,8 +160,9 @@ class BlockForm:
             return lacks, faults
         faults += fields(config, {name: target[name] for name in ("hidden_size", "vocab_size")})
         faults += fields(config, {"num_target_layers": target["num_layers"]})
-        types = config.get("layer_types")
-        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or not set(types) <= {*LAYER_TYPES}:
+        types: Any = config.get("layer_types")
+        known = isinstance(types, list) and all(kind in LAYER_TYPES for kind in types)
+        if not known or len(types) != config["num_hidden_layers"]:
             faults.append(f"config.json: layer_types: expected {FULL} or {SLIDING} for each layer, found {types!r}")
             return lacks, faults
         if SLIDING in types:

@@ -124,7 +124,7 @@ def sliding_layers(source: Source, own: Mapping[str, Any], qwen: Any, causal: bo
     """The settings of sliding layers; none if no layer slides. `causal`: what the config says of all layers, or None.
     As vLLM reads it, `use_swa` alone makes all of them slide."""
     types = list(getattr(qwen, "layer_types", None) or [FULL] * qwen.num_hidden_layers)
-    if len(types) != qwen.num_hidden_layers or not set(types) <= {*LAYER_TYPES}:
+    if len(types) != qwen.num_hidden_layers or any(kind not in LAYER_TYPES for kind in types):
         raise UserError(
             f"{source.path}: config.json: layer_types: expected {FULL} or {SLIDING} for each of "
             f"{qwen.num_hidden_layers} layers, found {shown(types)}"

@@ -117,6 +117,8 @@ def test_initialise_starts_from_the_target_at_unit_size(fc_norm: bool) -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "head.rope_scaling"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "head.rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "head.rope_scaling: expected factors above 0"),
+        ({"rope_scaling": "yarn"}, "head.rope_scaling: expected a rope_type"),
     ],
 )
 def test_windows_and_rotations_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -125,7 +125,11 @@ def test_sliding_layers_are_causal_where_nothing_is_said_of_all_layers(
     change_config(folder, lambda c: c.update(is_causal=False))
     found = verdicts(folder)
     assert serving(found) == {VLLM} and "is_causal" in found[SGLANG].reason
-    for change in ({"use_sliding_window": False}, {"sliding_window": None}, {"layer_types": ["sliding_attention"]}):
+    for change in (
+        {"use_sliding_window": False},
+        {"sliding_window": None},
+        {"layer_types": [["sliding_attention"], 1]},
+    ):
         (folder / "config.json").write_text(json.dumps(config | change))
         assert all(next(iter(change)) in verdict.reason for verdict in verdicts(folder).values())
 
