@@ -58,8 +58,7 @@ class Eagle3Settings(RotarySettings, StartSettings, BlockSettings):
     the two."""
     sliding_window: int | None = None
     """Positions that attention sees, the token's own included, for drafts whose time and memory do not grow with the
-    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all. On a GPU drafted by torch,
-    without kernels."""
+    text. Null: all. vLLM reads it; SGLang and the EAGLE repository would attend to all."""
 
 
 @dataclass(frozen=True, kw_only=True)

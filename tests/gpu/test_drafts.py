@@ -27,7 +27,9 @@ def test_a_target_decodes_alike_with_and_without_kernels(family: str) -> None:
         assert texts(engine.generate(requests)) == texts(expected), (family, shape)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "eagle3 as speculators has it", "mtp", "mtp, token first"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "eagle3.1", "eagle3 as speculators has it", "eagle3 with a window", "mtp", "mtp, token first"]
+)
 def test_a_head_drafts_alike_with_and_without_kernels(name: str) -> None:
     """Chains, dynamic and static trees; a long prompt."""
     for shape in ("chain:1", "chain:4", "tree:4x3x12", "tree:4x22x40", "static:3.2.1"):

@@ -75,7 +75,8 @@ def tree_attention(
 
     words (B, N, W): `ancestor_words`; length (B,) int64: slots before the tree; depths (B, N) int64: query j stands at
     position length + depth_j, which is asked only with paths or a window; behind: P, N if None; window: keys fewer
-    positions away are seen, 0 for all, and without paths only where P = N; scale: of the scores, 1 / sqrt(d) if None;
+    positions away are seen, 0 for all, and where P is not N a key stands at the position of its slot, if not nearer;
+    scale: of the scores, 1 / sqrt(d) if None;
     rope: how many of the last of d columns the kernel handles apart, where d is no power of two but for them.
 
     paths (B, N, K + 1), of `ancestor_words`: then every node reads its ancestors in the order of its path, as plain
@@ -88,7 +89,6 @@ def tree_attention(
     behind = q.shape[1] if behind is None else behind
     B, N, H, d = q.shape
     assert depths is not None or (paths is None and not window)
-    assert not window or paths is not None or behind == N
     S, Hkv, dv = keys.shape[1], keys.shape[2], values.shape[3]
     G = H // Hkv
     wide = dv > 256  # latents: sums of few rows fill the registers, and so do operands in float32
@@ -117,7 +117,7 @@ def tree_attention(
         G=G, W=(words if paths is None else paths).shape[2],
         SPLIT=split, FINE=FINE, COARSE=COARSE, CHUNK=CHUNK, ROWS=rows, SLOTS=32 if small else 64,
         D=d - rope, PAD_D=max(16, next_power_of_2(d - rope)), ROPE=rope, DV=dv, PAD_DV=max(16, next_power_of_2(dv)),
-        WINDOW=window > 0, OWN_PATH=paths is not None,
+        WINDOW=window > 0, OWN_PATH=paths is not None, BY_SLOT=window > 0 and (paths is not None or behind != N),
         num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -131,7 +131,7 @@ def _attention(  # type: ignore[no-untyped-def]
     G: constexpr, W: constexpr, SPLIT: constexpr, FINE: constexpr, COARSE: constexpr, CHUNK: constexpr,
     ROWS: constexpr, SLOTS: constexpr,
     D: constexpr, PAD_D: constexpr, ROPE: constexpr, DV: constexpr, PAD_DV: constexpr,
-    WINDOW: constexpr, OWN_PATH: constexpr,
+    WINDOW: constexpr, OWN_PATH: constexpr, BY_SLOT: constexpr,
 ):  # fmt: skip
     """One split of one key head for ROWS (node, head) rows: unnormalised sums, their maxima and masses. The program
     that ends as the last of a chunk of splits merges them, and the last of these the chunks, first to last.
@@ -197,15 +197,16 @@ def _attention(  # type: ignore[no-untyped-def]
             k_rope = tl.load(k_at[None] + D + rotated[:, None], mask=here[None], other=0.0)
             x += tl.dot(q_rope, k_rope, input_precision="ieee")
         x = x * scale
-        if OWN_PATH:
+        if OWN_PATH:  # noqa: SIM108 - the other has no bits
             seen = live[:, None] & here[None]
-            if WINDOW:
-                seen = seen & (position[:, None] - slot[None] < window)
         else:
             seen = here[None] & ((j < 0)[None] | (bit == 1))
-            if WINDOW:
+        if WINDOW:
+            stands = slot
+            if not BY_SLOT:
                 depth = tl.load(DEPTHS + b * N + j, mask=here & (j >= 0), other=0)
-                seen = seen & (position[:, None] - tl.where(j < 0, slot, length + depth)[None] < window)
+                stands = tl.where(j < 0, slot, length + depth)
+            seen = seen & (position[:, None] - stands[None] < window)
         x = tl.where(seen, x * 1.4426950408889634, -float("inf"))
         newer = tl.maximum(top, tl.max(x, 1))
         base = tl.where(newer == -float("inf"), 0.0, newer)

@@ -36,14 +36,13 @@ class TritonRecurrent(RecurrentSteps):
 
     @classmethod
     def of(cls, spec: RecurrentSpec) -> "TritonRecurrent | None":
-        """Return the steps of one module without a window, normed once after its layer, of numbers that the kernels
-        take; else None."""
+        """Return the steps of one module, normed once after its layer, of numbers that the kernels take; else None."""
         parts = spec.parts
         if parts is None or len(parts.modules) > 1 or parts.weight.dtype not in DTYPES:
             return None
         (module,) = parts.modules
         once = (module.leave_norm is None) != (module.read_norm is None)
-        return cls(parts, spec) if once and module.window is None else None
+        return cls(parts, spec) if once else None
 
     def __init__(self, parts: HeadParts, spec: RecurrentSpec) -> None:
         (module,), like = parts.modules, parts.weight
@@ -63,7 +62,7 @@ class TritonRecurrent(RecurrentSteps):
             None if norm is None else Norm(norm) for norm in (module.input_norm, module.leave_norm, module.read_norm)
         )
         self.state_first, self.zero_first = module.state_first, module.zero_first
-        self.normed_residual = module.normed_residual
+        self.normed_residual, self.window = module.normed_residual, module.window or 0
         half = cos_sin_table[0].shape[3] // 2
         self.cos, self.sin = (cos_sin[0, 0, :, :half].contiguous() for cos_sin in cos_sin_table)  # (S, d / 2)
         self.behind = max(shape.depth, scratch_slots(shape))
@@ -113,14 +112,14 @@ class TritonRecurrent(RecurrentSteps):
             length,
             behind,
             entry.at.words,
-            depths=None,
+            depths=entry.at.positions.view(B, W) - length[:, None] if self.window else None,
             paths=None,
             slots=entry.at.slots,
             cos_sin=(self.cos, self.sin),
             counters=self.counters,
             positions=entry.at.positions,
         )
-        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products)
+        added = grouped(self.attention, x, tree, self.store, slice(0, B), self.products, self.window)
         x = add_norm(stream, added, self.norm.weight, self.norm.eps)
         added = gated(self.mlp, x, self.products)
         last = self.read_norm or self.leave_norm

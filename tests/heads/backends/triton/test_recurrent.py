@@ -41,18 +41,19 @@ CPU = torch.device("cpu")
     ("name", "shape"),
     [
         *(("eagle3", "chain:1"), ("mtp", "chain:3"), ("eagle3", "tree:3x2x5")),
-        ("eagle3 as speculators has it", "tree:2x2x3"),
+        *(("eagle3 as speculators has it", "tree:2x2x3"), ("eagle3 with a window", "tree:3x2x4")),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 *((name, "chain:3") for name in ("eagle3", "eagle3.1", "mtp, token first")),
-                *(("mtp", "tree:3x3x9"), ("mtp", "static:3.2.1")),
+                *(("mtp", "tree:3x3x9"), ("mtp", "static:3.2.1"), ("eagle3 with a window", "chain:3")),
             )
         ),
     ],
 )
 def test_drafts_are_those_of_torch(name: str, shape: str) -> None:
-    drafts_are_those_of_torch(name, shape, CPU, table=name != "eagle3.1")
+    prompt = 30 if "window" in name else 5
+    drafts_are_those_of_torch(name, shape, CPU, prompt=prompt, table=name != "eagle3.1")
 
 
 @pytest.mark.slow
@@ -62,12 +63,11 @@ def test_many_tokens_and_nodes_take_several_words() -> None:
 
 
 def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
-    """Several modules, windows, wider numbers, layers that are more than products."""
+    """Several modules, wider numbers, layers that are more than products."""
     adapted = some_head("mtp", CPU)
     block: Any = adapted.mtp_layers[0].block  # type: ignore[index, union-attr]
     block.mlp.up_proj = Adapted(block.mlp.up_proj)
-    unknown = [some_head(name, CPU) for name in ("mtp of three", "eagle3 with a window")]
-    for head in (*unknown, some_head("eagle3", CPU, torch.float64), adapted):
+    for head in (some_head("mtp of three", CPU), some_head("eagle3", CPU, torch.float64), adapted):
         shared = SharedLayers(torch.nn.Embedding(99, 1), torch.nn.Identity(), torch.zeros(99, 1))
         state = head.new_state(shared, batch_size=1, capacity=9, shape=parse_shape("chain:2"), backend=TRITON)
         assert isinstance(state.steps, TorchRecurrent)
