@@ -75,19 +75,20 @@ def dflash_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
     return {
         "architectures": ["DFlashDraftModel"],
         **qwen3_config(config, target, dtype),
-        **by_default({"is_causal": config.causal}, config),
+        **causality("is_causal", config),
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": left_layer_ids(config),
-            **by_default({"causal": config.causal}, config),
+            **causality("causal", config),
         },
     }
 
 
-def by_default(causality: dict[str, bool], config: Any) -> dict[str, bool]:
-    """The fields that say what all layers do, or none where each does what engines expect of its type: rows of sliding
-    layers see none behind them, those of the others do."""
-    return {} if SLIDING in config.kinds and config.sliding_causal and not any(causality.values()) else causality
+def causality(name: str, config: Any) -> dict[str, bool]:
+    """The field of this name, which says of all layers if rows see none of those behind them. None where sliding layers
+    alone are causal, which is what engines take from the types of layers."""
+    by_type = SLIDING in config.kinds and config.sliding_causal and not config.causal
+    return {} if by_type else {name: config.causal}
 
 
 def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dict[str, Any]:
