@@ -1,7 +1,11 @@
 """DSpark (arXiv 2607.05147): a block filled in one pass, whose tokens are then tied to each other by a Markov head.
 
-    z_j = lm_head h_j + W2 W1[x_{a+j}]                   predicts x_{a+1+j}, j = 0 .. block_size - 1
-    confidence_j = sigmoid(w . [h_j ; W1[x_{a+j}]] + b)  foretells how much of the target's distribution z_j covers
+    z_j = lm_head h_j + W2 m_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
+    m_j = e_j,  e_j = W1[x_{a+j}]                   `vanilla`: by the token before
+    m_j = sigmoid(G [h_j ; e_j]) e_j                `gated`: by the row, too
+    m_j = tanh(o_j),  s_j = g_j s_{j-1} + (1 - g_j) tanh(c_j),  [sigmoid^-1 g_j ; c_j ; o_j] = J [s_{j-1} ; e_j ; h_j]
+                                                    `rnn`: by all tokens before, s_{-1} = 0
+    confidence_j = sigmoid(w . [h_j ; e_j] + b)     foretells how much of the target's distribution z_j covers
 
 So the root's row is read, too, and row j is one token ahead of DFlash's.
 
@@ -26,6 +30,10 @@ from heads.initial.bigrams import bigrams
 from heads.initial.weights import TargetProbe
 from heads.labels import LABELS
 
+VANILLA, GATED, RNN = MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+OPEN = 2.0
+"""Bias of a gate that begins nearly open."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkSettings(DraftBlockSettings):
@@ -36,6 +44,9 @@ class DSparkSettings(DraftBlockSettings):
     trained with."""
     markov_rank: int = 256
     """Rank of the matrix from the token before to the logits of the next."""
+    markov_head_type: str = VANILLA
+    """Things beside the token before that the Markov head reads: `vanilla`, none; `gated`, the row's state; `rnn`, the
+    states and tokens of all rows before, too. Engines read `vanilla` alone."""
     ce_weight: float = 0.1
     """Factor of the cross-entropy of labels in the loss."""
     kl_weight: float = 0.0
@@ -54,6 +65,10 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
     def __post_init__(self) -> None:
         if self.markov_rank < 1:
             raise UserError(f"head.markov_rank: expected 1 or more, got {self.markov_rank}; without it take dflash")
+        if self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise UserError(
+                f"head.markov_head_type: expected one of {', '.join(MARKOV_HEAD_TYPES)}, got {self.markov_head_type!r}"
+            )
         for name in ("ce_weight", "kl_weight", "l1_weight", "confidence_weight"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"head.{name}: expected 0 or more, got {getattr(self, name)}")
@@ -62,12 +77,45 @@ class DSparkConfig(DraftBlockConfig, DSparkSettings):
 
 
 class MarkovHead(nn.Module):
-    """Logits of the next token by the one before, of low rank."""
+    """Logits of the next token by the ones before, of low rank."""
 
-    def __init__(self, vocab_size: int, columns: int, rank: int) -> None:
+    def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, columns, bias=False)
+        self.kind, rank, D = config.markov_head_type, config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.columns, bias=False)
+        if self.kind == GATED:
+            self.gate_proj = nn.Linear(D + rank, rank)
+        elif self.kind == RNN:
+            self.joint_proj = nn.Linear(2 * rank + D, 3 * rank)
+
+    def forward(self, states: Tensor, previous: Tensor) -> Tensor:
+        """States (..., K, D) of a block's first K rows and the tokens before them (..., K) -> m (..., K, r)."""
+        tokens: Tensor = self.markov_w1(previous)  # (..., K, r)
+        if self.kind == VANILLA:
+            return tokens
+        tokens = tokens.to(states.dtype)
+        if self.kind == GATED:
+            return tokens * self.gate_proj(torch.cat([states, tokens], -1)).sigmoid()  # type: ignore[no-any-return]
+        memory, made = torch.zeros_like(tokens[..., 0, :]), []
+        for token, state in zip(tokens.unbind(-2), states.unbind(-2), strict=True):
+            gate, candidate, out = self.joint_proj(torch.cat([memory, token, state], -1)).chunk(3, -1)
+            gate = gate.sigmoid()
+            memory = gate * memory + (1 - gate) * candidate.tanh()
+            made.append(out.tanh())
+        return torch.stack(made, -2)
+
+    @torch.no_grad()
+    def begin(self, w1: Tensor, w2: Tensor) -> None:
+        """Start as W2 W1, whatever the kind."""
+        self.markov_w1.weight.copy_(w1)
+        self.markov_w2.weight.copy_(w2)
+        if self.kind == GATED:
+            self.gate_proj.bias.fill_(OPEN)
+        elif self.kind == RNN:
+            rank = w1.shape[1]
+            nn.init.zeros_(self.joint_proj.bias)
+            self.joint_proj.weight[2 * rank :, rank : 2 * rank] += torch.eye(rank)  # tanh changes small numbers little
 
 
 class ConfidenceHead(nn.Module):
@@ -91,7 +139,8 @@ class DSpark(DraftBlockHead):
 
     def __init__(self, config: DSparkConfig, kept: Tensor | None = None) -> None:
         super().__init__(config, kept)
-        self.markov_head = MarkovHead(config.vocab_size, config.columns, config.markov_rank)
+        self.markov_head = MarkovHead(config)
+        self.reads_paths = config.markov_head_type == RNN
         self.confidence_weight = config.confidence_weight
         width = config.hidden_size + config.markov_rank
         self.confidence_head = ConfidenceHead(width) if config.confidence_weight else None
@@ -102,27 +151,28 @@ class DSpark(DraftBlockHead):
     def initialise(self, probe: TargetProbe) -> None:
         """Start the Markov head as the target's own bigrams, too."""
         super().initialise(probe)
-        w1, w2 = bigrams(probe, self.config.markov_rank)
-        self.markov_head.markov_w1.weight.copy_(w1)
-        self.markov_head.markov_w2.weight.copy_(w2)
+        self.markov_head.begin(*bigrams(probe, self.config.markov_rank))
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
-        latent = self.markov_head.markov_w1(previous)  # (M, K, r)
-        given = {"bias_states": latent, "bias_weight": self.markov_head.markov_w2.weight}
+        markov = self.markov_head
+        given = {"bias_states": markov(states, previous), "bias_weight": markov.markov_w2.weight}
         if self.confidence_head is not None:
-            given["confidence"] = self.confidence_head(states, latent)
+            given["confidence"] = self.confidence_head(states, markov.markov_w1(previous))
         return given
 
-    def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
-        markov = self.markov_head
-        return logits + markov.markov_w2(markov.markov_w1(previous).to(logits.dtype))  # type: ignore[no-any-return]
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        if not self.reads_paths:
+            states, previous = states[..., -1:, :], previous[..., -1:]
+        bias = self.markov_head(states, previous)[..., -1, :].to(logits.dtype)
+        return logits + self.markov_head.markov_w2(bias)  # type: ignore[no-any-return]
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
-        """The same, but of W1 a few rows alone, and W2 once for each level of the tree."""
+        """The same, but of W1 a few rows alone, and the rest of the Markov head once for each level of the tree."""
         reads, markov = super().bytes_per_round(state), self.markov_head
-        more = (state.shape.depth - 1) * markov.markov_w2.weight.numel() - markov.markov_w1.weight.numel()
+        rows = markov.markov_w1.weight.numel()
+        more = (state.shape.depth - 1) * (sum(p.numel() for p in markov.parameters()) - rows) - rows
         return replace(reads, propose=reads.propose + state.steps.lm_head.product.weight_bytes * more)
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:

@@ -65,6 +65,8 @@ class DraftBlockHead(nn.Module, DraftHead):
     terms: Sequence[tuple[float, str]]
     """As `heads.block.loss.BlockTask.terms`."""
     confidence_weight: float = 0.0
+    reads_paths: bool = False
+    """True if `conditioned` looks at more than the last row and the token before it."""
 
     def __init__(self, config: Any, kept: Tensor | None = None) -> None:
         """kept (Vd,) int64: the target ids of a draft vocabulary, ascending."""
@@ -198,8 +200,9 @@ class DraftBlockHead(nn.Module, DraftHead):
         """More arguments of `block_loss`, from states (M, K, D) and the true tokens before each label (M, K)."""
         return {}
 
-    def conditioned(self, logits: Tensor, previous: Tensor) -> Tensor:
-        """Logits (..., V) of a block's row for the token behind `previous` (...)."""
+    def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits (..., V) of a block's row, from the states (..., K, D) of the block's rows up to it and the tokens
+        before them (..., K)."""
         return logits
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor | None:
@@ -240,8 +243,8 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = self.unroll(batch, all_blocks(batch.documents), depth + self.first_row)[:, :, self.first_row :]
         matrix, hits = batch.shared.lm_head_weight.to(states.dtype), []
         for k in range(depth):
-            previous = batch.tokens.roll(-1 - k, dims=1)  # (B, T), by the slot before the root
-            guess = self.conditioned(states[:, :, k] @ matrix.T, previous[:, :-1]).argmax(-1)
+            before = torch.stack([batch.tokens.roll(-1 - j, dims=1) for j in range(k + 1)], -1)  # by the slot before
+            guess = self.conditioned(states[:, :, k] @ matrix.T, states[:, :, : k + 1], before[:, :-1]).argmax(-1)
             hit = guess == batch.tokens.roll(-2 - k, dims=1)[:, :-1]
             hits.append(nn.functional.pad(hit, (0, 1)))
         return torch.stack(hits)
@@ -314,11 +317,18 @@ class DraftBlockHead(nn.Module, DraftHead):
         states = self.draft_states(state)
         logits = state.steps.lm_head(states)  # (B, K, V)
 
-        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
-            given: Tensor = state.steps.head.conditioned(logits[:, level, None], tokens)
-            return given.expand(-1, tokens.shape[1], -1)
+        head, expanded = state.steps.head, []
 
-        first = state.steps.head.conditioned(logits[:, :1], state.root[:, None])
+        def expand(tokens: Tensor, rows: Tensor, paths: Tensor, level: int) -> Tensor:
+            W, previous = tokens.shape[1], tokens[..., None]  # (B, W, 1)
+            if self.reads_paths:
+                expanded.append(tokens)
+                above = torch.cat(expanded, 1).gather(1, paths.flatten(1)).view(paths.shape)
+                previous = torch.cat([state.root[:, None, None].expand(-1, W, 1), above], 2)  # (B, W, level + 1)
+            own = states[:, None, : level + 1].expand(-1, W, -1, -1)
+            return head.conditioned(logits[:, level, None], own, previous).expand(-1, W, -1)  # type: ignore[no-any-return]
+
+        first = head.conditioned(logits[:, :1], states[:, None, :1], state.root[:, None, None])
         proposal = grow(state.shape, state.root, state.length, first, pick, expand, self.kept, state.backend.select)
         if not is_chain(state.shape):
             return proposal

@@ -101,7 +101,7 @@ def dspark_engine_config(config: Any, target: dict[str, Any], dtype: str) -> dic
         "mask_token_id": config.mask_token_id,
         "num_anchors": config.num_anchors,
         "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": config.markov_head_type,
         "enable_confidence_head": config.confidence_weight > 0,
         "confidence_head_with_markov": config.confidence_weight > 0,
         "sample_from_anchor": True,
@@ -123,6 +123,16 @@ def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
     return shapes
 
 
+def markov_projection(c: Mapping[str, Any]) -> Shapes:
+    """The tensors of a Markov head that looks at more than the token before."""
+    D, r = c["hidden_size"], c["markov_rank"]
+    sizes = {"gated": ("gate_proj", r, D + r), "rnn": ("joint_proj", 3 * r, 2 * r + D)}.get(c["markov_head_type"])
+    if sizes is None:
+        return {}
+    name, made, read = sizes
+    return {f"markov_head.{name}.weight": (made, read), f"markov_head.{name}.bias": (made,)}
+
+
 @dataclass(frozen=True)
 class BlockForm:
     """One of the two folders."""
@@ -139,6 +149,7 @@ class BlockForm:
         shapes = block_tensors(c, ids)
         if self.markov:
             shapes |= {f"markov_head.markov_w{i}.weight": (c["vocab_size"], c["markov_rank"]) for i in (1, 2)}
+            shapes |= markov_projection(c)
             if c.get("enable_confidence_head"):
                 width = c["hidden_size"] + c["markov_rank"]
                 shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}

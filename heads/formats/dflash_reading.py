@@ -80,7 +80,6 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
             "sample_from_anchor": bool(own.get("sample_from_anchor", spark and layer is None)) is not spark,
             "projector_type": own.get("projector_type") not in (None, kind),
             "markov_rank": spark and not own.get("markov_rank"),
-            "markov_head_type": spark and own.get("markov_head_type", "vanilla") != "vanilla",
             **{f"dflash_config.{name}": value for name, value in nested.items() if name not in OWN_FIELDS},
         },
     )
@@ -111,7 +110,8 @@ def read_block(kind: str, source: Source, target: FrozenTarget) -> Reading | Non
     weights = block_weights(source, target, drafted)
     if spark:
         name, rank = "confidence_head.proj.weight", own["markov_rank"]
-        config |= {"markov_rank": rank, "confidence_weight": float(own.get("enable_confidence_head", name in weights))}
+        config |= {"markov_rank": rank, "markov_head_type": own.get("markov_head_type") or "vanilla"}
+        config |= {"confidence_weight": float(own.get("enable_confidence_head", name in weights))}
         if name in weights and weights[name].shape == (1, qwen.hidden_size):  # it does not look at the token before
             weights[name] = pad(weights[name], (0, rank))
     else:
@@ -191,6 +191,8 @@ def block_misread(source: Source, config: Mapping[str, Any], target: FrozenTarge
         said.append(f"{SGLANG} refuses the embeddings, layer -1, among target_layer_ids")
     if config.get("causal") and not raw.get("is_causal"):
         said.append(f"{SGLANG} reads no causal but is_causal beside the other fields: another head would run")
+    if config.get("markov_head_type", "vanilla") != "vanilla":
+        said.append(f"{VLLM} and {SGLANG} load no Markov head but a vanilla one")
     full = FULL in config.get("layer_types", [FULL])
     if not config.get("sliding_causal", True):
         said.append(f"{SGLANG} lets no row of a sliding layer see the rows behind it: another head would run")

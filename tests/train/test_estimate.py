@@ -28,11 +28,18 @@ def target(tiny_target_dir: Path) -> FrozenTarget:
     return load_target(str(tiny_target_dir), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", sorted(HEADS))
-def test_the_estimate_is_what_the_runtime_accepts(kind: str, target: FrozenTarget) -> None:
+CASES: list[tuple[str, dict[str, object]]] = [
+    *((kind, {}) for kind in sorted(HEADS)),
+    ("dflash", {"sliding_window": 9}),
+    ("dspark", {"markov_head_type": "rnn"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), CASES, ids=str)
+def test_the_estimate_is_what_the_runtime_accepts(kind: str, changes: dict[str, object], target: FrozenTarget) -> None:
     """Round by round, for a head that is right now and then."""
     torch.manual_seed(0)
-    head = build_head(kind, SETTINGS.get(kind, {}), target, torch.ones(target.vocab_size)).double()
+    head = build_head(kind, SETTINGS.get(kind, {}) | changes, target, torch.ones(target.vocab_size)).double()
     prompts = [torch.randint(6, 128, (n,)).tolist() for n in (3, 11, 6)]
     depth = 4
     requests = [Request(prompt, max_new_tokens=20 + n) for n, prompt in enumerate(prompts)]

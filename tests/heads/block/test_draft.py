@@ -97,6 +97,25 @@ def plain_block(head: DraftBlockHead, batch: Batch, b: int, anchor: int, rows: i
     return out
 
 
+def plain_markov(head: DSpark, states: Tensor, before: list[int]) -> Tensor:
+    """(V,) what the Markov head adds to the logits of the last row of a block's first rows (K, D), behind the tokens
+    `before` (K); one row after the other, as DeepSpec has it."""
+    markov, r = head.markov_head, head.config.markov_rank
+    memory = torch.zeros(r, dtype=torch.float64)
+    for state, token in zip(states, before, strict=False):
+        made = e = markov.markov_w1.weight[token]
+        if head.config.markov_head_type == "gated":
+            proj = markov.gate_proj
+            made = e * (proj.weight @ torch.cat([state, e]) + proj.bias).sigmoid()
+        elif head.config.markov_head_type == "rnn":
+            proj = markov.joint_proj
+            joint = proj.weight @ torch.cat([memory, e, state]) + proj.bias
+            g = joint[:r].sigmoid()
+            memory = g * memory + (1 - g) * joint[r : 2 * r].tanh()
+            made = joint[2 * r :].tanh()
+    return markov.markov_w2.weight @ made
+
+
 def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted losses (K,), weights (K,) and unweighted losses (K,), summed over blocks, all logits at once."""
     config, K = head.config, head.depth
@@ -125,7 +144,8 @@ def plain_terms(head: DraftBlockHead, batch: Batch) -> tuple[Tensor, Tensor, Ten
                 else:
                     assert isinstance(head, DSpark) and head.confidence_head is not None
                     w1 = head.markov_head.markov_w1.weight[batch.tokens[b, label - 1]]
-                    logq = (matrix @ states[k] + head.markov_head.markov_w2.weight @ w1).log_softmax(-1)
+                    before = batch.tokens[b, anchor:label].tolist()
+                    logq = (matrix @ states[k] + plain_markov(head, states, before)).log_softmax(-1)
                     distance = (p - logq.exp()).abs().sum()
                     proj: Any = head.confidence_head.proj
                     sure = (proj.weight[0] @ torch.cat([states[k], w1]) + proj.bias[0]).sigmoid()
@@ -150,6 +170,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"sliding_window": 5}),
     ("dflash", {"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention"), "sliding_causal": False}),
     ("dspark", {"sliding_window": 4}),
+    ("dspark", {"markov_head_type": "gated"}),
+    ("dspark", {"markov_head_type": "rnn"}),
     ("dspark", {}),
     ("dspark", {"weights": "d_pace", "kl_weight": 0.5}),
 ]
@@ -383,16 +405,19 @@ def test_a_drafting_pass_is_a_training_pass(kind: str, changes: dict[str, Any], 
         torch.testing.assert_close(drafted[b], plain, rtol=0, atol=1e-6 if "rope_scaling" in changes else 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_chain_is_the_likeliest_token_of_each_row(kind: str) -> None:
-    head, batch = make_head(kind), make_batch([[20]])
+MARKOV: list[dict[str, Any]] = [{}, {"markov_head_type": "gated"}, {"markov_head_type": "rnn"}]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("dflash", {}), *(("dspark", changes) for changes in MARKOV)])
+def test_a_chain_is_the_likeliest_token_of_each_row(kind: str, changes: dict[str, Any]) -> None:
+    head, batch = make_head(kind, **changes), make_batch([[20]])
     proposal = head.propose(seen(head, batch, "chain:3", [9]), greedy)
     states = plain_block(head, batch, 0, 9, 3 + head.first_row)[head.first_row :]
     tokens = [int(batch.tokens[0, 9])]
-    for state in states:
+    for k, state in enumerate(states):
         logits = lm_head(batch) @ state
         if isinstance(head, DSpark):
-            logits = logits + head.markov_head.markov_w2.weight @ head.markov_head.markov_w1.weight[tokens[-1]]
+            logits = logits + plain_markov(head, states[: k + 1], tokens)
         tokens.append(int(logits.argmax()))
     assert proposal.tokens[0].tolist() == tokens and proposal.parents.tolist() == [[0, 0, 1, 2]]
 
@@ -425,22 +450,22 @@ def test_confidence_of_a_chain_is_that_of_training_at_what_was_drafted() -> None
     assert make_head("dflash").propose(seen(make_head("dflash"), batch, "chain:3", [9, 14]), greedy).confidence is None
 
 
-def test_a_row_of_dspark_is_conditioned_on_the_token_drafted_before_it() -> None:
+@pytest.mark.parametrize("changes", MARKOV)
+def test_a_row_of_dspark_is_conditioned_on_the_tokens_drafted_before_it(changes: dict[str, Any]) -> None:
     """In every node of a tree: its score is the sum of the conditioned log q along its path."""
-    head, batch = make_head("dspark"), make_batch([[20]])
+    head, batch = make_head("dspark", **changes), make_batch([[20]])
     assert isinstance(head, DSpark)
     for shape in ("tree:3x3x13", "static:3.2.1"):
         proposal = head.propose(seen(head, batch, shape, [9]), greedy)
         states = plain_block(head, batch, 0, 9, 3)
         for node in range(1, proposal.tokens.shape[1]):
-            total, at = 0.0, node
-            while at:
-                above = int(proposal.parents[0, at])
-                markov = head.markov_head.markov_w1.weight[proposal.tokens[0, above]]
-                depth = int(proposal.depths[0, at])
-                logits = lm_head(batch) @ states[depth - 1] + head.markov_head.markov_w2.weight @ markov
-                total += float(logits.log_softmax(-1)[proposal.tokens[0, at]].detach())
-                at = above
+            path, total = [node], 0.0
+            while path[0]:
+                path.insert(0, int(proposal.parents[0, path[0]]))
+            tokens = proposal.tokens[0, path].tolist()
+            for k in range(1, len(tokens)):
+                logits = lm_head(batch) @ states[k - 1] + plain_markov(head, states[:k], tokens[:k])
+                total += float(logits.log_softmax(-1)[tokens[k]].detach())
             assert float(proposal.scores[0, node]) == pytest.approx(total, abs=1e-9)
 
 

@@ -27,6 +27,8 @@ HEADS: dict[str, Callable[[], DraftBlockHead]] = {
     "dflash with windows": lambda: DFlash(DFlashConfig(**CONFIG, sliding_window=7)),
     "dflash with windows alone": lambda: DFlash(DFlashConfig(**CONFIG, **ALL_SLIDE)),
     "dspark": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16)),
+    "dspark, gated": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16, markov_head_type="gated")),
+    "dspark, rnn": lambda: DSpark(DSparkConfig(**CONFIG, markov_rank=16, markov_head_type="rnn")),
 }
 
 
