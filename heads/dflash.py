@@ -53,4 +53,4 @@ class DFlash(DraftBlockHead):
 
     @property
     def causal(self) -> bool:
-        return self.config.causal
+        return bool(self.config.causal)

@@ -230,7 +230,7 @@ class Eagle3(Recurrent):
             state_norm=block.hidden_norm,
             leave_norm=self.norm if again else None,
             read_norm=None if again else self.norm,
-            normed_residual=self.config.norm_before_residual,
+            normed_residual=bool(self.config.norm_before_residual),
             window=self.config.sliding_window,
         )
         return HeadParts(modules=[module], fuse=self.fc, aux_norms=self.aux_norms)

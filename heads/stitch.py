@@ -20,7 +20,7 @@ from torch import Tensor
 from heads.checkpoint import CONFIG
 from heads.errors import UserError, first_line
 from heads.files import whole_folder
-from heads.formats.base import tensors
+from heads.formats.base import named_class, tensors
 from heads.formats.mtp import LAYOUTS, MTP, SHARED, MtpLoader, find_modules, module_names, module_shapes
 from heads.formats.source import DAMAGE, INDEX, tensor_files
 from heads.mtp import Mtp
@@ -154,7 +154,7 @@ def fitting_modules(head: Mtp, path: str, checkpoint: Checkpoint, config: Any) -
 
 def loader_of(checkpoint: Checkpoint) -> MtpLoader:
     """Return the way in which engines load modules of the target's class. UserError where they load none."""
-    name = str((checkpoint.config.get("architectures") or [None])[0])
+    name = str(named_class(checkpoint.config))
     if name not in MTP:
         raise UserError(
             f"{checkpoint.folder}: has no module of multi-token prediction, and no engine loads one of a {name}; "

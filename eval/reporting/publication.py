@@ -84,7 +84,8 @@ def collect(
     head, record = load_head(folder), read_config(folder)
     found = measured(folder, record, unmeasured, results)
     name = record["target"]["name"]
-    here = any((parent / str(name)).exists() for parent in folder.resolve().parents)  # wherever training was started
+    beside = folder.resolve().parents  # wherever training was started
+    here = any(os.path.exists(parent / str(name)) for parent in beside)
     base = base_model or (name if isinstance(name, str) and is_hub_id(name) and not here else None)
     target = base or LOCAL_MODEL
     files = head_files(folder, record, base)
@@ -112,7 +113,7 @@ def collect(
             files[PLOT] = plot
         else:
             card = "\n".join(line for line in card.splitlines() if PLOT not in line).rstrip() + "\n"
-    files[CARD] = card.encode()
+    files[CARD] = card.encode(errors="backslashreplace")  # names from a damaged file may be no text
     check_private(files)
     return Publication(files, record["kind"], base, *(found or (None, None)))
 

@@ -65,7 +65,7 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
 
     def reaches(self, causal: bool) -> list[Reach]:
         """Bounds of what each layer's rows see; `causal`: none sees a row behind it."""
-        slides = Reach(causal or self.sliding_causal, self.sliding_window)
+        slides = Reach(causal or bool(self.sliding_causal), self.sliding_window)
         return [slides if kind == SLIDING else Reach(causal) for kind in self.kinds]
 
     @property
@@ -107,5 +107,10 @@ class DraftBlockConfig(BlockConfig, DraftBlockSettings):
             raise UserError(f"head.gamma: expected a number above 0, got {self.gamma}")
         if self.weights not in (EXPONENTIAL, D_PACE):
             raise UserError(f"head.weights: expected {EXPONENTIAL} or {D_PACE}, got {self.weights!r}")
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"head.mask_token_id: expected an id below the target's {self.vocab_size} tokens, got "
+                f"{self.mask_token_id!r}"
+            )
         if not all(isinstance(aux, int) for aux in self.aux_layer_ids):
             raise UserError(f"head.aux_layer_ids: expected numbers of layers, got {self.aux_layer_ids}")

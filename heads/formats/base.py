@@ -169,6 +169,12 @@ def gated_mlp(prefix: str, D: int, width: int) -> Shapes:
     }
 
 
+def named_class(config: Mapping[str, Any]) -> str | None:
+    """The first class that config.json names."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
 def fields(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Faults of config.json's fields."""
     return [

@@ -125,12 +125,12 @@ def block_tensors(c: Mapping[str, Any], ids: list[int]) -> Shapes:
 
 def markov_projection(c: Mapping[str, Any]) -> Shapes:
     """The tensors of a Markov head that looks at more than the token before."""
-    D, r = c["hidden_size"], c["markov_rank"]
-    sizes = {"gated": ("gate_proj", r, D + r), "rnn": ("joint_proj", 3 * r, 2 * r + D)}.get(c["markov_head_type"])
-    if sizes is None:
-        return {}
-    name, made, read = sizes
-    return {f"markov_head.{name}.weight": (made, read), f"markov_head.{name}.bias": (made,)}
+    D, r, kind = c["hidden_size"], c["markov_rank"], c.get("markov_head_type")
+    if kind == "gated":
+        return {"markov_head.gate_proj.weight": (r, D + r), "markov_head.gate_proj.bias": (r,)}
+    if kind == "rnn":
+        return {"markov_head.joint_proj.weight": (3 * r, 2 * r + D), "markov_head.joint_proj.bias": (3 * r,)}
+    return {}
 
 
 @dataclass(frozen=True)

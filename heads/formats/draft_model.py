@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, sglang, vllm
+from heads.formats.base import SGLANG, VLLM, Folder, Format, Reading, fields, named_class, sglang, vllm
 from heads.formats.source import Source
 from heads.target.frozen import FrozenTarget, load_tokenizer
 from heads.target.smaller_model import fit_vocabulary, load_smaller, model_record, own_weights
@@ -22,7 +22,7 @@ def write_tokenizer(folder: Path, target: dict[str, Any]) -> None:
 
 def check_draft(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """A draft model, which is an ordinary model of Hugging Face's form."""
-    name = str((folder.config.get("architectures") or [None])[0])
+    name = str(named_class(folder.config))
     lacks = None if name.endswith("ForCausalLM") else f"takes no {name} as a draft model"
     return lacks, fields(folder.config, {"vocab_size": folder.target["vocab_size"]})
 

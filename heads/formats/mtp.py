@@ -32,6 +32,7 @@ from heads.formats.base import (
     Shapes,
     check_same,
     fields,
+    named_class,
     sglang,
     tensors,
     vllm,
@@ -265,9 +266,9 @@ def module_shapes(config: Any, layout: Layout, count: int, stored: Collection[st
 
 def check_mtp(folder: Folder, reader: str) -> tuple[str | None, list[str]]:
     """Modules of multi-token prediction, beside their target's own config.json."""
-    name = (folder.config.get("architectures") or [None])[0]
-    loader = MTP.get(name) if isinstance(name, str) else None
-    if loader is None or reader not in loader.most:
+    name = named_class(folder.config)
+    loader = None if name is None else MTP.get(name)
+    if name is None or loader is None or reader not in loader.most:
         return f"loads no modules of a {name}", []
     layout, most = LAYOUTS[loader.layout], loader.most[reader]
     try:
@@ -316,7 +317,7 @@ def read_mtp(source: Source, target: FrozenTarget) -> Reading | None:
         source, target, width=config.get("hidden_size"), vocabulary=config.get("vocab_size"), number_of_layers=layers
     )
     native = read_native(source, target.config, shared_layers(target))
-    loader = MTP.get((source.config.get("architectures") or [""])[0])
+    loader = MTP.get(named_class(source.config) or "")
     differs = () if loader is None else loader.differs
     return Reading("modules of multi-token prediction", native_config(target, native), native.weights, differs)
 

@@ -19,7 +19,14 @@ from heads.target.frozen import FrozenTarget
 from heads.tree import parse_shape
 from tests.mutations import damage_bytes, mutate
 
-KINDS: dict[str, dict[str, Any]] = {"eagle3": {}, "medusa": {}, "mtp": {}, "draft": {"layers": (1, 6)}}
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "medusa": {},
+    "mtp": {},
+    "draft": {"layers": (1, 6)},
+    "dflash": {"num_layers": 2, "sliding_window": 9},
+    "dspark": {"num_layers": 2, "markov_rank": 4},
+}
 QUICK = 12
 
 
