@@ -3,7 +3,7 @@
     z_j = lm_head h_j + W2 m_j                      predicts x_{a+1+j}, j = 0 .. block_size - 1
     m_j = e_j,  e_j = W1[x_{a+j}]                   `vanilla`: by the token before
     m_j = sigmoid(G [h_j ; e_j]) e_j                `gated`: by the row, too
-    m_j = tanh(o_j),  s_j = g_j s_{j-1} + (1 - g_j) tanh(c_j),  [sigmoid^-1 g_j ; c_j ; o_j] = J [s_{j-1} ; e_j ; h_j]
+    m_j = tanh(o_j),  [g_j ; c_j ; o_j] = J [s_{j-1} ; e_j ; h_j],  s_j = sigmoid(g_j) s_{j-1} + sigmoid(-g_j) tanh(c_j)
                                                     `rnn`: by all tokens before, s_{-1} = 0
     confidence_j = sigmoid(w . [h_j ; e_j] + b)     foretells how much of the target's distribution z_j covers
 
@@ -89,9 +89,9 @@ class MarkovHead(nn.Module):
         elif self.kind == RNN:
             self.joint_proj = nn.Linear(2 * rank + D, 3 * rank)
 
-    def forward(self, states: Tensor, previous: Tensor) -> Tensor:
-        """States (..., K, D) of a block's first K rows and the tokens before them (..., K) -> m (..., K, r)."""
-        tokens: Tensor = self.markov_w1(previous)  # (..., K, r)
+    def forward(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """States (..., K, D) of a block's first K rows, and W1 of the tokens before them (..., K, r) -> m
+        (..., K, r)."""
         if self.kind == VANILLA:
             return tokens
         tokens = tokens.to(states.dtype)
@@ -157,16 +157,18 @@ class DSpark(DraftBlockHead):
 
     def beside(self, states: Tensor, previous: Tensor) -> dict[str, Any]:
         markov = self.markov_head
-        given = {"bias_states": markov(states, previous), "bias_weight": markov.markov_w2.weight}
+        tokens = markov.markov_w1(previous)  # (M, K, r)
+        given = {"bias_states": markov(states, tokens), "bias_weight": markov.markov_w2.weight}
         if self.confidence_head is not None:
-            given["confidence"] = self.confidence_head(states, markov.markov_w1(previous))
+            given["confidence"] = self.confidence_head(states, tokens)
         return given
 
     def conditioned(self, logits: Tensor, states: Tensor, previous: Tensor) -> Tensor:
         if not self.reads_paths:
             states, previous = states[..., -1:, :], previous[..., -1:]
-        bias = self.markov_head(states, previous)[..., -1, :].to(logits.dtype)
-        return logits + self.markov_head.markov_w2(bias)  # type: ignore[no-any-return]
+        markov = self.markov_head
+        latent = markov(states, markov.markov_w1(previous))[..., -1, :]
+        return logits + markov.markov_w2(latent.to(logits.dtype))  # type: ignore[no-any-return]
 
     def bytes_per_round(self, state: DraftBlockState) -> RoundReads:
         """The same, but of W1 a few rows alone, and the rest of the Markov head once for each level of the tree."""
